@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers demo grpo recap test test-demo test-faults test-slow golden lint docs format lock notebook smoke demo-clean
+.PHONY: help setup metaworld peers demo grpo recap test test-demo test-faults test-slow golden mutants lint docs format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ test-slow: $(STAMP) ## every slow test, for hours
 
 golden: $(STAMP) ## small runs, bit for bit those of HEAD, or of HEAD~1 where nothing is changed
 	$(PYTHON) -m tests.golden $(ARGS)
+
+mutants: $(STAMP) ## how many small changes of the core modules their tests notice (ARGS="--sample 40 --seed 3 util")
+	$(PYTHON) ci/mutants.py $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,47 @@
+"""`make mutants`: what it changes, and that the tests see the change while no file does."""
+
+import subprocess
+import sys
+
+from ci import mutants
+
+SOURCE = '''"""Add 1 or 2."""
+
+def limited(x: "int | None", most=3, text="1 < 2") -> int:
+    """At most 1."""
+    if x is None or not text:
+        raise ValueError(f"{x + 1} < 2")
+    return min(x, most), f"é{x + most}"
+'''
+
+
+def test_only_what_a_program_does_is_changed():
+    found = mutants.mutants(SOURCE)
+    assert {(mutant.line, mutant.before, mutant.after) for mutant in found} == {
+        (3, "3", "4"),
+        (3, "3", "2"),
+        (5, "x is None or not text", "not (x is None or not text)"),
+        (5, "x is None or not text", "x is None and (not text)"),
+        (5, "x is None", "x is not None"),
+        (5, "not text", "text"),
+        (7, "return (min(x, most), f'é{x + most}')", "return (f'é{x + most}', min(x, most))"),
+        (7, "min", "max"),
+        (7, "x + most", "x - most"),
+    }
+    (text,) = [mutant.text for mutant in found if mutant.after == "x - most"]
+    assert text == SOURCE.replace("é{x + most}", "é{(x - most)}")
+
+
+def test_a_mutant_is_imported_from_memory(tmp_path):
+    (tmp_path / "small.py").write_text("LIMIT = 3\n")
+    (tmp_path / "test_small.py").write_text("def test_limit():\n    import small\n    assert small.LIMIT == 3\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(mutants.ROOT)!r}); from pathlib import Path; from ci import mutants\n"
+        f"mutants.ROOT, mutants.TESTS = Path({str(tmp_path)!r}), {{'small.py': ['test_small.py', '-c', '/dev/null']}}\n"
+        "mutants.OPTIONS = []\n"
+        "print([mutants.passes('fork', 60, 'small.py', text) for text in ('LIMIT = 3', 'LIMIT = 4')])\n"
+        "print([mutants.passes('fork', 2.0, 'small.py', 'import time; time.sleep(60)')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[True, False]", "[False]"]
+    assert (tmp_path / "small.py").read_text() == "LIMIT = 3\n"
