@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -24,13 +27,18 @@ def line(number, success, error=None, state="s", **other):
 
 
 def test_pairs_are_counted_and_errors_left_out():
-    a = [line(0, True), line(1, True), line(2, False), line(3, False), line(4, True), line(5, None, error="died")]
-    b = [line(0, True), line(1, False), line(2, True), line(3, False), line(4, False), line(5, True)]
+    outcomes = [(True, True), (True, False), (False, True), (False, False), (True, False), (False, False)]
+    a = [*(line(n, of_a) for n, (of_a, _) in enumerate(outcomes)), line(6, None, error="died")]
+    b = [*(line(n, of_b) for n, (_, of_b) in enumerate(outcomes)), line(6, True)]
     found = compare(a, b)
-    assert found == Comparison(episodes=5, left_out=1, both=1, only_a=2, only_b=1)
-    text = comparison_text(found, "one", "other")
-    assert "A  3 of 5" in text and "B  2 of 5" in text and "1 episodes are left out" in text
-    assert "2 succeeded with A only and 1 with B only" in text
+    assert found == Comparison(episodes=6, left_out=1, both=1, only_a=2, only_b=1)
+    lines = comparison_text(found, "one", "other").splitlines()
+    assert lines[0] == f"A  {share(3, 6)}  one" and lines[1] == f"B  {share(2, 6)}  other"
+    numbers = [[float(n) for n in re.findall(r"[+-]?\d+\.?\d*", text)] for text in lines[2:]]
+    # All outcomes of 3 coins are as uneven as 2 to 1, or more. B - A: -1 / 6, and (2 - 3) / 8 +- 1.96 sqrt((5 / 8 -
+    # 1 / 64) / 8).
+    assert numbers == [[6, 2, 1, 1], [1], [-16.7, -66.6, 41.6], []]
+    assert len(comparison_text(replace(found, left_out=0), "one", "other").splitlines()) == 5
 
 
 def test_what_cannot_be_paired_is_refused():
@@ -48,6 +56,17 @@ def test_mcnemar_is_the_sign_test_and_the_verdict_its_word(only_a, only_b):
     assert found.p_value == pytest.approx(expected)
     word = "cannot tell" if expected >= 0.05 else ("A" if only_a > only_b else "B") + " succeeds more often"
     assert found.verdict.startswith(word)
+
+
+def test_the_difference_and_its_interval_are_those_of_the_formula():
+    """Bonett and Price (2012), equation 6: of shares after one more discordant pair each way; within what can be."""
+    for episodes, only_a, only_b in ((21, 1, 7), (3, 0, 3), (3, 3, 0), (1, 1, 0), (40, 0, 0), (60, 5, 12)):
+        a, b = (only_a + 1) / (episodes + 2), (only_b + 1) / (episodes + 2)
+        half = 1.959963985 * ((a + b - (b - a) ** 2) / (episodes + 2)) ** 0.5
+        expected = [(only_b - only_a) / episodes, *np.clip([b - a - half, b - a + half], -1, 1)]
+        found = Comparison(episodes, 0, episodes - only_a - only_b, only_a, only_b).difference
+        assert found == pytest.approx(expected, abs=1e-8)
+    assert Comparison(0, 3, 0, 0, 0).difference == (0.0, -1.0, 1.0)
 
 
 def test_the_interval_of_the_difference_holds_the_truth_as_often_as_it_says():
