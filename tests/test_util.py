@@ -1,5 +1,6 @@
 """The step against plain PyTorch."""
 
+import contextlib
 import copy
 import itertools
 import time
@@ -9,15 +10,24 @@ import numpy as np
 import pytest
 import torch
 from lerobot.optim.schedulers import CosineDecayWithWarmupSchedulerConfig
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from util import (
+    Clock,
     NumpyToTorchCollate,
     StepResult,
     TimedIterator,
     Window,
     card_of_device,
     cuda_prefetcher,
+    enable_expandable_segments,
+    enable_gpu_perf_flags,
+    full_tensor,
     make_trainable_optimizer,
     peak_flops,
     train_step,
@@ -54,8 +64,16 @@ def draws_for(step, size):
     return noise, time
 
 
-def run(model, data, steps, accum, size, schedule=lambda s: 1e-2, clip=1.0):
-    optimizer = make_trainable_optimizer(model, schedule=schedule, clip_norm=clip, **ADAM)
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run(model, data, steps, accum, size, schedule=lambda s: 1e-2, clip=1.0, decay=None, **options):
+    optimizer = make_trainable_optimizer(model, schedule=schedule, clip_norm=clip, decay=decay, **ADAM)
     feed, results = iter(data), []
     for step in range(steps):
         noise, time = draws_for(step, size * accum)
@@ -73,18 +91,23 @@ def run(model, data, steps, accum, size, schedule=lambda s: 1e-2, clip=1.0):
                 grad_accum=accum,
                 mean_over=accum,
                 draws=draws,
-                autocast=None,
                 device=CPU,
+                **{"autocast": None, **options},
             )
         )
     return results, optimizer
 
 
-def test_the_step_is_plain_adamw_with_clipping_and_schedule():
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_step_is_plain_adamw_with_clipping_and_schedule(sharded, request):
     ours, plain = Regression(), Regression()
+    if sharded:
+        request.getfixturevalue("group")
+        ours = fully_shard(ours)
+        ours.whole_between_micro_batches = True
     data = batches(20, 8)
     schedule = warmup_cosine(1e-2, 1e-3, 3, 10)
-    results, _ = run(ours, data, steps=10, accum=2, size=8, schedule=schedule, clip=0.05)
+    results, optimizer = run(ours, data, steps=10, accum=2, size=8, schedule=schedule, clip=0.05)
 
     reference = torch.optim.AdamW(plain.parameters(), lr=1.0, foreach=False, fused=False, **ADAM)
     for step in range(10):
@@ -102,7 +125,108 @@ def test_the_step_is_plain_adamw_with_clipping_and_schedule():
         assert results[step].loss.item() == pytest.approx(np.mean(losses), rel=1e-6)
         assert results[step].grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(full_tensor(a.detach()), b.detach(), rtol=1e-5, atol=1e-7)
+        assert type(full_tensor(a.detach())) is torch.Tensor
+    assert {int(value) for name, value in optimizer.state().items() if name.startswith("step.")} == {10}
+
+
+class Exchanges(Regression):
+    """Has FSDP2's methods, and notes whether gradients travel with each backward."""
+
+    whole_between_micro_batches = True
+
+    def __init__(self):
+        super().__init__()
+        self.syncs = self.reshards = True
+        self.found = []
+
+    def set_requires_gradient_sync(self, value):
+        self.syncs = value
+
+    def set_reshard_after_backward(self, value):
+        self.reshards = value
+
+    def forward(self, *args):
+        self.found.append((self.syncs, self.reshards))
+        return super().forward(*args)
+
+
+def test_gradients_travel_once_per_step(group, monkeypatch):
+    sharded = Exchanges()
+    run(sharded, batches(6, 2), steps=2, accum=3, size=2)
+    assert sharded.found == [(False, False), (False, False), (True, True)] * 2
+    sharded = Exchanges()
+    sharded.whole_between_micro_batches = False
+    run(sharded, batches(3, 2), steps=1, accum=3, size=2)
+    assert sharded.found == [(True, True)] * 3
+    replicated, found = DistributedDataParallel(Regression()), []
+    replicated.register_forward_pre_hook(lambda *_: found.append(replicated.require_backward_grad_sync))
+    run(replicated, batches(6, 2), steps=2, accum=3, size=2)
+    assert found == [False, False, True] * 2
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of the first layer's weights to bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += func.name() == "aten::_to_copy" and result.dtype == torch.bfloat16 and result.shape == (16, 5)
+        return result
+
+
+def test_weights_are_cast_once_for_all_micro_batches_where_casts_are_kept():
+    found = {}
+    for keep in (True, False):
+        with Casts() as casts:
+            found[keep], _ = run(Regression(), batches(3, 8), 1, 3, 8, autocast=torch.bfloat16, keep_casts=keep)
+        assert casts.count == (1 if keep else 3)
+    assert found[True] == found[False]
+    with Casts() as casts:
+        run(Regression(), batches(2, 8), 1, 2, 8, keep_casts=True)
+    assert casts.count == 0
+
+
+@pytest.mark.parametrize("bad", [None, 2])
+def test_the_average_is_pytorchs_and_takes_the_parameters_place_for_a_while(bad):
+    data, model = batches(5, 8), Regression()
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    reference.update_parameters(model)
+    if bad is not None:
+        data[bad]["y"][0] = float("nan")
+    plain = Regression()
+    for step in range(5):
+        run(plain, data[: step + 1], step + 1, 1, 8)
+        if step != bad:
+            reference.update_parameters(plain)
+        plain = Regression()
+    _, optimizer = run(model, data, 5, 1, 8, decay=0.9)
+    expected = {f"average.{name}": value for name, value in reference.module.named_parameters()}
+    torch.testing.assert_close(optimizer.named_average(), expected, rtol=1e-5, atol=1e-7)
+    before, average = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.named_average())
+    with optimizer.averaged():
+        for name, value in model.named_parameters():
+            assert torch.equal(value, average[f"average.{name}"])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.named_average(), average, rtol=0, atol=0)
+    _, without = run(Regression(), data, 1, 1, 8)
+    assert without.named_average() == {} and without.decay == 0.0
+    with without.averaged():
+        pass
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_that_were_there_stay_in_their_memory(before):
+    """As DDP's buckets are; others are given up."""
+    model = Regression()
+    if before:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+    at = [param.grad.data_ptr() if before else None for param in model.parameters()]
+    run(model, batches(2, 8), 2, 1, 8)
+    assert [param.grad.data_ptr() if before else param.grad for param in model.parameters()] == at
+    assert not before or not any(param.grad.any() for param in model.parameters())
 
 
 def test_accumulating_n_times_one_equals_one_times_n():
@@ -236,9 +360,118 @@ def test_memory_that_cannot_be_pinned_is_said_once(caplog):
     assert len([r for r in caplog.records if "cannot be pinned" in r.message]) == 1
 
 
+def test_memory_is_pinned_for_what_a_gpu_copies(monkeypatch):
+    real, pinned = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **o: pinned.append(pin_memory) or real(*a, **o))
+    batch = {"one": np.ones(1, np.uint8), "index": np.ones(1, np.int64), "none": np.ones((2, 0), np.float32)}
+    collate = NumpyToTorchCollate(pin_memory=True)
+    for _ in range(2):
+        collate(batch)
+    assert pinned == [True] + 2 * [True, False, False]  # the first is a try
+    pinned.clear()
+    NumpyToTorchCollate(pin_memory=False)(batch)
+    assert pinned == [False] * 3
+
+
+class OnGpu:
+    """Stands in for a tensor that can be copied to a GPU; its events, and the stream that is current, are in `log`."""
+
+    def __init__(self, name, log, is_cuda=False):
+        self.name, self.log, self.is_cuda = name, log, is_cuda
+
+    def to(self, device, non_blocking):
+        assert device.type == "cuda" and non_blocking
+        self.log.append(f"copy {self.name} on {self.log.stream}")
+        return OnGpu(self.name, self.log, True)
+
+    def record_stream(self, stream):
+        self.log.append(f"{self.name} is used on {stream.name}")
+
+
+def test_the_next_batch_is_copied_on_a_side_stream(monkeypatch):
+    """The driver is stood in for: what is copied when, and which stream waits for which."""
+
+    class Log(list):
+        stream = "main"
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def current(stream):
+        log.stream = stream.name
+        yield
+        log.stream = "main"
+
+    log = Log()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    source = ({"a": OnGpu(f"a{n}", log), "index": OnGpu(f"index{n}", log)} for n in range(2))
+    clock = Clock()
+    clock.mark = lambda phase: log.append(f"mark {phase} on {log.stream}")
+    for batch in cuda_prefetcher(source, torch.device("cuda"), clock):
+        log.append(f"step with {batch['a'].name} {batch['a'].is_cuda} {batch['index'].is_cuda}")
+    assert log == [
+        line.format(n=n)
+        for n in range(2)
+        for line in (
+            "mark copy on side",
+            "copy a{n} on side",
+            "mark copy on side",
+            "main waits for side",
+            "a{n} is used on main",
+            "step with a{n} True False",
+        )
+    ]
+
+
+def test_flags_of_gpus(monkeypatch):
+    names = ("benchmark", "allow_tf32")
+    before = [getattr(torch.backends.cudnn, name) for name in names], torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
+        enable_gpu_perf_flags()
+        assert [getattr(torch.backends.cudnn, name) for name in names] == [True, True]
+        assert torch.get_float32_matmul_precision() == "high" and not torch.are_deterministic_algorithms_enabled()
+        enable_gpu_perf_flags(deterministic=True)
+        assert not torch.backends.cudnn.benchmark and torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(before[1])
+        for name, value in zip(names, before[0], strict=True):
+            setattr(torch.backends.cudnn, name, value)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "environment", "expected"),
+    [
+        (True, {}, ["expandable_segments:True"]),
+        (False, {}, []),
+        (True, {"PYTORCH_ALLOC_CONF": "x"}, []),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": "x"}, []),
+    ],
+)
+def test_segments_grow_unless_the_environment_says_otherwise(gpu, environment, expected, monkeypatch):
+    found = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    enable_expandable_segments()
+    assert found == expected
+
+
 def test_without_a_gpu_batches_pass_through_and_waiting_is_counted():
     data = batches(3, 2)
     timed = TimedIterator(cuda_prefetcher(data, CPU))
+    assert timed.waited_s == 0 and timed.peek() is timed.peek() is data[0]
     assert [b is d for b, d in zip(timed, data, strict=True)] == [True] * 3
     assert timed.waited_s > 0
     with pytest.raises(StopIteration):
@@ -271,6 +504,7 @@ def test_prefetched_batches_arrive_whole_on_the_gpu():
     "name, tera",
     [
         ("NVIDIA L4", 121),
+        ("L4", 121),
         ("NVIDIA L40S", 362.05),
         ("NVIDIA A10G", 70),
         ("NVIDIA A100-SXM4-80GB", 312),
@@ -309,30 +543,67 @@ def test_a_window_tells_the_loss_of_each_robot():
     assert "loss_by_robot" not in Window(CPU).gather(0.0)[0]
 
 
-def test_one_collective_and_one_read_per_log_step(monkeypatch, tmp_path):
-    import torch.distributed as dist
+def test_one_collective_and_one_read_per_log_step(monkeypatch, group):
+    counts = itertools.count()
+    original = dist.all_gather_into_tensor
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        counts = itertools.count()
-        original = dist.all_gather_into_tensor
+    def counted(*args, **options):
+        next(counts)
+        return original(*args, **options)
 
-        def counted(*args, **options):
-            next(counts)
-            return original(*args, **options)
+    for name in ("all_reduce", "broadcast", "all_gather", "barrier"):
+        monkeypatch.setattr(dist, name, lambda *a, **k: pytest.fail("another collective"))
+    monkeypatch.setattr(dist, "all_gather_into_tensor", counted)
+    window = Window(CPU)
+    results, _ = run(Regression(), batches(3, 8), steps=3, accum=1, size=8)
+    for result in results:
+        window.add(result, samples=8)
+    metrics, asked = window.gather(1.5, True, False)
+    assert next(counts) == 1
+    assert metrics["loss"] == pytest.approx(np.mean([r.loss.item() for r in results]), rel=1e-6)
+    assert metrics["data_wait_s"] == pytest.approx(0.5)
+    assert asked == [True, False]
+    assert metrics["grad_norm"] == pytest.approx(results[-1].grad_norm.item(), rel=1e-6)
 
-        for name in ("all_reduce", "broadcast", "all_gather", "barrier"):
-            monkeypatch.setattr(dist, name, lambda *a, **k: pytest.fail("another collective"))
-        monkeypatch.setattr(dist, "all_gather_into_tensor", counted)
-        window = Window(CPU)
-        results, _ = run(Regression(), batches(3, 8), steps=3, accum=1, size=8)
-        for result in results:
-            window.add(result, samples=8)
-        metrics, asked = window.gather(1.5, True, False)
-        assert next(counts) == 1
-        assert metrics["loss"] == pytest.approx(np.mean([r.loss.item() for r in results]), rel=1e-6)
-        assert metrics["data_wait_s"] == pytest.approx(0.5)
-        assert asked == [True, False]
-        assert metrics["grad_norm"] == pytest.approx(results[-1].grad_norm.item(), rel=1e-6)
-    finally:
-        dist.destroy_process_group()
+
+def test_the_metrics_of_a_window_are_those_of_all_ranks(monkeypatch):
+    """Two ranks, in turn in this process, two steps each, the second of rank 1 skipped. Times are the slower rank's."""
+    sent = []
+
+    def all_gather(ranks, mine):
+        sent.append(mine.clone())
+        ranks.copy_(torch.cat([sent[0], mine]))
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
+    for rank, losses in enumerate(([1.0, 3.0], [2.0, float("nan")])):
+        monkeypatch.setattr(time, "perf_counter", lambda now=14.0 + 4 * rank: now)
+        window = Window(CPU, ("arm", "gantry"), torch.ones(2, 2), started=10.0)
+        window.by_robot += torch.tensor([[3.0, 0.0], [2.0, rank]])
+        for step, loss in enumerate(losses):
+            skipped = float(np.isnan(loss))
+            window.add(StepResult(torch.tensor(loss), torch.tensor(5.0 * step + rank), torch.tensor(skipped)), 10)
+        metrics, asked = window.gather(3.0 - rank, False, rank == 0, work=(100.0, 1000.0 * rank))
+    assert metrics == {
+        "loss": (1 + 3 + 2) / 3,
+        "grad_norm": (5 + 6) / 2,
+        "nonfinite_steps": 1,
+        "samples": 40,
+        "samples_per_s": 40 / 8,
+        "step_s": 8 / 2,
+        "data_wait_s": 3 / 2,
+        "peak_memory_bytes": None,
+        "tokens_per_s": 200 / 8,
+        "flops_per_s": 1000 / 8,
+        "loss_by_robot": {"arm": 6 / 4, "gantry": 0.0},
+    }
+    assert asked == [False, True]
+
+
+def test_the_metrics_of_a_window_without_a_step(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 14.0)
+    metrics, asked = Window(CPU, started=10.0).gather(3.0)
+    assert np.isnan(metrics.pop("loss")) and asked == []
+    numbers = {"grad_norm": 0, "nonfinite_steps": 0, "samples": 0, "samples_per_s": 0, "step_s": 4, "data_wait_s": 3}
+    assert metrics == {**numbers, "peak_memory_bytes": None, "tokens_per_s": None, "flops_per_s": None}
