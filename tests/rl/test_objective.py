@@ -25,17 +25,21 @@ def test_advantages_compare_within_a_group():
     torch.testing.assert_close(plain, returns - returns.mean(1, keepdim=True))
     worth, used = advantages(returns, "filtered")
     assert torch.equal(used, returns > 0) and torch.equal(worth, returns)
+    # A critic judges decisions: of all episodes, unless none was worth anything.
+    worth, used = advantages(returns, "ppo")
+    assert not worth.any() and used.all() and used.shape == returns.shape
+    assert not advantages(0 * returns, "ppo")[1].any() and advantages(-returns, "ppo")[1].all()
 
 
 def test_the_clip_is_ppos_and_its_gradient_ends_where_it_says():
-    ratio = torch.tensor([0.5, 0.9, 1.0, 1.25, 1.5, 5.0]).repeat(2).requires_grad_()
-    advantage = torch.tensor([1.0] * 6 + [-1.0] * 6)
+    ratio = torch.tensor([0.5, 0.9, 1.0, 1.25, 1.5, 3.0, 5.0]).repeat(2).requires_grad_()
+    advantage = torch.tensor([2.0] * 7 + [-2.0] * 7)
     loss, flat = clipped(ratio, advantage, 0.2, 0.3, dual=3.0)
-    expected = [-0.5, -0.9, -1, -1.25, -1.3, -1.3, 0.8, 0.9, 1, 1.25, 1.5, 3.0]
-    torch.testing.assert_close(loss.detach(), torch.tensor(expected))
+    expected = [-0.5, -0.9, -1, -1.25, -1.3, -1.3, -1.3, 0.8, 0.9, 1, 1.25, 1.5, 3.0, 3.0]
+    torch.testing.assert_close(loss.detach(), 2 * torch.tensor(expected))
     (gradient,) = torch.autograd.grad(loss.sum(), ratio)
     assert torch.equal(gradient == 0, flat)
-    torch.testing.assert_close(clipped(ratio, advantage, 0.2, 0.3, None)[0].detach()[-1], torch.tensor(5.0))
+    torch.testing.assert_close(clipped(ratio, advantage, 0.2, 0.3, None)[0].detach()[-1], torch.tensor(10.0))
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +173,53 @@ def test_the_reported_divergence_is_per_executed_dimension(loss, executed):
     objective(batch)
     expected = ((now - then).exp() - 1 - (now - then)).mean() / (executed * ACTION_DIM)
     assert totals(objective.sums).kl == pytest.approx(float(expected), rel=1e-3) and expected > 1e-6
+
+
+def test_what_an_update_says_of_itself_are_means_over_the_rows_of_all_ranks(loss):
+    """Three micro-batches on two ranks, against the definitions over all rows at once."""
+    batch, weight = micro_batch(loss), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.5])
+    with torch.no_grad():
+        now, mean, std = score(loss, batch, SDE, walk_of(batch))
+        # Ratios on both sides of the clip, the largest in the first micro-batch.
+        batch["old"] = now - torch.linspace(-0.8, 0.9, now.numel()).view(now.shape)
+        batch |= {"weight": weight, "start_mean": mean + 0.1 * std[:, :, None, None]}
+        batch |= {"value": torch.linspace(-1, 1, 6), "target": torch.linspace(1, 0, 6)}
+        options = GrpoOptions(method="ppo", kl=0.5, value_clip=0.2)
+        objective = Objective(loss, SDE, options)
+        torch.nn.init.normal_(objective.critic.output.weight)
+        change = now - batch["old"]
+        losses, flat = clipped(
+            change.exp(), batch["advantage"][:, None], options.clip_low, options.clip_high, options.dual_clip
+        )
+        away = torch.full_like(change, 0.1**2 * mean[0, 0].numel() / 2)
+        values = objective.critic(*loss.value_inputs(loss.prefix(loss.images(batch))))[:, 0]
+        errors = value_loss(values, batch["value"], batch["target"], 0.2)
+
+        def over_rows(of_steps):
+            return float((of_steps.mean(1) * weight).sum() / weight.sum())
+
+        expected = {
+            "loss": over_rows(losses + 0.5 * away),
+            "kl": over_rows(change.exp() - 1 - change) / mean[0, 0].numel(),
+            "clipped": over_rows(flat.float()),
+            "ratio_off": float((change.exp() - 1)[weight > 0].abs().max()),
+            "kl_start": over_rows(away) / mean[0, 0].numel(),
+            "value_loss": float((errors * weight).sum() / weight.sum()),
+        }
+        ranks, returned = [], 0.0
+        for rows in ([slice(4, 6), slice(0, 2)], [slice(2, 4)]):
+            for own in rows:
+                returned += float(objective({key: tensor[own] for key, tensor in batch.items()}))
+            ranks.append(objective.sums.clone())
+            objective.clear()
+    assert vars(totals(torch.stack(ranks))) == pytest.approx(expected, rel=1e-3)
+    assert 0 < expected["clipped"] < 1 and not objective.sums.any()
+    assert returned == pytest.approx(float(weight.sum()) * (expected["loss"] + expected["value_loss"]), rel=1e-3)
+    assert "sums" not in objective.state_dict()
+    by_default = Objective(loss, SDE, options).critic.state_dict()
+    torch.testing.assert_close(by_default, make_value_head(loss.value_layers(), 0).state_dict(), rtol=0, atol=0)
+    assert set(vars(totals(torch.zeros(7))).values()) == {0.0}
+    assert totals(torch.tensor([0.5, 2.0, 0, 0, 0, 0, 0])).loss == 4.0
 
 
 def test_on_a_gaussian_task_it_is_reinforces_gradient():

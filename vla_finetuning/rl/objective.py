@@ -143,7 +143,7 @@ class Objective(nn.Module):
             errors = value_loss(self.values(prefix), batch["value"], batch["target"], options.value_clip)
             of_values = (errors * weight).sum()
         with torch.no_grad():
-            dimensions = batch["after"][0, 0].numel()
+            dimensions = batch["after"].shape[2:].numel()
             divergence = (ratio - 1.0 - change) / dimensions
 
             def total(values: Tensor) -> Tensor:
