@@ -7,9 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from scipy.special import binom
 
 from vla_finetuning.data import plan as data_plan
-from vla_finetuning.data.plan import Episodes, StreamPlan, task_bounds, window_and_segment
+from vla_finetuning.data.plan import Episodes, StreamPlan, evenly_spaced, task_bounds, window_and_segment
 from vla_finetuning.data.shares import Dealer, apportion, fair_share
 
 
@@ -228,11 +229,33 @@ def test_tasks_cover_the_stream_in_whole_blocks(first, last, task, block):
     assert bounds[0] == first and bounds[-1] == last
     assert ((bounds[1:-1] - first) % block == 0).all() and (np.diff(bounds) > 0).all()
     assert np.diff(bounds).max() <= task + block
+    # The nearest whole block to each multiple of a task.
+    cuts = {first + round((at - first) / block) * block for at in range(first + 1, last) if at % task == 0}
+    assert bounds.tolist() == [first, *sorted(cut for cut in cuts if first < cut < last), last]
+    assert task_bounds(first, first, task, block).tolist() == [first]
+
+
+def test_windows_begin_at_multiples_of_their_rows():
+    plan = StreamPlan(episodes(50), seed=0, segment_rows=4, window_rows=10)
+    for first, last in ((0, 50), (10, 40), (3, 31), (11, 20), (19, 20)):
+        assert plan.window_starts(first, last).tolist() == [at for at in range(first + 1, last) if at % 10 == 0]
+
+
+def test_evenly_spaced():
+    assert evenly_spaced(11, 3).tolist() == [0, 5, 10] and evenly_spaced(3, 9).tolist() == [0, 1, 2]
+    assert evenly_spaced(7, 1).tolist() == [0] and evenly_spaced(1, 1).tolist() == [0]
+    assert evenly_spaced(0, 3).tolist() == [] and evenly_spaced(0, 3).dtype == np.int64
+    for count, limit in ((-1, 1), (3, 0)):
+        with pytest.raises(ValueError, match=f"at most {limit} of {count} frames"):
+            evenly_spaced(count, limit)
 
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="no episodes"):
         StreamPlan(episodes(), seed=0, segment_rows=4, window_rows=8)
+    for segment, window in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="must be positive"):
+            StreamPlan(episodes(3), seed=0, segment_rows=segment, window_rows=window)
     with pytest.raises(ValueError, match="must be positive"):
         StreamPlan(episodes(3), seed=0, segment_rows=0, window_rows=8)
     with pytest.raises(ValueError, match="a mixture has no stored order.*give a shuffle seed"):
@@ -271,6 +294,33 @@ def test_the_expected_episodes_of_a_batch(lengths, segment, window, batch):
     assert plans[0].expected_episodes(batch) == pytest.approx(found, rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("batch", "window", "segment"), [(8, 32, 4), (12, 32, 4), (40, 32, 16), (64, 32, 1), (7, 7, 3)]
+)
+@pytest.mark.parametrize("weights", [None, [3, 1]])
+@pytest.mark.parametrize("often", [None, 0.5])
+def test_the_expected_episodes_are_those_of_the_formula(batch, window, segment, weights, often):
+    """As `StreamPlan.expected_episodes` describes it, for each place in a window that a batch begins at."""
+    parts = [episodes(*[90] * 20, dataset=0), episodes(*[25] * 8, dataset=1)]
+    together = Episodes(*(np.concatenate([getattr(p, name) for p in parts]) for name in Episodes.__annotations__))
+    options = {} if often is None else {"episode_weights": np.full(28, often)}
+    plan = StreamPlan(together, seed=0, segment_rows=segment, window_rows=window, weights=weights, **options)
+    often = often or 1.0
+    shares = np.array(plan.rows_per_source) / plan.rows_per_epoch
+    expected = []
+    for begin in range(0, np.lcm(batch, window), batch):
+        from_window = np.bincount(np.arange(begin, begin + batch) // window)
+        expected.append(0.0)
+        for number, (length, count) in enumerate(((90, 20), (25, 8))):
+            share, rows = (1.0, 2000 * often) if weights is None else (shares[number], length * count * often)
+            size = length / (1 + (length - 1) / segment)
+            here = size * window * share / (window * share + size - 1)
+            drawn = sum(1 - binom(window - here, b) / binom(window, b) if b < window else 1.0 for b in from_window if b)
+            absent = 1 - min(1.0, size * window * share / (here * rows) * drawn)
+            expected[-1] += count * (1 - absent ** (often * length / size))
+    assert len(expected) <= 8 and plan.expected_episodes(batch) == pytest.approx(np.mean(expected), rel=1e-9)
+
+
 def test_the_expected_episodes_of_a_shuffle_of_all_rows():
     from benchmarks.data import distinct_episodes_at_random
 
@@ -293,6 +343,23 @@ def test_a_window_mixes_as_many_segments_as_are_wanted(asked, fitting):
     assert at_key_frames == (window, segment - segment % 2 if segment > 1 else 1)
     window, segment = window_and_segment(asked, fitting, 16, None)
     assert segment == 16 and 1 <= window <= max(1, fitting)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((4096, 300, 16, 32), (288, 9)),  # whole segments of 16 fit 300 rows 18 times
+        ((4096, 300, 16, 32, 4), (288, 8)),
+        ((4096, 0, 16, 32), (32, 1)),
+        ((16, 300, 16, 8), (16, 2)),
+        ((4096, 17, 16, 1), (16, 16)),
+        ((4096, 3, 16, None), (3, 16)),
+        ((0, 0, 16, None), (1, 16)),
+        ((8, 8, 16, 32), (8, 1)),
+    ],
+)
+def test_windows_and_segments_by_hand(arguments, expected):
+    assert window_and_segment(*arguments) == expected
 
 
 # ---- mixtures -------------------------------------------------------------------------------------------------------
@@ -435,6 +502,11 @@ def test_epochs_of_episodes_of_one_weight_are_about_as_long_as_each_other():
     assert np.abs(np.diff(ends[:, 1:]) - plan.rows_per_epoch).max() <= 0.05 * plan.rows_per_epoch
     rare = weighted([0.03], [8])  # most epochs of it have no rows at all
     numbers = [rare.epoch_at(position)[0] for position in range(0, 80, 8)]
+    ends = [rare.begin(epoch + 1) for epoch in range(numbers[-1] + 1)]
+    assert (
+        rare.epoch_ends(80) == ends and rare.epoch_ends(73) == ends and rare.epoch_ends(72) == ends[: numbers[-2] + 1]
+    )
+    assert ends.count(0) == numbers[0] and ends.count(72) == numbers[-1] - numbers[-2]
     assert np.diff(numbers).min() >= 33 and [e for e, _, _ in read(rare, 0, 80)] == np.repeat(numbers, 8).tolist()
 
 
