@@ -23,6 +23,7 @@ import numpy as np
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
 from vla_finetuning.data.number_cache import DataFile, Span, numbers, read_groups
+from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files
 from vla_finetuning.data.storage import check_still_there
@@ -125,9 +126,9 @@ def sample_rows(
     files = np.unique(meta.episode_data_file[episodes])
     found: dict[str, list[np.ndarray]] = {key: [] for key in keys}
     read = 0
-    for file in files[_spread(len(files), SAMPLE_FILES)].tolist():
+    for file in files[evenly_spaced(len(files), SAMPLE_FILES)].tolist():
         members = episodes[meta.episode_data_file[episodes] == file]
-        members = members[_spread(len(members), SAMPLE_FILE_EPISODES)]
+        members = members[evenly_spaced(len(members), SAMPLE_FILE_EPISODES)]
         spans = [
             Span(f"episode {e}", first, first + length)
             for e, first, length in zip(
@@ -167,10 +168,6 @@ def outside(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray
     # A thousandth of the range: quantiles of LeRobot come from histograms.
     spare = 1e-3 * (high - low) + 1e-6 * np.maximum(abs(low), abs(high))
     return ((values < low - spare) | (values > high + spare)).mean(0)
-
-
-def _spread(count: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
 def _width(feature: Feature) -> int:
