@@ -21,7 +21,7 @@ from torch.cuda import _pin_memory_utils
 from tests.data.test_hostile import json_values
 from tests.tiny import real_config
 from util import make_trainable_optimizer
-from vla_finetuning.config import Config
+from vla_finetuning.config import CRITIC, Config
 from vla_finetuning.lines import append_line
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.trainable import choose_trainable
@@ -35,6 +35,8 @@ from vla_finetuning.run.checkpoint import (
     Staging,
     best_checkpoint,
     check_resumable,
+    checkpoint_names,
+    checkpoint_sizes,
     checkpoints,
     commit,
     latest_checkpoint,
@@ -89,7 +91,10 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path, writers):
     assert load_checkpoint(path, trainable, optimizer) == PROGRESS == load_progress(path)
     assert torch.equal(trainable["a.weight"], weight)
     assert torch.equal(optimizer["exp_avg.a.weight"], weight * 2)
-    assert sorted(p.suffix for p in path.iterdir()) == [".json"] + [".safetensors"] * 2 * writers
+    numbers = [""] if writers == 1 else [f"-{n:05d}-of-{writers:05d}" for n in range(1, writers + 1)]
+    files = {f"{kind}{number}.safetensors" for kind in (TRAINABLE, OPTIMIZER) for number in numbers}
+    assert {p.name for p in path.iterdir()} == {"state.json", *files}
+    assert checkpoint_names(path, OPTIMIZER) == {"exp_avg.a.weight"}
     only, _ = empty()
     load_checkpoint(path, only)
     assert torch.equal(only["a.weight"], weight)
@@ -115,6 +120,28 @@ def test_a_disk_that_fails_is_not_a_damaged_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageReader.read_data", fail)
     with pytest.raises(OSError, match="cannot be read: .*Input/output error"):
         load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
+
+    def gone(*_):
+        raise FileNotFoundError(2, "No such file")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageReader.read_data", gone)
+    with pytest.raises(ValueError, match="cannot be read: .*No such file"):
+        load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
+
+
+def test_a_policy_is_read_without_the_critic_beside_it(tmp_path):
+    path = tmp_path / "step_00000007"
+    tensors = {"a": torch.ones(2), f"{CRITIC}b": torch.ones(2), f"{CRITIC}c": torch.ones(2)}
+    saved(path, {TRAINABLE: tensors, OPTIMIZER: {"step.a": torch.ones(1), f"{CRITIC}step": torch.ones(1)}}, PROGRESS)
+    wanted = {name: torch.zeros(2) for name in tensors}
+    load_checkpoint(path, wanted)
+    assert all(tensor.all() for tensor in wanted.values())
+    alone = {"a": torch.zeros(2)}
+    load_checkpoint(path, alone)
+    assert alone["a"].all()
+    for trainable, optimizer in (({"a": alone["a"], f"{CRITIC}b": torch.zeros(2)}, None), (alone, alone)):
+        with pytest.raises(ValueError, match="it holds another"):
+            load_checkpoint(path, trainable, optimizer)
 
 
 def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path):
@@ -239,7 +266,12 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
         made(tmp_path, step, loss)
     whole = {1: (0.5, 0.5), 3: (0.5, 0.5), 4: (0.25, 0.25), 2: (0.0, 0.0)}
     assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
+    size = sum(file.stat().st_size for file in (tmp_path / "step_00000005").iterdir())
+    assert checkpoint_sizes(tmp_path)[1] == size
+    space = SimpleNamespace(free=2 * size + SPARE_BYTES)  # for two more of it
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
+    assert left(success={3: (0.5, 0.5)}, waiting=lambda step: step == 5) == [3, 5, 6] and not caplog.text
+    space.free -= 1
     assert left(success={3: (0.5, 0.5)}, waiting=lambda step: step == 5) == [3, 6]
     assert "step_00000005 is deleted before it was evaluated to its end: the disk is" in caplog.text
 
@@ -332,6 +364,12 @@ def test_what_trains_of_pi05_at_its_real_size_takes_12_bytes_a_parameter():
     assert all(end <= pieces[place.piece] and place.start % 64 == 0 for place, end in ends)
 
 
+def test_a_piece_of_host_memory_is_filled_and_holds_whole_tensors():
+    found, pieces = staging_slots({"a": 64, "b": 60, "c": 1, "large": 200, "d": 5}, most=128)
+    assert found == {"a": (0, 0), "b": (0, 64), "c": (1, 0), "large": (2, 0), "d": (3, 0)}
+    assert pieces == [128, 64, 256, 64]
+
+
 def test_no_checkpoint_at_all(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "absent") is None
@@ -422,14 +460,20 @@ def test_a_state_nested_too_deep(tmp_path):
     [
         ({"mode": "heads"}, "--train.mode is heads, but the run was started with full"),
         ({"base": {"digest": "y"}}, "base policy is not the one"),
+        ({"base": {"digest": "x", "files": {"a": 9, "b": 2}}}, "a, c changed, came or went"),
         ({"stream": {"seed": 1, "rows_per_epoch": 99}}, "seed: was 0, is 1"),
+        ({"stream": {"seed": 0, "rows_per_epoch": 99, "new": 1}}, "[(]new: was None, is 1[)]"),
+        ({"stream": {"seed": 0}}, "[(]rows_per_epoch: was 99, is None[)]"),
         ({"global_batch_size": 16}, "is 16, but the run was started with 8"),
     ],
 )
 def test_another_runs_checkpoint_is_refused(change, message):
-    check_resumable(PROGRESS, replace(PROGRESS, step=0, rows=0))
+    found = replace(
+        PROGRESS, base={"digest": "x", "files": {"a": 1, "b": 2, "c": 3}} if "files" in str(change) else PROGRESS.base
+    )
+    check_resumable(found, replace(found, step=0, rows=0))
     with pytest.raises(ValueError, match=message):
-        check_resumable(PROGRESS, replace(PROGRESS, **change))
+        check_resumable(found, replace(found, **change))
 
 
 def test_no_space_is_told_before_writing(tmp_path, monkeypatch):
@@ -438,8 +482,15 @@ def test_no_space_is_told_before_writing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"no space for a checkpoint in .*GB needed.*0.00 GB free"):
         made(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, SPARE_BYTES + 1000))
+    require_space(tmp_path / "not" / "yet", 1000, "the run")
     with pytest.raises(OSError, match="no space for the run"):
-        require_space(tmp_path / "not" / "yet", 1, "the run")
+        require_space(tmp_path / "not" / "yet", 1001, "the run")
+    # Both of two processes write to the disk.
+    piece = {TRAINABLE: {"a": Piece(torch.zeros(100), (0,))}, OPTIMIZER: {"b": Piece(torch.zeros(50), (0,))}}
+    write_pieces(tmp_path / "step_00000001", piece, 0, 1)
+    with pytest.raises(OSError, match="no space for a checkpoint"):
+        write_pieces(tmp_path / "step_00000001", piece, 0, 2)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
