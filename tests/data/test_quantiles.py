@@ -143,6 +143,8 @@ def test_relative_actions(root, without_ray):
     ]
     assert_numpys(found["action"], np.concatenate(rows).astype(np.float64))
     assert_numpys(found["next.reward"], rows_of(meta, "next.reward", range(1, 6)))
+    # Of other features alone, no chunk is asked for.
+    exact_stats([Source(meta, np.array([3]))], ["next.reward"], cache_dir=None, relative=how)
     with pytest.raises(
         ValueError, match="chunks of 6 frames, and the longest episode has 1; lower --policy.chunk_size"
     ):
@@ -201,6 +203,23 @@ def test_idle_frames_do_not_count(still, root, without_ray):
     np.testing.assert_array_equal(sampled["next.reward"].ravel(), rows["next.reward"][left])
 
 
+@pytest.mark.parametrize(("spare", "passes"), [(0, 1), (-1, 2)])
+@pytest.mark.parametrize("relative", [None, RelativeActions(6, (True, False, True))])
+def test_a_second_pass_is_for_more_values_than_are_counted_in_one(root, monkeypatch, relative, spare, passes):
+    meta, episodes = load_metadata(root), np.array([0, 2])
+    width = {key: int(np.prod(meta.features[key].shape)) for key in KEYS}
+    of_frame = sum(width.values()) + (0 if relative is None else 5 * width["action"])
+    files = []
+    monkeypatch.setattr(quantiles, "over_files", lambda *args: files.append(1) or one_after_the_other(*args))
+    monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", 2 * (12 + 15) * of_frame + spare)
+    sources = [Source(meta, episodes)] * 2
+    joint, _ = exact_stats(sources, KEYS, cache_dir=None, relative=relative)
+    assert len(files) == 2 * passes
+    # Each frame of both counts once.
+    assert joint["next.reward"]["count"].tolist() == [54]
+    assert_numpys(joint["next.reward"], rows_of(meta, "next.reward", episodes))
+
+
 @pytest.mark.ray
 def test_idle_frames_do_not_count_in_a_pass_by_ray(still, ray_cluster):
     meta, left, movement = still
@@ -248,6 +267,10 @@ def test_a_file_that_cannot_be_read(root, tmp_path, without_ray, caplog, monkeyp
     left = np.flatnonzero(meta.episode_data_file != 0)
     assert_numpys(found["action"], rows_of(load_metadata(root), "action", left))
     assert f"computed without {meta.base}/{meta.data_files[0]}" in caplog.text
+    lost = Source(meta, np.flatnonzero(meta.episode_data_file == 0))
+    for sources in ([lost], [source, lost]):
+        with pytest.raises(ValueError, match="no file could be read"):
+            exact_stats(sources, ["action"], cache_dir=None, skip_unreadable=True)
     # A store that does not answer, and a disk that is gone, say nothing of the data.
     real = quantiles.episode_arrays
     for error in (StorageError("no answer"), OSError(5, "Input/output error")):
@@ -289,3 +312,9 @@ def test_outside():
     low, high = np.array([1.0, 1 + 1e-9]), np.array([3.0, 1 + 1e-9])
     assert outside(values, low, high).tolist() == [0.25, 0.25]
     assert outside(values, low - 1, high + 1).tolist() == [0, 0]
+    # A thousandth of the range is spared, and a millionth of the larger end.
+    for low, high, spare in ((10.0, 20.0, 0.01 + 2e-5), (-2000.0, -1999.999, 1e-6 + 2e-3), (0.0, 1.0, 1e-3 + 1e-6)):
+        for beyond, expected in ((1 - 1e-4, 0), (1 + 1e-4, 1)):
+            at = np.array([[low - beyond * spare], [high + beyond * spare]])
+            assert outside(at, np.array(low), np.array(high)).tolist() == [expected]
+    assert outside(np.array([[1.0], [3.0], [4.0]]), np.array([2.0]), np.array([5.0])).tolist() == [1 / 3]
