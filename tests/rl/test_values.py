@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import value
@@ -25,6 +26,7 @@ from vla_finetuning.rl.judging import Judge
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.rl.values import describe_value, label_frames, resolve_value, score_labels
 from vla_finetuning.run.checkpoint import TRAINABLE, checkpoint_names, latest_checkpoint
+from vla_finetuning.run.folder import FILMS, VALUES_NAME
 from vla_finetuning.run.labels import LABELS_NAME, read_labels, show_labels
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.model import build_model, build_optimizer, make_prepare
@@ -97,6 +99,67 @@ def test_labels_are_what_plain_numpy_makes_of_the_values(finished, setting):
     assert rows["success"] == np.repeat(success, length).tolist()
     assert sum(rows["held_out"]) > 0
     assert not np.isnan(rows["value"]).any()
+
+
+@pytest.mark.parametrize("chosen", [(0, 1, 2, 3, 4, 5), (0, 1, 3, 4)])
+def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monkeypatch):
+    """Whatever judges frames: all columns, scores and curves against plain numpy, of all episodes and of some."""
+    run = resolved(setting, output_dir=tmp_path / "run", **{"dataset.episodes": ",".join(map(str, chosen))})
+    judged = np.random.default_rng(0).normal(size=sum(EPISODES)).astype(np.float32)
+    own = np.repeat(np.isin(np.arange(6), chosen), EPISODES)
+    monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(own, judged, np.nan)])
+    (tmp_path / "run").mkdir()
+    label_frames(run, run.training, tmp_path)
+    found = {
+        name: np.array(column) for name, column in pq.read_table(tmp_path / "run" / LABELS_NAME).to_pydict().items()
+    }
+    meta, length, success = (
+        run.training.rows.metas[0],
+        np.array(EPISODES)[list(chosen)],
+        np.array(SUCCESS, bool)[list(chosen)],
+    )
+    instruction = [meta.episode_tasks[e][0] for e in chosen]
+    longest = np.array(
+        [max(n for n, other in zip(length, instruction, strict=True) if other == text) for text in instruction]
+    )
+    returns = episode_returns(length, success, longest, 1.0)
+    advantage = advantages(returns, judged[own], length, 3)
+    (held_out,) = run.training.rows.eval_episodes
+    np.testing.assert_allclose(found["return"], returns, rtol=1e-6)
+    np.testing.assert_allclose(found["advantage"], advantage, rtol=1e-6)
+    np.testing.assert_array_equal(found["value"], judged[own])
+    np.testing.assert_array_equal(found["success"], np.repeat(success, length))
+    np.testing.assert_array_equal(found["held_out"], np.repeat(np.isin(chosen, held_out), length))
+    task = np.repeat(np.unique(instruction, return_inverse=True)[1], length)
+    positive = label_positive(advantage, task, np.zeros(len(task), bool), 0.3)
+    np.testing.assert_array_equal(found["positive"], positive)
+
+    said = json.loads((tmp_path / "run" / VALUES_NAME).read_text())
+    of_success = np.repeat(success, length)
+    assert said["labels"]["frames"] == len(positive) and said["labels"]["positive"] == pytest.approx(positive.mean())
+    assert said["labels"]["positive_of_successes"] == pytest.approx(positive[of_success].mean())
+    assert said["labels"]["positive_of_failures"] == pytest.approx(positive[~of_success].mean())
+    last = judged[own][np.cumsum(length) - 1]
+    pairs = [last[i] < last[j] for i in np.flatnonzero(~success) for j in np.flatnonzero(success)]
+    assert said["labels"]["auroc_last"] == pytest.approx(np.mean(pairs))
+    # Failures first, of each outcome those held out first, and at most three.
+    order = sorted(range(len(chosen)), key=lambda n: (success[n], chosen[n] not in held_out))
+    assert [shown["episode"] for shown in said["episodes"]] == [chosen[n] for n in order]
+    for shown, n in zip(said["episodes"], order, strict=True):
+        frames = slice(length[:n].sum(), length[: n + 1].sum())
+        assert (shown["success"], shown["instruction"], shown["fps"]) == (success[n], instruction[n], meta.fps)
+        for name in ("value", "return", "advantage"):
+            np.testing.assert_array_equal(shown[name], found[name][frames], err_msg=name)
+        with Image.open(tmp_path / "run" / FILMS / shown["file"]) as strip:
+            shows = min(values.SHOWN_FRAMES, length[n])
+            assert strip.width / strip.height == pytest.approx(shows * 40 / 32, rel=0.02)
+
+
+def test_an_episode_that_is_not_judged_is_no_label(setting, tmp_path, monkeypatch):
+    run = resolved(setting, output_dir=tmp_path / "run")
+    monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(np.arange(sum(EPISODES)) == 7, np.nan, 0.0)])
+    with pytest.raises(RuntimeError, match="1 frames of .* were not judged"):
+        label_frames(run, run.training, tmp_path)
 
 
 def test_values_do_not_depend_on_workers_order_or_restarts(finished, setting):
@@ -197,7 +260,7 @@ def test_the_report_shows_curves_beside_frames(finished):
     assert "episode 5, failure" in text
 
 
-def test_advantages_that_know_the_outcome_do_not_count(finished):
+def test_advantages_that_know_the_outcome_do_not_count():
     """Of the frames within the horizon of an episode's end; of values those of the last frames count."""
     rng, length = np.random.default_rng(0), np.array([4, 6, 5, 3])
     to_come, failed = np.repeat(np.cumsum(length), length) - np.arange(18) - 1, np.repeat([True, False] * 2, length)
@@ -217,7 +280,7 @@ def test_advantages_that_know_the_outcome_do_not_count(finished):
 
 
 @pytest.mark.parametrize(
-    ("all_episodes", "held_out", "low"), [(0.95, 0.8, True), (0.8, None, True), (0.5, 0.95, False)]
+    ("all_episodes", "held_out", "low"), [(0.95, 0.8, True), (0.8, None, True), (0.5, 0.95, False), (0.9, None, False)]
 )
 def test_a_value_function_that_sees_no_failure_coming_is_named(all_episodes, held_out, low):
     """By its held-out episodes, where there are both outcomes."""
