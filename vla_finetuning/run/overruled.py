@@ -81,8 +81,6 @@ def _of_learning(config: Config, policy: PreTrainedConfig) -> Iterator[Decision]
         return
     if config.lr is not None:
         yield "optimizer_lr", config.lr, f"--lr={config.lr:g}"
-    if config.train.clip_norm is not None:
-        yield "optimizer_grad_clip_norm", config.train.clip_norm, f"--train.clip_norm={config.train.clip_norm:g}"
     if config.warmup_frac is not None or config.final_lr_frac is not None:
         by = "--warmup_frac" if config.warmup_frac is not None else "--final_lr_frac"
         for name in SCHEDULER_OPTIONS:
