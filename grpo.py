@@ -76,6 +76,7 @@ from vla_finetuning.rl.recording import (
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
+from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
@@ -302,9 +303,12 @@ def work(run: GrpoRun) -> int:
             return 3
         record_rollouts(run)
         status = evaluate(run)
+    exported = job.output_dir / POLICY_DIR
+    if problem := policy_problem(exported):
+        raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
     if not status:
         finish(job.output_dir, job.steps)
-    tell(f"Policy       {job.output_dir / 'pretrained_model'}", f"Report       {job.output_dir / 'report.html'}")
+    tell(f"Policy       {exported}", report_line(job.output_dir))
     return status
 
 
@@ -327,7 +331,7 @@ def imitated(held: contextlib.ExitStack, dry_run: bool) -> Path | None:
     """
     root = prepare_disobedient(CACHE_DIR / "demo")
     folder = root.with_name(f"{root.name}-policy")
-    if not (folder / "pretrained_model").is_dir():
+    if policy_problem(folder / POLICY_DIR):
         if dry_run:
             return None
         if not ray.is_initialized():
@@ -338,7 +342,7 @@ def imitated(held: contextlib.ExitStack, dry_run: bool) -> Path | None:
         flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
         if vla.main([*flags, "--dataset.eval_split", "0"]):
             raise ValueError(f"the demo's imitation failed; {folder} has its log")
-    return folder / "pretrained_model"
+    return folder / POLICY_DIR
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, resolve_value
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
+from vla_finetuning.run.exported import report_line
 from vla_finetuning.run.folder import check_start, checkpoint_to_resume, finish, own_folder
 from vla_finetuning.run.labels import LABELS_NAME
 from vla_finetuning.run.preflight import Examined, as_saved, examine
@@ -96,7 +97,7 @@ def work(run: ValueRun) -> int:
             return 3
         tell("Labels       what each frame is worth")
         tell_text(label_frames(run, training, exported_checkpoint(job, best=False)))
-    tell(f"Labels       {job.output_dir / LABELS_NAME}", f"Report       {job.output_dir / 'report.html'}")
+    tell(f"Labels       {job.output_dir / LABELS_NAME}", report_line(job.output_dir))
     finish(job.output_dir, job.steps)
     return 0
 

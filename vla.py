@@ -62,6 +62,7 @@ from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint, load_progress
 from vla_finetuning.run.describe import describe
+from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
@@ -410,8 +411,10 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
             return 3
         status = evaluate(run) if run.rows.any_held_out else 0
         status = (evaluator.finish() if evaluator is not None else 0) or status
-    tell(f"Policy       {job.output_dir / 'pretrained_model'}{_exported(config, job)}")
-    tell(f"Report       {job.output_dir / 'report.html'}")
+    exported = job.output_dir / POLICY_DIR
+    if problem := policy_problem(exported, [robot.name for robot in run.robots]):
+        raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
+    tell(f"Policy       {exported}{_exported(config, job)}", report_line(job.output_dir))
     pushed = [push(job.output_dir, repo_id, robot) for robot, repo_id in _repositories(run).items()]
     status = max(pushed, default=0) or status
     if not status:

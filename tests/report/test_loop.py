@@ -51,7 +51,7 @@ def test_the_table_and_the_pictures_are_the_evaluations(folder):
     page = check_page(write_report(folder, []).read_text())
     assert "trained 57 60 95.0% 86.3% to 98.3% 2 more ended in an error" in page.text
     assert "trained, with the other instruction 0 60 0.0% 0.0% to 6.0% 59 followed the given instruction" in page.text
-    assert "95% success in the loop" in page.text or "success in the loop 95%" in page.text
+    assert "success in the loop, 2 not played to the end 95%" in page.text
     images = [image for image in page.all("img") if image.get("class") == "film"]
     # Of the files in its own folder: a folder's index names no others.
     assert [base64.b64decode(image["src"].removeprefix("data:image/webp;base64,")) for image in images] == [WEBP, WEBP]

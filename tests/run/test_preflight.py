@@ -110,7 +110,7 @@ def lance(setting, folder):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (occupied, "is not empty: --resume goes on"),
+        (occupied, "is not empty: it holds no run; choose another"),
         (held, "a run is going on there"),
         (lambda *given: held(*given, "--resume"), "a run is going on there"),
         (unwritable, "is a file; choose another folder"),
@@ -197,14 +197,47 @@ def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path
 def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, tmp_path, capsys):
     run = started(setting, tmp_path / "run")
     finish(tmp_path / "run", run.job.steps)
+    exported = shutil.copytree(setting[2], tmp_path / "run" / "pretrained_model")
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume"]
     assert vla.main(argv) == 0
-    assert "did all of its steps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"did all of its steps: its policy, {exported}; nothing is left" in printed and "a larger --steps" in printed
+    shutil.copytree(run.job.checkpoints_dir, tmp_path / "kept")
+    shutil.rmtree(run.job.checkpoints_dir)
+    assert vla.main(argv) == 0 and "More steps: a new run, because no checkpoint" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "kept", run.job.checkpoints_dir)
     more = parse_args([*argv, "--steps=9"])
     assert not examine(more).finished
     with own_folder(more, run.job.start, 9, 0):
         assert not (tmp_path / "run" / FINISHED_NAME).exists()
     assert json.loads((tmp_path / "run" / CONFIG_NAME).read_text())["steps"] == 9
+
+
+@pytest.mark.parametrize(
+    ("lost", "problem"),
+    [
+        ("", "holds no policy"),
+        ("model.safetensors", "lacks model.safetensors"),
+        ("policy_preprocessor.json", "lacks policy_preprocessor.json"),
+        ("half of model.safetensors", "model.safetensors is damaged"),
+        ("state", "lacks policy_preprocessor_step_"),
+    ],
+)
+def test_a_policy_that_is_gone_is_not_said_to_be_there(setting, tmp_path, capsys, lost, problem):
+    run = started(setting, tmp_path / "run")
+    finish(tmp_path / "run", run.job.steps)
+    exported = shutil.copytree(setting[2], tmp_path / "run" / "pretrained_model")
+    if lost.startswith("half of "):
+        os.truncate(exported / lost[8:], (exported / lost[8:]).stat().st_size // 2)
+    else:
+        remove(next(exported.glob("policy_preprocessor_step_*")) if lost == "state" else exported / lost)
+    argv = [f"--output_dir={tmp_path / 'run'}", "--resume", "--dry_run"]
+    assert vla.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert f"did all of its steps, but {exported}" in printed and f"{problem}" in printed
+    assert "it is written again" in printed and "Resuming     from step 2" in printed
+    shutil.rmtree(run.job.checkpoints_dir)
+    assert vla.main(argv) == 2 and "no checkpoint that can be used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lost", ["checkpoints", "checkpoints/step_00000002/state.json"])
@@ -248,6 +281,8 @@ def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monke
         step = config.folder / "checkpoints" / "step_00000001"
         commit(step, Progress(1, 8, {}, {}, "full", 8), write_pieces(step, {}))
         finish(config.folder, 1)
+    shutil.copytree(setting[2], config.folder / "pretrained_model")
+    (config.folder / "labels.parquet").touch()
     assert examine(parse(flags)).finished and not examine(parse([*flags, "--seed=2"])).finished
     monkeypatch.chdir(tmp_path)
     assert examine(parse([f"--output_dir={setting[0]}/runs/{program}", "--resume"])).finished

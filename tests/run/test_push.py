@@ -318,6 +318,14 @@ def test_each_robots_policy_has_a_repository(server, finished, capsys):
     assert "no robot 'amr' among those that were trained: arm, gantry" in capsys.readouterr().err
 
 
+def test_a_policy_without_weights_is_not_pushed(server, finished, capsys):
+    (finished / "pretrained_model" / "model.safetensors").unlink()
+    assert push.main([str(finished)]) == 1
+    printed = capsys.readouterr()
+    assert "lacks model.safetensors: a policy without weights is not pushed" in printed.err and not printed.out
+    assert not server.files
+
+
 def test_a_run_that_is_not_over_has_nothing_to_push(server, finished, capsys):
     (finished / "pretrained_model/config.json").unlink()
     assert push.main([str(finished)]) == 1

@@ -39,6 +39,7 @@ from vla_finetuning.report.held_out_loss import held_out_loss
 from vla_finetuning.report.loop import closed_loop, score_row, shown_films
 from vla_finetuning.report.values import advantages_chart, values_section
 from vla_finetuning.run.checkpoint import checkpoints
+from vla_finetuning.run.exported import REPORT_NAME
 from vla_finetuning.run.folder import (
     ATTENTION_NAME,
     EVALUATION_NAME,
@@ -51,7 +52,6 @@ from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import BUCKET_POLL_S
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
-REPORT_NAME = "report.html"
 PACKAGES = ("ray", "lerobot", "torch", "av")
 POLL_S = 2.0
 # A page stays readable, and small, whatever the run and the dataset are.

@@ -467,7 +467,7 @@ def check_resumable(found: Progress, run: Progress) -> None:
         changes = "; ".join(f"{k}: was {found.stream.get(k)}, is {run.stream.get(k)}" for k in differing)
         raise ValueError(
             f"the data is not what the run was started with ({changes}), so the rows that are left are unknown; "
-            "start a new run with --policy.path set to this run's pretrained_model"
+            "start a new run, with --policy.path set to what this one exports at its end if it is to go on with that"
         )
 
 

@@ -65,7 +65,7 @@ from vla_finetuning.run.checkpoint import (
     require_space,
     unusable_checkpoints,
 )
-from vla_finetuning.run.labels import LABELS_NAME
+from vla_finetuning.run.exported import RESULTS
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
 from vla_finetuning.terminal import tell
 
@@ -83,9 +83,6 @@ FILMS, FILMS_INDEX = "films", "films.json"
 VALUES_NAME = "values.json"
 # What became of checkpoints in an environment, and the folder of their episodes.
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
-# What a run leaves when it has done its last step.
-POLICY_DIR, ADAPTER_DIR = "pretrained_model", "adapter"
-RESULTS = (POLICY_DIR, ADAPTER_DIR, LABELS_NAME)
 # Options that the learning rate of every step is computed from.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
 # Ray Train's own list of checkpoints, beside them.
@@ -119,7 +116,10 @@ def check_start(config: JobOptions, start: Progress, steps: int, disk_bytes: int
 
 
 def is_finished(config: JobOptions) -> bool:
-    """Whether the run that is resumed did all that it was asked for, and is asked for nothing else."""
+    """Whether the run that is resumed did all that it was asked for, and is asked for nothing else.
+
+    What it left may have gone since: see `exported.result_problem`.
+    """
     return config.resume and (config.folder / FINISHED_NAME).is_file() and not changed_options(config)
 
 
@@ -363,7 +363,7 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
         if progress.step > steps:
             raise ValueError(
                 f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
-                "least, or start a new run with --policy.path set to this one's pretrained_model"
+                "least, or start a new run, from the policy that this one exports at its end if it is to go on with it"
             )
     if not isinstance(config.folder, BucketPath):
         there = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
@@ -376,10 +376,9 @@ def _check_free(config: JobOptions) -> None:
     presets = GRPO_PRESETS if isinstance(config, GrpoConfig) else PRESETS
     is_demo = config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute()
     if _contents(config.folder) and not (config.resume or is_demo):
-        raise FileExistsError(
-            f"--output_dir={config.folder} is not empty: --resume goes on with the run it holds; otherwise choose "
-            "another"
-        )
+        run = "--resume goes on with the run it holds; otherwise choose another"
+        remedy = run if (config.folder / CONFIG_NAME).is_file() else "it holds no run; choose another"
+        raise FileExistsError(f"--output_dir={config.folder} is not empty: {remedy}")
 
 
 def _contents(folder: Path) -> list[Path]:

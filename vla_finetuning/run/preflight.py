@@ -30,8 +30,10 @@ from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.environment import CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.members import Member, members, robots
 from vla_finetuning.options import did_you_mean
+from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.episodes import select
-from vla_finetuning.run.folder import check_folder, is_finished, resumption
+from vla_finetuning.run.exported import result_of, result_problem
+from vla_finetuning.run.folder import CHECKPOINTS_NAME, check_folder, is_finished, resumption
 from vla_finetuning.run.holes import certain_cameras, check_holes
 from vla_finetuning.terminal import tell, tell_error
 
@@ -72,11 +74,15 @@ def examine(config: JobOptions) -> Examined:
     config = as_saved(config)
     check_folder(config)
     if is_finished(config):
-        tell(
-            f"Finished     the run in {config.folder} did all of its steps: the policy is in its pretrained_model; "
-            "nothing is left to do. More steps: --resume with a larger --steps"
-        )
-        return Examined(finished=True)
+        done, (what, path) = f"Finished     the run in {config.folder} did all of its steps", result_of(config)
+        problem = result_problem(config)
+        if problem is None:
+            more = "--resume with a larger --steps"
+            if latest_checkpoint(config.folder / CHECKPOINTS_NAME) is None:
+                more = "a new run, because no checkpoint of this one can be used"
+            tell(f"{done}: its {what}, {path}; nothing is left to do. More steps: {more}")
+            return Examined(finished=True)
+        tell(f"{done}, but {problem}: it is written again")
     if config.resume:
         tell(f"Resuming     {resumption(config.folder)}")
     return Examined(metas=_datasets(config) if isinstance(config, Config) else ())

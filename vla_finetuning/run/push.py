@@ -26,7 +26,8 @@ from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.members import members
 from vla_finetuning.node_disk import fetched
-from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, POLICY_DIR, RUN_NAME
+from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.run.record import held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
@@ -93,14 +94,6 @@ def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
     return {robot: f"{repo_id}-{robot}" for robot in robots} or {"": repo_id}
 
 
-def exported_robots(output_dir: Path) -> list[str]:
-    """The robots that a run exported a policy for; none where it exported one policy."""
-    folder = output_dir / POLICY_DIR
-    if (folder / CONFIG_NAME).is_file() or not folder.is_dir():
-        return []
-    return sorted(path.name for path in folder.iterdir() if (path / CONFIG_NAME).is_file())
-
-
 def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
     """Push `OUTPUT_DIR/pretrained_model` with a model card, in one commit, and return the commit's address.
 
@@ -119,10 +112,12 @@ def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not (folder / CONFIG_NAME).is_file():
-        if there := exported_robots(output_dir):
+        if there := exported_robots(output_dir / POLICY_DIR):
             raise ValueError(f"{output_dir}: no robot {robot!r} among those that were trained: {', '.join(there)}")
         raise ValueError(f"{folder}: no trained policy is there; it is written when a run has done its last step")
-    exported_files(folder)  # the card is made of one of them
+    files, _ = exported_files(folder)  # the card is made of one of them
+    if WEIGHTS_NAME not in files:
+        raise ValueError(f"{folder} lacks {WEIGHTS_NAME}: a policy without weights is not pushed")
     _write_card(folder / CARD_NAME, model_card(output_dir, repo_id, robot))
     files, others = exported_files(folder)
     if others:
@@ -262,7 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         repo_id = args.repo_id or config.get("policy_repo_id")
         if repo_id is None:
             raise ValueError(f"{args.output_dir}: to which repository? give --repo_id USER/NAME")
-        where = {args.robot: repo_id} if args.robot else repositories(repo_id, exported_robots(args.output_dir))
+        where = (
+            {args.robot: repo_id}
+            if args.robot
+            else repositories(repo_id, exported_robots(args.output_dir / POLICY_DIR))
+        )
         for robot, repository in where.items():
             check_push(repository, args.private or config.get("policy_private"))
             tell(f"Pushed       {push_policy(args.output_dir, repository, robot)}")

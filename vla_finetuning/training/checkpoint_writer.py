@@ -333,7 +333,7 @@ class CheckpointWriter:
         self._away = StoreAwayError(
             f"no checkpoint has reached {self._job.output_dir} for {since_s:.0f} s (VLA_STORE_TIMEOUT_S): {error}; the "
             f"state of step {progress.step} is in {places}: --resume with these nodes in the cluster sends it and goes "
-            "on from there; without them, the run goes on from the checkpoint before"
+            "on from there; without them, the run goes on from the newest checkpoint in the bucket, if there is one"
         )
         if since_s >= self._job.timeouts.store or progress.step == self._job.steps:
             raise self._away

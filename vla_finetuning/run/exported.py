@@ -1,0 +1,79 @@
+"""What a run leaves when it has done its last step, and whether that is there and whole: said only after a look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning.config import CONFIG_NAME, Config, JobOptions, ValueConfig
+from vla_finetuning.files import read_foreign_json
+from vla_finetuning.members import members, robots
+from vla_finetuning.run.labels import LABELS_NAME
+
+POLICY_DIR, ADAPTER_DIR, REPORT_NAME = "pretrained_model", "adapter", "report.html"
+RESULTS = (POLICY_DIR, ADAPTER_DIR, LABELS_NAME)
+WEIGHTS_NAME, PROCESSOR_NAMES = "model.safetensors", ("policy_preprocessor.json", "policy_postprocessor.json")
+
+
+def result_of(config: JobOptions) -> tuple[str, Path]:
+    """What a program's run is for, in words, and where it is."""
+    if isinstance(config, ValueConfig):
+        return "labels", config.folder / LABELS_NAME
+    return "policy", config.folder / POLICY_DIR
+
+
+def result_problem(config: JobOptions) -> str | None:
+    """What is missing or damaged of what a finished run leaves, in words; None where nothing is."""
+    what, path = result_of(config)
+    if what == "labels":
+        return None if path.is_file() else f"{path} is missing"
+    return policy_problem(path, robots(members(config.dataset.mixture)) if isinstance(config, Config) else ())
+
+
+def policy_problem(folder: Path, names: Sequence[str] = ()) -> str | None:
+    """What is missing or damaged of an exported policy, or of those of several robots; None where nothing is.
+
+    Reads no weights: of a file on a disk that it has the length that its header says.
+    """
+    problems = (_problem(folder / name) for name in names or exported_robots(folder) or ("",))
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def exported_robots(folder: Path) -> list[str]:
+    """The robots whose policies are in `pretrained_model`; none where it is one policy."""
+    if (folder / CONFIG_NAME).is_file() or not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if (path / CONFIG_NAME).is_file())
+
+
+def report_line(output_dir: Path) -> str:
+    """The terminal's line on a run's report."""
+    path = output_dir / REPORT_NAME
+    return f"Report       {path}" if path.is_file() else "Report       not written; a warning above says why"
+
+
+def _problem(folder: Path) -> str | None:
+    wanted = (CONFIG_NAME, WEIGHTS_NAME, *PROCESSOR_NAMES)
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if len(missing) == len(wanted):
+        return f"{folder} holds no policy"
+    for name in PROCESSOR_NAMES if not missing else ():
+        try:
+            steps = read_foreign_json(folder / name)["steps"]
+            states = [step["state_file"] for step in steps if step.get("state_file")]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{folder / name} is damaged ({error!r})"
+        missing += [state for state in states if not (folder / state).is_file()]
+    if missing:
+        return f"{folder} lacks {', '.join(missing)}"
+    weights = folder / WEIGHTS_NAME
+    if isinstance(weights, BucketPath):
+        return None if weights.found().size else f"{weights} is empty"
+    try:
+        with safe_open(weights, framework="np"):
+            return None
+    except (OSError, SafetensorError) as error:
+        return f"{weights} is damaged ({error})"
