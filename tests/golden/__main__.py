@@ -20,8 +20,8 @@ from tests.golden.records import compare
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("tests") / "golden"
 LIBRARIES = ("torch", "numpy", "lerobot", "transformers", "av", "ray")
-IN_PROCESS = ("pi05_full", "pi05_expert", "pi05_lora", "smolvla", "act", "robots", "value")
-WITH_RAY = ("vla_ray", "grpo_ray")
+IN_PROCESS = ("pi05_full", "pi05_expert", "pi05_lora", "smolvla", "act", "robots", "value", "grpo", "ppo")
+WITH_RAY = ("vla_ray",)
 # One thread: sums in one order. Nothing of the user's, and no network.
 ENVIRONMENT = {
     **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"},

@@ -1,6 +1,6 @@
 """The golden runs. Each is told by flags alone and leaves a run's folder, so that it outlives what it runs through.
 
-In one process: `vla.train` on the run's own rows, without Ray. With Ray: the programs, each in a process of its own.
+In one process: `vla.train` on the run's own rows, without Ray. With Ray: `vla.py`, in a process of its own.
 Run by `python -m tests.golden --record`, which sets the environment: `python -m tests.golden.runs FILE FOLDER NAME...`.
 """
 
@@ -142,23 +142,31 @@ class Golden:
         where = {"dataset.root": self.dataset, "policy.path": self.base}
         train(output, {**where, **options}, of_value=True)
 
+    def grpo(self, output: Path) -> None:
+        self._reinforce(output, **{"grpo.method": "grpo", "grpo.kl": 0.01})
+
+    def ppo(self, output: Path) -> None:
+        self._reinforce(output, **{"grpo.method": "ppo"})
+
+    def _reinforce(self, output: Path, **changes: Any) -> None:
+        """`grpo.train` on episodes that are played in this process; every third is worth something."""
+        from tests.rl import test_learning
+
+        base = self.folder / "two_bins_base"
+        if not base.exists():
+            test_learning.make_base(base)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        run = test_learning.resolved(base, output, **changes)
+        torch.manual_seed(0)
+        test_learning.train_as(run)
+        export(run.policy, exported_checkpoint(run.job, best=False), output, run.scene.drawn)
+
     def vla_ray(self, output: Path) -> None:
         """Two workers by way of Ray, then a second process that goes on from the checkpoint; what it predicts."""
         options = {"dataset.root": self.dataset, "policy.path": self.base, "ema.enable": "true", "steps": 3}
         options |= {"dataset.eval_split": 0.3, "eval_steps": 3, "grad_accum": 2}
         program("vla.py", output, options)
         program("vla.py", output, {**options, "steps": 6, "resume": "true"})
-
-    def grpo_ray(self, output: Path) -> None:
-        from tests.rl.test_learning import make_base as make_two_bins_base
-
-        policy = make_two_bins_base(self.folder / "two_bins_base")
-        options = {"policy.path": policy, "env.type": "two_bins", "env.episode_length": 12, "eval.n_episodes": 2}
-        options |= {"grpo.groups": 2, "grpo.group_size": 3, "grpo.reward": "return", "grpo.minibatch": 6}
-        options |= {"grpo.iterations": 2, "grpo.flow_steps": 3, "grpo.eval_every": 2, "grpo.target_kl": "null"}
-        options |= {"grpo.env_actors": 1, "grpo.envs_per_actor": 6, "grpo.env_actor_cpus": 0.25, "grpo.kl": 0.01}
-        options |= {"steps": None, "log_freq": None, "run.record_rows": None, "save_freq": 1}
-        program("grpo.py", output, options)
 
 
 def train(
@@ -188,7 +196,11 @@ def program(name: str, output: Path, options: dict[str, Any]) -> None:
     """A run by one of the programs, in a process and on a Ray of its own."""
     two_workers = {"scaling.num_workers": 2, "scaling.cpus_per_worker": 0.5, "scaling.max_failures": 0}
     argv = flags({**EVERY_RUN, **two_workers, "output_dir": output, **options})
-    subprocess.run([sys.executable, name, *argv], cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, name, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = done.stdout.decode(errors="replace")
+    sys.stderr.write(said)
+    if done.returncode:
+        raise RuntimeError(f"{name} ended with status {done.returncode}: {said.splitlines()[-1:]}")
 
 
 def flags(options: dict[str, Any]) -> list[str]:
