@@ -21,9 +21,7 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     EXAMINED = check_start_of(CONFIG)
 
 import contextlib
-import gc
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,72 +29,41 @@ from pathlib import Path
 
 import ray
 import ray.train
-import torch
 from ray.exceptions import RayError
-from torch import nn
 
 import vla
-from util import StepResult, TrainableOptimizer, train_step
-from vla_finetuning.config import CACHE_DIR, GrpoOptions
+from vla_finetuning.config import CACHE_DIR
 from vla_finetuning.demo import prepare_disobedient
-from vla_finetuning.evaluation.player import Player
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import GRPO, parse_grpo
-from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
-from vla_finetuning.rl.acting import Actor, Explorer
 from vla_finetuning.rl.before_after import before_and_after, success_lines
 from vla_finetuning.rl.expected import expected_times, measure_environment, worker_memory
 from vla_finetuning.rl.learning import (
-    IterationLog,
-    Lessons,
-    Times,
-    asked_of_all,
-    build_grpo_optimizer,
-    check_finite,
-    check_first,
-    everyone,
-    frozen_copy,
-    held_out,
     iteration_line,
-    make_demonstrations,
-    make_rollouts,
-    metrics_of,
-    play_iteration,
 )
-from vla_finetuning.rl.objective import Objective, totals
+from vla_finetuning.rl.loop import GrpoState, callbacks_for
 from vla_finetuning.rl.recording import (
     dataset_of,
-    forget_episodes,
-    is_iteration_recorded,
     record_rollouts,
-    write_episodes,
 )
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
-from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
     check_start,
     finish,
-    first_step_done,
     own_folder,
-    prune_checkpoints,
-    stop_requested,
 )
 from vla_finetuning.run.preflight import Examined, examine
 from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import tell, tell_error, tell_text
-from vla_finetuning.training.attempt import begin
 from vla_finetuning.training.capacity import describe_memory
-from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.fitting import fit, worker_group
-from vla_finetuning.training.model import build_model, check_attention
-from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.worker import RayWorker, Worker
 
 # ---- training: one process per GPU, which acts, too ---------------------------------------------------------------
@@ -111,134 +78,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> Non
 
 def train(run: GrpoRun, worker: Worker) -> bool:
     """Train from the newest checkpoint to the end of the run; False if the run was asked to stop before."""
-    config, options, job, policy, began = run.config, run.options, run.job, run.policy, time.monotonic()
-    rank, world, device = worker.rank, worker.world, worker.device
-    attempt = begin(job, worker, config.train.deterministic)
-    progress = attempt.progress
-
-    rollouts = make_rollouts(run.scene, options, job.timeouts)  # its processes start while the model is made
-    loss, autocast = build_model(policy, device)
-    assert isinstance(loss, FlowLoss)  # the plan refuses others
-    check_attention(policy, loss, device, autocast, job.output_dir if rank == 0 else None)
-    player = Player(
-        loss.policy, *policy.processors(), env=run.scene.env, rename_map=policy.rename_map, opening=policy.opening
-    )
-    actor = Actor(
-        loss, player, prompts=policy.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
-    )
-    loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
-    demonstrations = make_demonstrations(run.demonstrations, policy, job.timeouts)
-    objective = Objective(loss, run.sde, options, config.seed).to(device)
-    start = frozen_copy(objective) if options.kl else None
-    model = spread(objective, config.scaling.strategy, device, world, autocast=autocast)
-    optimizer = build_grpo_optimizer(config, objective)
-    if attempt.checkpoint is not None:
-        load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state())
-    log = IterationLog(job.output_dir, progress.step) if rank == 0 else None
-    if rank == 0:
-        forget_episodes(job.output_dir, progress.step)
-    prune = partial(prune_checkpoints, config.training(), job.steps)
-    checkpoints = CheckpointWriter(job, optimizer, worker, attempt.number, config.save_every_s, prune)
-    first = progress.step
-    if first == 0:
-        times = Times()
-        before = held_out(config, run.scene, rollouts, actor, worker)
-        times.mark("held_out")
-        seconds = times.gather(rollouts, actor)
-        if log is not None:
-            log.write(0, {**before, **seconds})
-
-    stop, preempted, nonfinite = False, False, 0
-    # Of the demonstrations where there are any, with which nothing is played again; otherwise episodes.
-    first_row, episodes = progress.rows, first * run.episodes if demonstrations is not None else progress.rows
-    for iteration in range(first, job.steps):
-        times, done = Times(), iteration + 1
-        recorded = is_iteration_recorded(run, iteration)
-        explorer = Explorer(actor, run.sde, config.seed, iteration, recorded)
-        played, rounds = play_iteration(options, run.scene, rollouts, explorer, worker)
-        if recorded:
-            write_episodes(job.output_dir, iteration, worker, [one for each in rounds for one in each.episodes])
-        episodes += sum(one.returns.numel() for one in rounds)
-        check_first(options, iteration, played)
-        times.mark("play")
-        lessons = Lessons(
-            config,
-            objective,
-            start,
-            actor,
-            explorer,
-            played,
-            worker=worker,
-            demonstrations=demonstrations,
-            first_row=first_row,
-        )
-        times.mark("score")
-        results = learn(options, model, objective, optimizer, lessons, iteration, worker, autocast)
-        first_row += lessons.demonstrated
-        times.mark("update")
-        metrics = metrics_of(options, played, rounds, lessons, objective, results)
-        nonfinite += metrics["nonfinite_steps"]
-        check_finite(config.train.max_nonfinite, nonfinite)
-        if done % options.eval_every == 0 or done == job.steps:
-            metrics |= held_out(config, run.scene, rollouts, actor, worker)
-        times.mark("held_out")
-        metrics |= times.gather(rollouts, actor)
-        del explorer, played, rounds, lessons  # images of all decisions, which the next iteration's would be beside
-        gc.collect()
-        # A node is about to be taken away; Ray Train starts the group anew when it is gone.
-        if (deadline_ms := worker.preemption_deadline_ms()) is not None:
-            checkpoints.ends_at(deadline_ms)
-        own = (stop_requested(job.output_dir), checkpoints.due()) if rank == 0 else (False, False)
-        stop, due, announced = asked_of_all(device, *own, deadline_ms is not None)
-        due, preempted = due or (announced and not preempted), announced
-        if log is not None:
-            if iteration == first:
-                first_step_done(job.output_dir, done, time.monotonic() - began)
-            log.write(done, {"episodes": episodes, "lr": optimizer.schedule(iteration), **metrics})
-        if done == job.steps or done % config.save_freq == 0 or stop or due:
-            rows = episodes if demonstrations is None else first_row
-            progress = replace(progress, step=done, rows=rows, loss=-metrics["success"])
-            checkpoints.save(progress)
-        if stop:
-            break
-    checkpoints.close()
-    rollouts.close()
-    return progress.step == job.steps
-
-
-def learn(
-    options: GrpoOptions,
-    model: nn.Module,
-    objective: Objective,
-    optimizer: TrainableOptimizer,
-    lessons: Lessons,
-    iteration: int,
-    worker: Worker,
-    autocast: torch.dtype | None,
-) -> list[StepResult]:
-    """An iteration's updates, by the training step of every run; fewer where the policy has moved far enough."""
-    objective.clear()
-    results = []
-    for epoch in range(options.epochs):
-        for rows, count, micros in lessons.epoch(epoch):
-            before = objective.sums.clone()
-            result = train_step(
-                model,
-                optimizer,
-                micros,
-                step=iteration,
-                grad_accum=count,
-                mean_over=rows / worker.world,
-                draws=lambda micro: (None, None),  # the batch has them
-                autocast=autocast,
-                device=worker.device,
-            )
-            results.append(result)
-            # Where there is such a limit, the one value of an update that is read from the device.
-            # Not below it: what is not a number is no reason to go on.
-            if options.target_kl and not totals(everyone(objective.sums - before)).kl <= options.target_kl:
-                return results
-    return results
+    return vla.train(run, worker, kind=GrpoState, attached=callbacks_for).finished
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------

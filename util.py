@@ -1,7 +1,7 @@
 """The training step and its batches. Independent of the policy.
 
 Between two log steps nothing here reads a value from the device: losses, gradient norms and the count of skipped
-steps stay device tensors until `Window.gather` fetches all of them in one collective and one read.
+steps stay device tensors until `DeviceMetrics.gather` fetches all of them in one collective and one read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,12 +50,12 @@ Phase = Literal[
 ]
 
 
-class Clock:
-    """Hooks on what a training process does next. These do nothing; diagnostics/step_clock.py measures."""
+# Names of means without labels that a window may have; more are left out, in the order of the alphabet.
+MOST_MEANS = 32
 
-    def steps(self, numbers: range, model: nn.Module) -> Iterable[int]:
-        """The steps to run. Each lasts until the next is asked for, and begins with the phase `other`."""
-        return numbers
+
+class Clock:
+    """A hook on what a training process does next. This one does nothing; diagnostics/step_clock.py measures."""
 
     def mark(self, phase: Phase) -> None:
         """A phase begins, and lasts until the next one."""
@@ -567,86 +568,120 @@ def train_step(
     return StepResult(total / mean_over, grad_norm, skipped)
 
 
-@dataclass
-class Window:
-    """What happened since the last log step: device sums, host counts.
+class DeviceMetrics:
+    """Sums of a window of steps, on the device; all ranks' are fetched in one collective and one read.
 
-    Attributes:
-        robots: names of those that a mixture has. by_robot: `PolicyLoss.by_robot`, set to zero here.
+    Every rank must have one, and must call `gather` at the same steps.
+
+    Args:
+        device: of the sums.
     """
 
-    device: torch.device
-    robots: Sequence[str] = ()
-    by_robot: Tensor | None = None
-    started: float = field(default_factory=time.perf_counter)
-    steps: int = 0
-    samples: int = 0
-    _sums: Tensor = field(init=False)
-    _norm: Tensor = field(init=False)
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._sums: dict[str, Tensor] = {}
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self.restart()
 
-    def __post_init__(self) -> None:
-        self._sums = torch.zeros(2, device=self.device)
-        self._norm = torch.zeros((), device=self.device)
-        if self.by_robot is not None:
-            self.by_robot.zero_()
+    def restart(self) -> None:
+        """Begin a window: its time runs from here on, and all sums are zero."""
+        self.steps = self.samples = 0
+        self._started = time.perf_counter()
+        self._step_sums = torch.zeros(2, device=self.device)  # losses, skipped steps
+        self._grad_norm = torch.zeros((), device=self.device)
+        for sums in self._sums.values():
+            sums.zero_()
 
-    def add(self, result: StepResult, samples: int) -> None:
+    def add_step(self, result: StepResult, samples: int) -> None:
+        """Add an optimizer step of this rank, which had so many rows."""
         self.steps += 1
         self.samples += samples
         # A skipped step's loss may be NaN and must not hide the others'.
         loss = torch.where(result.skipped > 0, torch.zeros_like(result.loss), result.loss)
-        self._sums += torch.stack([loss, result.skipped])
-        self._norm = result.grad_norm
+        self._step_sums += torch.stack([loss, result.skipped])
+        self._grad_norm = result.grad_norm
 
-    def gather(
-        self, waited_s: float, *asked: bool, work: tuple[float, float] = (0.0, 0.0)
-    ) -> tuple[dict[str, Any], list[bool]]:
-        """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's.
+    def add(self, name: str, value: Tensor | float) -> None:
+        """Add a value, 0-d, to the mean of this name."""
+        sums = self.sums(name)
+        sums[0, 0] += value
+        sums[1, 0] += 1
+
+    def sums(self, name: str, labels: Sequence[str] = ()) -> Tensor:
+        """Return float32 (2, labels or 1): sums and their counts, to be added to in place.
 
         Args:
-            work: positions and FLOPs that this rank has computed; zeros where they are not known.
-            asked: what this rank would have all ranks do now, yes or no to each of some questions.
-        Returns:
-            The metrics, and for each question whether any rank said yes: the same on all ranks.
+            labels: what the columns are. All ranks must ask for the same ones before the first `gather`.
         """
-        tokens, flops = work
-        on_host = {
+        if name not in self._sums:
+            self._labels[name] = tuple(labels)
+            self._sums[name] = torch.zeros(2, max(len(labels), 1), device=self.device)
+        return self._sums[name]
+
+    def gather(self, host: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        """Fetch the window of all ranks, which goes on until `restart`. Times are the slowest rank's.
+
+        Args:
+            host: numbers of this rank, under the same names on all ranks; `waited_s` is one: seconds of the window
+                in which this rank waited for data.
+        Returns:
+            The metrics of a line of metrics.jsonl, the means by name among them; and by name each rank's number.
+        """
+        counts = {
             "steps": self.steps,
             "samples": self.samples,
-            "elapsed_s": time.perf_counter() - self.started,
-            "waited_s": waited_s,
+            "elapsed_s": time.perf_counter() - self._started,
             "peak_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
-            "tokens": tokens,
-            "flops": flops,
-            **{f"asked {number}": yes for number, yes in enumerate(asked)},
         }
-        of_robots = [f"{kind} of {robot}" for kind in ("losses", "rows") for robot in self.robots]
-        names = ["loss", "skipped", "grad_norm", *on_host, *of_robots]
-        host = torch.tensor(list(on_host.values()), dtype=torch.float64)
-        by_robot = torch.empty(0, device=self.device) if self.by_robot is None else self.by_robot.flatten()
-        mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device), by_robot.double()])
+        labelled = [name for name, labels in self._labels.items() if labels]
+        plain = sorted(self._labels.keys() - set(labelled))[:MOST_MEANS]
+        # A policy's own names may differ between ranks; how many numbers a rank sends may not.
+        numbers = {**counts, **host, "digest": zlib.crc32(repr(plain).encode())}
+        names = ["loss", "skipped", "grad_norm", *numbers]
+        sums = [self._sums[name].flatten() for name in (*labelled, *plain)]
+        sums.append(torch.zeros(2 * (MOST_MEANS - len(plain)), device=self.device))
+        on_host = torch.tensor(list(numbers.values()), dtype=torch.float64).to(self.device)
+        on_device = [part.double() for part in (self._step_sums, self._grad_norm[None])]
+        mine = torch.cat([*on_device, on_host, *(part.double() for part in sums)])
         if dist.is_initialized():
-            ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
-            dist.all_gather_into_tensor(ranks, mine)
+            gathered = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
+            dist.all_gather_into_tensor(gathered, mine)
         else:
-            ranks = mine
-        of = dict(zip(names, zip(*ranks.view(-1, len(mine)).tolist(), strict=True), strict=True))  # by rank
-        samples, trained, elapsed_s = sum(of["samples"]), sum(of["steps"]) - sum(of["skipped"]), max(of["elapsed_s"])
-        metrics = {
-            "loss": sum(of["loss"]) / trained if trained else float("nan"),
-            "grad_norm": sum(of["grad_norm"]) / len(of["grad_norm"]),
-            "nonfinite_steps": int(max(of["skipped"])),
+            gathered = mine
+        ranks = gathered.view(-1, len(mine)).tolist()
+        by_rank = {name: [rank[number] for rank in ranks] for number, name in enumerate(names)}
+        agreed = labelled + (plain if len(set(by_rank["digest"])) == 1 else [])
+        return {**self._summary(by_rank), **self._means(agreed, [rank[len(names) :] for rank in ranks])}, by_rank
+
+    def _summary(self, by_rank: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        samples, elapsed_s = sum(by_rank["samples"]), max(by_rank["elapsed_s"])
+        trained = sum(by_rank["steps"]) - sum(by_rank["skipped"])
+        return {
+            "loss": sum(by_rank["loss"]) / trained if trained else float("nan"),
+            "grad_norm": sum(by_rank["grad_norm"]) / len(by_rank["grad_norm"]),
+            "nonfinite_steps": int(max(by_rank["skipped"])),
             "samples": int(samples),
             "samples_per_s": samples / elapsed_s,
             "step_s": elapsed_s / max(self.steps, 1),
-            "data_wait_s": max(of["waited_s"]) / max(self.steps, 1),
-            "peak_memory_bytes": int(max(of["peak_bytes"])) or None,
-            "tokens_per_s": sum(of["tokens"]) / elapsed_s or None,
-            "flops_per_s": sum(of["flops"]) / elapsed_s or None,
+            "data_wait_s": max(by_rank["waited_s"]) / max(self.steps, 1),
+            "peak_memory_bytes": int(max(by_rank["peak_bytes"])) or None,
         }
-        if self.robots:
-            counts = {robot: sum(of[f"rows of {robot}"]) for robot in self.robots}
-            metrics["loss_by_robot"] = {
-                robot: sum(of[f"losses of {robot}"]) / count if count else None for robot, count in counts.items()
-            }
-        return metrics, [any(of[f"asked {number}"]) for number in range(len(asked))]
+
+    def _means(self, names: Sequence[str], ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """Compute the means by name, and by label where a name has labels (None where nothing was added).
+
+        Args:
+            ranks: each rank's sums and counts, of these names one after the other.
+        """
+        total = [sum(column) for column in zip(*ranks, strict=True)]
+        means: dict[str, Any] = {}
+        for name in names:
+            labels = self._labels[name]
+            size = max(len(labels), 1)
+            sums, counts, total = total[:size], total[size : 2 * size], total[2 * size :]
+            values = [value / count if count else None for value, count in zip(sums, counts, strict=True)]
+            if labels:
+                means[name] = dict(zip(labels, values, strict=True))
+            elif values[0] is not None:
+                means[name] = values[0]
+        return means

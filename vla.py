@@ -20,9 +20,6 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     EXAMINED = check_start_of(CONFIG)
 
 import contextlib
-import gc
-import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,82 +32,54 @@ import torch
 from ray.exceptions import RayError
 from ray.train.torch import TorchTrainer
 
-from util import (
-    UNWATCHED,
-    Batch,
-    Clock,
-    NumpyToTorchCollate,
-    TimedIterator,
-    TrainableOptimizer,
-    Window,
-    cuda_prefetcher,
-    train_step,
-)
+from util import Batch
 from vla_finetuning.config import Config
-from vla_finetuning.data.feature_cache import FeatureCache
-from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import VLA, parse_args
-from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
-from vla_finetuning.run.checkpoint import load_checkpoint, load_progress
+from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.folder import (
-    EVALUATION_NAME,
-    check_start,
-    finish,
-    first_step_done,
-    own_folder,
-    prune_checkpoints,
-    stop_requested,
-)
+from vla_finetuning.run.folder import EVALUATION_NAME, check_start, finish, own_folder
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.preflight import Examined, examine
-from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.run.push import check_push, push_policy, repositories
 from vla_finetuning.run.record import record_run
 from vla_finetuning.run.resolve import Run, resolve, with_stats
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.run.statistics import hold_statistics
 from vla_finetuning.terminal import tell, tell_error, tell_text
-from vla_finetuning.training.attempt import begin
-from vla_finetuning.training.batches import (
-    OnBatch,
-    WorkCounter,
-    check_finite,
-    collate_cut,
-    ignore_batch,
-    mfu,
-    noise_for,
-    policy_batches,
-    record_rows,
-    what_batch,
-    with_mean_count,
+from vla_finetuning.training.callbacks import (
+    Checkpoints,
+    CollectGarbage,
+    Compile,
+    ExactMean,
+    MetricsLines,
+    NonfiniteSteps,
+    RowLog,
+    SkippedRows,
+    StopFile,
+    WorkDone,
 )
 from vla_finetuning.training.capacity import check_capacity, describe_memory, planned_memory, rows_that_fit
-from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.coordinators import GroupedRanks
 from vla_finetuning.training.export import export, exported_checkpoint, policy_at
 from vla_finetuning.training.fitting import fit, worker_group
-from vla_finetuning.training.held_out import HeldOutLoss
+from vla_finetuning.training.held_out import HeldOut
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.model import build_model, build_optimizer, check_attention, compile_all, make_prepare
-from vla_finetuning.training.parallel import keeps_casts, replicas, spread
-from vla_finetuning.training.stream import Columns, Dealt, Deferred, TrainingData, or_timeout, stream_batches
-from vla_finetuning.training.vision_features import VisionFeatures
+from vla_finetuning.training.model import make_prepare
+from vla_finetuning.training.state import Callback, LoopState, TrainState
+from vla_finetuning.training.stream import Deferred, TrainingData
+from vla_finetuning.training.vision_features import CachedFeatures
 from vla_finetuning.training.worker import RayWorker, Worker
-
-logger = logging.getLogger(__name__)
-
 
 # ---- data: Ray Data tasks, on CPUs --------------------------------------------------------------------------------
 
@@ -138,219 +107,70 @@ def build_dataset(rows: Rows, policy: PolicySpec, checkpoints_dir: Path) -> Trai
 def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     """Train to the end of the run and export the policy. Runs in every training process."""
     run, worker = ray.get(loop_config["run"]), RayWorker()
-    if train(run, worker) is not None and worker.rank == 0:
+    if train(run, worker).finished and worker.rank == 0:
         checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
         export(run.policy, checkpoint, run.job.output_dir, run.rows.drawn)
 
 
 def train(
-    run: Run,
+    run: Any,
     worker: Worker,
-    clock: Clock = UNWATCHED,
-    make_optimizer: Callable[[PolicySpec, PolicyLoss, int], TrainableOptimizer] = build_optimizer,
-    make_checkpoints: Callable[..., CheckpointWriter] = CheckpointWriter,
-) -> TrainableOptimizer | None:
-    """Train from the newest checkpoint to the end of the run; None if the run was asked to stop before.
-
-    `clock` is notified of what happens when.
-    """
-    config, job, rows, policy, began = run.config, run.job, run.rows, run.policy, time.monotonic()
-    rank, world, device = worker.rank, worker.world, worker.device
-    attempt = begin(job, worker, config.train.deterministic)
-    progress = attempt.progress
-    dealt = Dealt(job.batch_size, rows.block_rows, rank, world, job.batches_per_step, progress.step)
-    work = WorkCounter(policy)
-    log_rows = None
-    if config.run.record_rows:
-        log_rows = partial(record_rows, RowsLog(job.output_dir, rank, attempt.number), rows, dealt)
-
-    def on_batch(number: int, columns: Batch, inputs: Batch) -> None:
-        work.add(inputs)
-        if log_rows is not None:
-            log_rows(number, columns)
-
-    features = None
-    if config.train.feature_cache is not None:
-        features = VisionFeatures(rows, FeatureCache(config.train.feature_cache, cache_gb(FRAME_CACHE_GB)))
-
-    # The first batch is read while the model is made.
-    batches = feed(
-        rows,
-        policy,
-        worker,
-        dealt,
-        progress.rows,
-        job.steps,
-        timeout_s=job.timeouts.batch,
-        epsilon=config.sample_weighting.epsilon,
-        features=features,
-        on_batch=on_batch,
-        clock=clock,
-    )
-
-    policy_loss, autocast = build_model(policy, device)
-    if features is not None:
-        features.start(policy_loss, autocast)
-    robots = rows.robots if policy.value is None else ()
-    if robots:
-        policy_loss.by_robot = torch.zeros(2, len(robots), device=device)
-    check_attention(policy, policy_loss, device, autocast, job.output_dir if rank == 0 else None)
-    strategy = job.scaling.strategy
-    model = spread(
-        policy_loss,
-        strategy,
-        device,
-        world,
-        replicas=replicas(worker, job.scaling.shard_workers) if strategy == "hsdp" and world > 1 else None,
-        autocast=autocast,
-        # Where its family says what is unused, nothing that trains is without a gradient (trainable.choose_trainable).
-        find_unused_parameters=job.scaling.find_unused_parameters,
-    )
-    optimizer = make_optimizer(policy, policy_loss, job.steps)
-    if attempt.checkpoint is not None:
-        load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state(), optimizer.named_average() or None)
-    log = None
-    if rank == 0:
-        log = MetricsLog(job.output_dir, job.rows_per_step, rows.per_epoch, progress.step, rows.rates)
-    prune = partial(prune_checkpoints, config, job.steps)
-    checkpoints = make_checkpoints(job, optimizer, worker, attempt.number, config.save_every_s, prune)
-    held_out = None
-    if config.eval_steps:
-        held_out = HeldOutLoss(
-            rows,
-            policy,
-            worker,
-            batch_size=job.batch_size,
-            limit=config.max_eval_samples,
-            timeout_s=job.timeouts.batch,
-        )
-
-    if config.train.compile and progress.step < job.steps:
-        draws = noise_for(policy, progress.step, dealt, device)(0)
-        evaluates = held_out is not None
-        compile_all(policy, policy_loss, model, optimizer, batches.peek(), draws, autocast, evaluates=evaluates)
-
-    gc.disable()  # collected at log steps: in between it would stall the host at random
-    gc.collect()
-    gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
-    keep_casts = keeps_casts(strategy, config.grad_accum, config.train.activation_checkpointing)
-    begin_window = partial(Window, device, robots, policy_loss.by_robot)
-    window, waited_before = begin_window(), 0.0
-    losses: list[float] = []
-    nonfinite = 0
-    stop = preempted = False
-    for step in clock.steps(range(progress.step, job.steps), model):
-        micros = len(dealt.micros(step))
-        of_step: Iterator[Batch] = batches
-        if config.train.exact_mean:
-            clock.mark("data_wait")
-            of_step = with_mean_count(of_step, policy_loss, micros, job.batches_per_step, world)
-        result = train_step(
-            model,
-            optimizer,
-            of_step,
-            step=step,
-            grad_accum=micros,
-            mean_over=job.batches_per_step / world,
-            draws=noise_for(policy, step, dealt, device),
-            autocast=autocast,
-            device=device,
-            keep_casts=keep_casts,
-            clock=clock,
-        )
-        clock.mark("metrics")
-        window.add(result, samples=job.batch_size * micros)
-        done = step + 1
-        if rank == 0 and step == dealt.first_step:
-            first_step_done(job.output_dir, done, time.monotonic() - began)
-        save = done == job.steps or done % config.save_freq == 0
-        judge = held_out is not None and (done == job.steps or done % config.eval_steps == 0)
-        judged: dict[str, Any] = {}
-        if done == job.steps or done % config.log_freq == 0 or judge:
-            # All that ranks must agree on rides on the one collective of a log step.
-            asked = (stop_requested(job.output_dir), checkpoints.due()) if rank == 0 else (False, False)
-            metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked, work=work.take())
-            window, waited_before = begin_window(), batches.waited_s
-            gc.collect()
-            nonfinite += metrics["nonfinite_steps"]
-            check_finite(rows, job.rows_per_step, config.train.max_nonfinite, metrics, nonfinite, done)
-            losses.append(metrics["loss"])
-            if held_out is not None and judge and not (stop and done < job.steps):
-                clock.mark("evaluation")
-                with optimizer.averaged() if config.takes_average else contextlib.nullcontext():
-                    judged = held_out.evaluate(policy_loss, autocast)
-                window = begin_window()  # no part of a step
-            if log is not None:
-                if config.dataset.on_error == "skip":
-                    trained = done * job.rows_per_step
-                    check_skipped(job.output_dir, config.dataset.max_skipped, trained, rows.per_epoch)
-                extra = {"mfu": mfu(metrics, world, device), "checkpoint_pause_s": checkpoints.paused_s()}
-                extra["spilled_bytes"] = worker.spilled_bytes()
-                log.write(done, optimizer.schedule(step), {**metrics, **extra, **judged})
-            save |= stop or due
-            # A node is about to be taken away; Ray Train starts the group anew when it is gone.
-            if not preempted and (deadline_ms := worker.preemption_deadline_ms()) is not None:
-                preempted = save = True
-                checkpoints.ends_at(deadline_ms)
-        if save:
-            clock.mark("checkpoint")
-            loss = sum(losses) / len(losses) if losses else None
-            # What is not over all held-out rows does not decide which checkpoint is best.
-            eval_loss = None if judged.get("eval_skipped") else judged.get("eval_loss")
-            progress = replace(progress, step=done, rows=done * job.rows_per_step, loss=loss, eval_loss=eval_loss)
-            checkpoints.save(progress)
-            losses.clear()
-        if stop:
-            break
-    gc.unfreeze()
-    gc.enable()
-    checkpoints.close()
-    if features is not None:
-        features.close()
-    return None if stop and progress.step < job.steps else optimizer
-
-
-def feed(
-    rows: Rows,
-    policy: PolicySpec,
-    worker: Worker,
-    dealt: Dealt,
-    first_row: int,
-    steps: int,
+    callbacks: Sequence[Callback] = (),
     *,
-    timeout_s: float,
-    epsilon: float = 0.0,
-    collate: Callable[[Columns], Batch] | None = None,
-    features: VisionFeatures | None = None,
-    on_batch: OnBatch = ignore_batch,
-    clock: Clock = UNWATCHED,
-) -> TimedIterator:
-    """This rank's micro-batches on its device, from a position of the stream to the run's end.
+    kind: type[LoopState] = TrainState,
+    attached: Callable[[Any, Any], list[Callback]] | None = None,
+    **options: Any,
+) -> LoopState:
+    """Train from the newest checkpoint to the end of the run, or until the run is asked to stop.
 
     Args:
-        timeout_s: how long to wait for a batch, in seconds. epsilon: see `row_weights.of_batch`.
-        collate: numpy columns of a batch to CPU tensors; `NumpyToTorchCollate` when None.
-        features: takes the place of frames.
+        callbacks: attach besides the run's own, before them. kind: what a step is. attached: the run's own callbacks;
+            `callbacks_for` when None. options: fields of the state.
     """
-    fitted = partial(
-        collate_cut,
-        collate or NumpyToTorchCollate(worker.device.type == "cuda"),
-        policy.prompts,
-        weights=rows.weights,
-        epsilon=epsilon,
-        returns=rows.returns,
-        features=None if features is None else features.find,
-        frames=rows.fill_frames(),
-        drop_absent=not policy.train.compile,
-    )
-    host_batches = stream_batches(worker.shard, dealt, first_row, steps, fitted)
-    in_time = or_timeout(host_batches, timeout_s, partial(what_batch, rows, dealt))
+    state = kind.restore(run, worker, **options)
+    hooks = [*callbacks, *(attached or callbacks_for)(run, state)]
+    state.open_batches(hooks)
+    state.build()
+    for hook in hooks:
+        hook.on_start(state)
+    while not (state.finished or state.stop):
+        batches: Iterator[Batch] = state.batches
+        for hook in hooks:
+            batches = hook.on_step_begin(state, batches)
+        state.take_step(batches)  # util.train_step
+        state.step += 1
+        for hook in hooks:
+            hook.on_step_end(state)
+        state.save = state.every(run.config.save_freq)
+        if any([state.every(state.log_freq), *(hook.wants_log(state) for hook in hooks)]):
+            line = state.gather(hooks)  # the one collective, and the one read from the device
+            for hook in hooks:
+                hook.on_log(state, line)
+        if state.save:
+            for hook in hooks:
+                hook.on_save(state)
+    for hook in hooks:
+        hook.on_end(state)
+    return state
 
-    def passed_on(batches: Iterator[Batch]) -> Iterator[Batch]:
-        filled = batches if features is None else features.fill(batches, clock)
-        return policy_batches(filled, policy.config, on_batch)
 
-    return TimedIterator(cuda_prefetcher(in_time, worker.device, clock), then=passed_on)
+def callbacks_for(run: Run, state: TrainState) -> list[Callback]:
+    """List what the run attaches to its loop, in the order in which callbacks see a log step's metrics."""
+    config, train = run.config, run.config.train
+    return [
+        WorkDone(state),
+        *([RowLog(state)] if config.run.record_rows else []),
+        *([CachedFeatures(state)] if train.feature_cache is not None else []),
+        *([ExactMean()] if train.exact_mean else []),
+        StopFile(),
+        NonfiniteSteps(),
+        *([HeldOut()] if config.eval_steps else []),
+        *([SkippedRows()] if config.dataset.on_error == "skip" else []),
+        Checkpoints(config),
+        *([Compile()] if train.compile else []),
+        CollectGarbage(),
+        MetricsLines(state),
+    ]
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def live(
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.flags import parse_args
     from vla_finetuning.run.resolve import resolve
-    from vla_finetuning.training.batches import policy_batches
+    from vla_finetuning.training.feed import policy_batches
     from vla_finetuning.training.stream import Dealt, stream_batches
 
     cpus = os.cpu_count() or 1

@@ -16,7 +16,7 @@ from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 
-from util import NumpyToTorchCollate, Window, cuda_prefetcher, train_step
+from util import DeviceMetrics, NumpyToTorchCollate, cuda_prefetcher, train_step
 from vla_finetuning.config import Attention, Config, Precision, TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import why_not
 from vla_finetuning.policies.counting import meta_policy
@@ -251,7 +251,7 @@ class Ours:
         check_attention(spec, self.loss, device, self.autocast, None)
         self.optimizer = build_optimizer(spec, self.loss, MAX_STEPS)
         self.collate = NumpyToTorchCollate(pin_memory=device.type == "cuda")
-        self.window = Window(device)
+        self.metrics = DeviceMetrics(device)
 
     def stored(self, columns: Columns) -> Any:
         return self.collate(cut_prompts(columns, prompt_lengths(self.config)))
@@ -283,12 +283,12 @@ class Ours:
             device=self.device,
             keep_casts=keeps_casts("ddp", accum, checkpointing=False),
         )
-        self.window.add(result, rows * accum)
+        self.metrics.add_step(result, rows * accum)
         return result.loss
 
     def finish(self) -> None:
-        self.window.gather(0.0)
-        self.window = Window(self.device)
+        self.metrics.gather({"waited_s": 0.0})
+        self.metrics.restart()
 
 
 class Cached(Ours):

@@ -24,7 +24,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
 from diagnostics.tool import with_any_stats
-from util import Batch, NumpyToTorchCollate, Window
+from util import Batch, DeviceMetrics, NumpyToTorchCollate
 from vla_finetuning.config import Precision
 from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.policies.counting import meta_policy
@@ -51,8 +51,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run import cluster
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import tell_error, tell_text
-from vla_finetuning.training import attempt
-from vla_finetuning.training.batches import noise_for, policy_batches
+from vla_finetuning.training import attempt, callbacks, feed, state
 from vla_finetuning.training.model import build_model
 from vla_finetuning.training.stream import Dealt
 from vla_finetuning.training.worker import Worker
@@ -292,24 +291,25 @@ def _run_loop(
 
     `watch` records from the first log step to the second.
     """
-    gather, windows = Window.gather, 0
+    gather, windows = DeviceMetrics.gather, 0
 
     def gather_unrecorded(
-        window: Window, waited_s: float, *asked: bool, work: tuple[float, float]
-    ) -> tuple[dict[str, Any], list[bool]]:
+        metrics: DeviceMetrics, host: Mapping[str, float]
+    ) -> tuple[dict[str, Any], dict[str, list[float]]]:
         nonlocal windows
         watch.recording = False
-        metrics, _ = gather(window, waited_s, *asked, work=work)
+        line, by_rank = gather(metrics, host)
         windows += 1
         watch.recording = windows == 1
-        return metrics, [False] * len(asked)  # what is read from a tensor without storage is no answer
+        # What is read from a tensor without storage is no request.
+        return line, {**by_rank, "stop": [0.0], "save": [0.0]}
 
     replaced = (
-        (vla, "or_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
+        (feed, "or_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
         (attempt, "log_to", lambda folder: None),
-        (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
-        (vla, "check_attention", lambda *_: None),  # before the first step, and by what it reads
-        (Window, "gather", gather_unrecorded),
+        (callbacks, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
+        (state, "check_attention", lambda *_: None),  # before the first step, and by what it reads
+        (DeviceMetrics, "gather", gather_unrecorded),
         *stand_ins,
     )
     with contextlib.ExitStack() as stack:
@@ -545,7 +545,7 @@ def _audit_without_cuda(run: Run) -> Audit:
         _replace_tensors(loss, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
     stand_ins = [
         *watch.stand_ins(),
-        (vla, "build_model", lambda *_: built),
+        (state, "build_model", lambda *_: built),
         (attempt, "enable_gpu_perf_flags", lambda *_: None),
         (Tensor, "backward", backward),
     ]
@@ -610,8 +610,8 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
         dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
-        batch = next(policy_batches([on_meta], run.policy.config))
-        draws = noise_for(run.policy, 0, dealt, device)
+        batch = next(feed.policy_batches([on_meta], run.policy.config))
+        draws = state.noise_for(run.policy, 0, dealt, device)
         result = loss(batch, *draws(0))
         watch.recording = True
         result.backward()

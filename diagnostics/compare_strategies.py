@@ -44,11 +44,12 @@ from vla_finetuning.config import Strategy
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
-from vla_finetuning.training.batches import noise_for, policy_batches
 from vla_finetuning.training.capacity import fits, planned_memory
+from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import replicas, shard_of, spread
+from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import Dealt
 from vla_finetuning.training.worker import RayWorker, Worker
 

@@ -34,8 +34,9 @@ from diagnostics.tool import Options, Result, count, host_batches, run_tool, scr
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import Run, with_config, with_stats
-from vla_finetuning.training.batches import noise_for, policy_batches
+from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.model import build_model, build_optimizer
+from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import Dealt
 
 # `sometimes`: without a gradient in some batches. `zero`: a gradient always, and never another than zero.

@@ -3,7 +3,7 @@
     python -m diagnostics.profile_dataloader --preset demo
     python -m diagnostics.profile_dataloader --preset demo --against step.json
 
-takes the flags of `vla.py` and pulls batches through that program's own `vla.build_dataset` and `vla.feed`, in as many
+takes the flags of `vla.py` and pulls batches through that program's own `vla.build_dataset` and `feed`, in as many
 workers at once, without a model. Then one read task does its work stage by stage, on the CPU's clock. Own flags, each
 also an environment variable in capitals:
 
@@ -50,6 +50,7 @@ from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.progress import log_to, object_store
 from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.terminal import tell
+from vla_finetuning.training.feed import feed
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData
 from vla_finetuning.training.worker import RayWorker, Worker
 
@@ -326,10 +327,7 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
     log_to(run.job.output_dir)
     collate, clock = _StampReader(run.job.use_gpu), _CopyClock()
     dealt = Dealt(run.job.batch_size, run.rows.block_rows, rank, worker.world, run.job.batches_per_step)
-    timeout_s = run.job.timeouts.batch
-    batches = vla.feed(
-        run.rows, run.policy, worker, dealt, 0, run.job.steps, timeout_s=timeout_s, collate=collate, clock=clock
-    )
+    batches = feed(run, worker, dealt, 0, to_tensors=collate, clock=clock)
     fetch_s: list[float] = []
     warm_at_s, before = time.time(), 0.0
     for _ in batches:

@@ -97,7 +97,7 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
         device,
         run.job.output_dir / TRACE_NAME if rank == 0 else None,
     )
-    vla.train(run, worker, clock, partial(make_optimizer, settings), **options)
+    vla.train(run, worker, [clock], clock=clock, make_optimizer=partial(make_optimizer, settings), **options)
     timed, last = clock.times("timed"), clock.times("checkpoint")
     assert timed is not None
     cuda = device.type == "cuda"

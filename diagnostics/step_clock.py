@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from torch import nn
 from torch.autograd import DeviceType
 
 from diagnostics.report import Record
 from util import Clock, Phase
+from vla_finetuning.training.state import Callback
 
 # What a step of a profile is for.
 Pass = Literal["warmup", "traced", "untouched", "timed", "synchronized", "communication", "checkpoint"]
@@ -55,11 +55,13 @@ class _Mark(NamedTuple):
     side: torch.cuda.Event | None
 
 
-class StepClock(Clock):
+class StepClock(Callback, Clock):
     """Notes when phases begin, in the steps that are for that; reads nothing from the device before the end.
 
+    A callback of the training loop, and the clock that the loop's parts tell what they do.
+
     Args:
-        passes: what each step is for; there are no more steps than these.
+        passes: what each step is for; the loop ends after as many steps.
         block_steps: passes change after so many.
         device: which the steps are computed on.
         trace_path: where to write PyTorch's trace of the traced steps; None on the ranks that do not.
@@ -71,30 +73,38 @@ class StepClock(Clock):
         self._device = device
         self._trace_path = trace_path
         self._pass: Pass = "warmup"
+        self._steps = 0  # begun
+        self._started = 0.0  # the block of steps, or the first step
         self._marks: list[_Mark] = []
         self._marked: dict[Pass, list[list[_Mark]]] = {"timed": [], "synchronized": [], "checkpoint": []}
         self._profiler: torch.profiler.profile | None = None
         self._ranges = contextlib.ExitStack()
+        self._watch = contextlib.ExitStack()
         self._travelled: list[tuple[float, float]] = []
         self.block_step_s: dict[Pass, list[float]] = {}
 
-    def steps(self, numbers: range, model: nn.Module) -> Iterator[int]:
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
-        started = time.perf_counter()
-        # The run is longer than what is measured: its data keeps flowing as in training.
-        for done, (number, name) in enumerate(zip(numbers, self._passes, strict=False), start=1):
-            self._pass = name
-            self._trace(name == "traced")
-            with self._watching_communication() if name == "communication" else contextlib.nullcontext():
-                self.mark("other")
-                yield number
-                self._end_step()
-            if done % self._block_steps == 0:
-                now = time.perf_counter()
-                if name in MEASURED:
-                    self.block_step_s.setdefault(name, []).append((now - started) / self._block_steps)
-                started = now
+    def on_step_begin(self, state: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """End the step before, and begin the phase `other` of this one: a step lasts until the next."""
+        if self._steps:
+            self._end_step()
+        else:
+            if self._device.type == "cuda":
+                self._stream = torch.cuda.current_stream(self._device)
+            self._started = time.perf_counter()
+        self._pass = self._passes[self._steps]
+        self._steps += 1
+        self._trace(self._pass == "traced")
+        if self._pass == "communication":
+            self._watch.enter_context(self._watching_communication())
+        self.mark("other")
+        return batches
+
+    def on_step_end(self, state: Any) -> None:
+        """Have the loop end with the last pass: the run is longer, so that its data keeps flowing as in training."""
+        state.stop = state.stop or self._steps == len(self._passes)
+
+    def on_end(self, state: Any) -> None:
+        self._end_step()
 
     def mark(self, phase: Phase) -> None:
         if self._pass in self._marked:
@@ -136,6 +146,12 @@ class StepClock(Clock):
             self._marked[self._pass].append(self._marks)
             self._marks = []
         self._ranges.close()
+        self._watch.close()
+        if self._steps % self._block_steps == 0:
+            now = time.perf_counter()
+            if self._pass in MEASURED:
+                self.block_step_s.setdefault(self._pass, []).append((now - self._started) / self._block_steps)
+            self._started = now
 
     @contextlib.contextmanager
     def _watching_communication(self) -> Iterator[None]:

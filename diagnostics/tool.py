@@ -11,7 +11,6 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,7 +27,7 @@ from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
-from vla_finetuning.training.batches import collate_cut
+from vla_finetuning.training.feed import Collate, input_transforms, training_transforms
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Dealt
 
@@ -181,16 +180,8 @@ def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
     """A rank's first batches as in training, read and prepared in this process; frames in place of cached features."""
     rows = run.rows
     prepare, source = make_prepare(run.policy, rows), rows.source()
-    collate = partial(
-        collate_cut,
-        NumpyToTorchCollate(run.job.use_gpu),
-        run.policy.prompts,
-        weights=rows.weights,
-        epsilon=run.config.sample_weighting.epsilon,
-        returns=rows.returns,
-        frames=rows.fill_frames(),
-        drop_absent=not run.policy.train.compile,
-    )
+    transforms = [*input_transforms(rows, run.policy), *training_transforms(run)]
+    collate = Collate(transforms, NumpyToTorchCollate(run.job.use_gpu))
     for micro in range(batches):
         for batch in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
             yield collate(prepare(batch))

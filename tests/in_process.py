@@ -110,15 +110,21 @@ class NoCheckpoints:
 
 
 def train(run, shard=None, *, device=CPU, worker=None, make_checkpoints=NoCheckpoints, by=None, **options):
-    """`vla.train` (or `by`) by a worker in this process, the only one unless `worker` is given.
+    """Run `vla.train` (or `by`) by a worker in this process, the only one unless `worker` is given.
 
     Checkpoints are not written, or by `make_checkpoints`.
+
+    Returns:
+        What `by` returns, or the optimizer of a run that `vla.train` finished, and None of one that was stopped.
     """
     run.job.output_dir.mkdir(parents=True, exist_ok=True)
     with mock.patch.object(gc, "collect", lambda *_: 0):  # takes longer than everything else
         try:
             worker = worker or Worker(device, shard or Shard(run))
-            return (by or vla.train)(run, worker, make_checkpoints=make_checkpoints, **options)
+            if by is not None:
+                return by(run, worker, make_checkpoints=make_checkpoints, **options)
+            state = vla.train(run, worker, make_checkpoints=make_checkpoints, **options)
+            return state.optimizer if state.finished or not any(state.by_rank.get("stop", ())) else None
         finally:
             gc.enable()  # the loop turns it off
             for handler in list(logging.getLogger().handlers):

@@ -20,6 +20,7 @@ from tests.planted_data import DataFault, FaultyPrepare, note
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.run import checkpoint
 from vla_finetuning.run.folder import attempts
+from vla_finetuning.training import state
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
     """In place of `vla.train_loop_per_worker`; runs it."""
     run = ray.get(loop_config["run"])
     rank = ray.train.get_context().get_world_rank()
-    train_step, forward, rename = vla.train_step, FlowLoss.forward, os.rename
+    train_step, forward, rename = state.train_step, FlowLoss.forward, os.rename
     now: list[str] = []
 
     def step_with_faults(*args, step, **options):
@@ -98,8 +99,8 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
         os.kill(driver_pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    vla.train_step, FlowLoss.forward = step_with_faults, forward_with_faults
+    state.train_step, FlowLoss.forward = step_with_faults, forward_with_faults
     try:
         vla.train_loop_per_worker(loop_config)
     finally:
-        vla.train_step, FlowLoss.forward, os.rename = train_step, forward, rename
+        state.train_step, FlowLoss.forward, os.rename = train_step, forward, rename

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from util import (
     Clock,
+    DeviceMetrics,
     NumpyToTorchCollate,
     StepResult,
     TimedIterator,
-    Window,
     card_of_device,
     cuda_prefetcher,
     enable_expandable_segments,
@@ -245,7 +245,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     data = batches(3, 8)
     data[1]["y"][3] = bad
     optimizer = make_trainable_optimizer(model, schedule=lambda s: 1e-2, clip_norm=1.0, **ADAM)
-    window, feed = Window(CPU), iter(data)
+    window, feed = DeviceMetrics(CPU), iter(data)
     states = []
     for step in range(3):
         noise, time = draws_for(step, 8)
@@ -260,19 +260,19 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
             autocast=None,
             device=CPU,
         )
-        window.add(result, samples=8)
+        window.add_step(result, samples=8)
         states.append({**copy.deepcopy(model.state_dict()), **copy.deepcopy(optimizer.state())})
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key
     assert any(not torch.equal(value, states[2][key]) for key, value in states[1].items())
-    metrics, _ = window.gather(0.0)
+    metrics, _ = window.gather({"waited_s": 0.0})
     assert metrics["nonfinite_steps"] == 1 and metrics["samples"] == 24
     assert np.isfinite(metrics["loss"])
 
 
 def test_nothing_is_read_from_the_device_between_log_steps(monkeypatch):
     model, data = Regression(), batches(4, 8)
-    window = Window(CPU)
+    window = DeviceMetrics(CPU)
 
     def refuse(*_, **__):
         raise AssertionError("a value was read from the device inside a step")
@@ -282,8 +282,8 @@ def test_nothing_is_read_from_the_device_between_log_steps(monkeypatch):
             patch.setattr(torch.Tensor, name, refuse)
         results, _ = run(model, data, steps=4, accum=1, size=8)
         for result in results:
-            window.add(result, samples=8)
-    assert window.gather(0.0)[0]["samples"] == 32
+            window.add_step(result, samples=8)
+    assert window.gather({"waited_s": 0.0})[0]["samples"] == 32
 
 
 def test_optimizer_state_comes_back_by_name():
@@ -534,13 +534,58 @@ def test_a_card_that_is_sold_in_two_sizes_goes_by_its_memory(gib, card, monkeypa
     assert card_of_device(torch.device("cuda", 0)).name == card
 
 
-def test_a_window_tells_the_loss_of_each_robot():
-    sums = torch.tensor([[7.0, 7.0, 7.0], [1.0, 1.0, 1.0]])
-    window = Window(CPU, ("arm", "gantry", "none"), sums)
-    sums += torch.tensor([[6.0, 1.0, 0.0], [4.0, 2.0, 0.0]])
-    window.add(StepResult(torch.ones(()), torch.ones(()), torch.zeros(())), samples=6)
-    assert window.gather(0.0)[0]["loss_by_robot"] == {"arm": 1.5, "gantry": 0.5, "none": None}
-    assert "loss_by_robot" not in Window(CPU).gather(0.0)[0]
+def gathered(metrics, **host):
+    return metrics.gather({"waited_s": 0.0, **host})
+
+
+def test_means_have_the_labels_and_names_that_they_were_added_under():
+    metrics = DeviceMetrics(CPU)
+    metrics.sums("loss_by_robot", ("arm", "gantry", "none")).fill_(7.0)
+    metrics.add("l1_loss", 3.0)
+    metrics.restart()
+    metrics.sums("loss_by_robot").add_(torch.tensor([[6.0, 1.0, 0.0], [4.0, 2.0, 0.0]]))
+    metrics.add_step(StepResult(torch.ones(()), torch.ones(()), torch.zeros(())), samples=6)
+    line, _ = gathered(metrics)
+    assert line["loss_by_robot"] == {"arm": 1.5, "gantry": 0.5, "none": None}
+    assert "l1_loss" not in line  # nothing was added since the window began
+    metrics.add("l1_loss", torch.tensor(1.0))
+    metrics.add("l1_loss", 2.0)
+    metrics.add("kld_loss", 0.25)
+    line, _ = gathered(metrics)
+    assert (line["l1_loss"], line["kld_loss"]) == (1.5, 0.25)
+    assert "loss_by_robot" not in gathered(DeviceMetrics(CPU))[0]
+
+
+def test_the_means_of_ranks_are_joined_and_left_out_where_their_names_differ(monkeypatch):
+    """Whatever a policy computes on a rank, all ranks send equally many numbers."""
+
+    def of_rank(**values):
+        metrics = DeviceMetrics(CPU)
+        metrics.sums("loss_by_robot", ("arm", "gantry"))[:, 1] = torch.tensor([values.pop("robot"), 2.0])
+        for name, value in values.items():
+            metrics.add(name, value)
+        return metrics
+
+    def gather_with(mine, other):
+        sent = []
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda out, part: sent.append(part))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *_, **__: torch.zeros(2))
+            for metrics in (mine, other):
+                with contextlib.suppress(RuntimeError):
+                    gathered(metrics, waited_s=1.0)
+        assert len({len(part) for part in sent}) == 1
+        both = torch.cat(sent)
+        monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda out, part: out.copy_(both))
+        return gathered(mine, waited_s=1.0)
+
+    line, by_rank = gather_with(of_rank(robot=2.0, l1_loss=1.0), of_rank(robot=4.0, l1_loss=3.0))
+    assert line["l1_loss"] == 2.0 and line["loss_by_robot"] == {"arm": None, "gantry": 1.5}
+    assert by_rank["waited_s"] == [1.0, 1.0]
+    line, _ = gather_with(of_rank(robot=2.0, l1_loss=1.0), of_rank(robot=4.0, a=3.0, b=1.0))
+    assert not {"l1_loss", "a", "b"} & line.keys() and line["loss_by_robot"] == {"arm": None, "gantry": 1.5}
 
 
 def test_one_collective_and_one_read_per_log_step(monkeypatch, group):
@@ -554,15 +599,15 @@ def test_one_collective_and_one_read_per_log_step(monkeypatch, group):
     for name in ("all_reduce", "broadcast", "all_gather", "barrier"):
         monkeypatch.setattr(dist, name, lambda *a, **k: pytest.fail("another collective"))
     monkeypatch.setattr(dist, "all_gather_into_tensor", counted)
-    window = Window(CPU)
+    window = DeviceMetrics(CPU)
     results, _ = run(Regression(), batches(3, 8), steps=3, accum=1, size=8)
     for result in results:
-        window.add(result, samples=8)
-    metrics, asked = window.gather(1.5, True, False)
+        window.add_step(result, samples=8)
+    metrics, by_rank = window.gather({"waited_s": 1.5, "stop": 1.0, "save": 0.0})
     assert next(counts) == 1
     assert metrics["loss"] == pytest.approx(np.mean([r.loss.item() for r in results]), rel=1e-6)
     assert metrics["data_wait_s"] == pytest.approx(0.5)
-    assert asked == [True, False]
+    assert (by_rank["stop"], by_rank["save"]) == ([1.0], [0.0])
     assert metrics["grad_norm"] == pytest.approx(results[-1].grad_norm.item(), rel=1e-6)
 
 
@@ -578,14 +623,16 @@ def test_the_metrics_of_a_window_are_those_of_all_ranks(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
     for rank, losses in enumerate(([1.0, 3.0], [2.0, float("nan")])):
+        monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
+        metrics = DeviceMetrics(CPU)
         monkeypatch.setattr(time, "perf_counter", lambda now=14.0 + 4 * rank: now)
-        window = Window(CPU, ("arm", "gantry"), torch.ones(2, 2), started=10.0)
-        window.by_robot += torch.tensor([[3.0, 0.0], [2.0, rank]])
+        metrics.sums("loss_by_robot", ("arm", "gantry")).add_(torch.tensor([[3.0, 0.0], [2.0, rank]]))
         for step, loss in enumerate(losses):
             skipped = float(np.isnan(loss))
-            window.add(StepResult(torch.tensor(loss), torch.tensor(5.0 * step + rank), torch.tensor(skipped)), 10)
-        metrics, asked = window.gather(3.0 - rank, False, rank == 0, work=(100.0, 1000.0 * rank))
-    assert metrics == {
+            result = StepResult(torch.tensor(loss), torch.tensor(5.0 * step + rank), torch.tensor(skipped))
+            metrics.add_step(result, samples=10)
+        line, by_rank = metrics.gather({"waited_s": 3.0 - rank, "save": rank, "flops": 1000.0 * rank})
+    assert line == {
         "loss": (1 + 3 + 2) / 3,
         "grad_norm": (5 + 6) / 2,
         "nonfinite_steps": 1,
@@ -594,16 +641,16 @@ def test_the_metrics_of_a_window_are_those_of_all_ranks(monkeypatch):
         "step_s": 8 / 2,
         "data_wait_s": 3 / 2,
         "peak_memory_bytes": None,
-        "tokens_per_s": 200 / 8,
-        "flops_per_s": 1000 / 8,
         "loss_by_robot": {"arm": 6 / 4, "gantry": 0.0},
     }
-    assert asked == [False, True]
+    assert by_rank["save"] == [0, 1] and by_rank["flops"] == [0, 1000] and by_rank["elapsed_s"] == [4, 8]
 
 
 def test_the_metrics_of_a_window_without_a_step(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
+    metrics = DeviceMetrics(CPU)
     monkeypatch.setattr(time, "perf_counter", lambda: 14.0)
-    metrics, asked = Window(CPU, started=10.0).gather(3.0)
-    assert np.isnan(metrics.pop("loss")) and asked == []
+    line, _ = metrics.gather({"waited_s": 3.0})
+    assert np.isnan(line.pop("loss"))
     numbers = {"grad_norm": 0, "nonfinite_steps": 0, "samples": 0, "samples_per_s": 0, "step_s": 4, "data_wait_s": 3}
-    assert metrics == {**numbers, "peak_memory_bytes": None, "tokens_per_s": None, "flops_per_s": None}
+    assert line == {**numbers, "peak_memory_bytes": None}

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import vla
 from diagnostics import audit_syncs
 from tests.datasets import make_dataset
 from tests.tiny import make_base
-from util import NumpyToTorchCollate, TrainableOptimizer, Window
+from util import DeviceMetrics, NumpyToTorchCollate, TrainableOptimizer
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import build, pi05
@@ -22,6 +21,7 @@ from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training import feed, state
 
 CPU = torch.device("cpu")
 
@@ -145,19 +145,19 @@ def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
 
         monkeypatch.setattr(owner, name, replacement)
 
-    prefetcher = vla.cuda_prefetcher
+    prefetcher = feed.cuda_prefetcher
 
     def prefetched(batches, device, *rest):
         for batch in prefetcher(batches, device, *rest):
             beside_copies((), batch)
             yield batch
 
-    monkeypatch.setattr(vla, "cuda_prefetcher", prefetched)
+    monkeypatch.setattr(feed, "cuda_prefetcher", prefetched)
     beside(pi05, "sample_noise_and_time", beside_noise)
     beside(DeviceHalf, "forward", beside_images)
     beside(PI05Loss, "forward", beside_forward)
     beside(TrainableOptimizer, "step", beside_optimizer)
-    beside(Window, "add", beside_window)
+    beside(DeviceMetrics, "add_step", beside_window)
     assert places(audit_syncs.audit(run)) == {
         "beside_noise": 1,
         "beside_copies": 2,
@@ -409,12 +409,17 @@ def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step)
     assert places(audit_syncs.audit(replace(without, missing_stats=missing))) == {"item": 2}
 
 
+def watched_functions():
+    torchs = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream]
+    return [*torchs, DeviceMetrics.gather, state.build_model, feed.or_timeout]
+
+
 def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
-    before = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.build_model, vla.or_timeout]
+    before = watched_functions()
     precision = torch.get_float32_matmul_precision()
     plant(monkeypatch, item)
     audit_syncs.audit(run)
-    after = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.build_model, vla.or_timeout]
+    after = watched_functions()
     assert after == before
     assert gc.isenabled() and torch.get_float32_matmul_precision() == precision
     weight = torch.ones(2, requires_grad=True)

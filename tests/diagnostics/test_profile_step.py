@@ -13,15 +13,15 @@ import torch
 from torch.autograd import DeviceType
 
 import util
-import vla
 from diagnostics import profile_step, step_clock
 from diagnostics.profile_step import judge, parse_options
 from diagnostics.report import COLOURS, page
 from diagnostics.step_report import Settings, StepReport
 from tests import in_process
-from util import Phase, TrainableOptimizer, Window
+from util import DeviceMetrics, Phase, TrainableOptimizer
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.run.resolve import Run, with_config
+from vla_finetuning.training import state
 from vla_finetuning.training.model import build_model, build_optimizer
 
 PHASES = Phase.__args__
@@ -133,8 +133,8 @@ PLANTED = {
     "clip": (torch.nn.utils, "get_total_norm", delayed, 8, 1),
     "optimizer": (torch.optim.AdamW, "step", delayed, 16, 1),
     "zero_grad_schedule": (torch.optim.AdamW, "zero_grad", delayed, 32, 1),
-    "metrics": (Window, "add", delayed, 64, 1),
-    "other": (vla, "noise_for", delayed, 128, 1),
+    "metrics": (DeviceMetrics, "add_step", delayed, 64, 1),
+    "other": (state, "noise_for", delayed, 128, 1),
 }
 
 
@@ -206,16 +206,15 @@ def test_a_checkpoint_is_timed_apart(run, tmp_path, clock):
 
 
 def test_the_loop_and_the_step_are_those_of_training(run, tmp_path, monkeypatch):
-    """Every step, watched or not, is one call of the very function that `vla.train` calls."""
-    assert vla.train_step is util.train_step
-    assert vla.train.__globals__["train_step"] is util.train_step
+    """Every step, watched or not, is one call of the very function that training calls."""
+    assert state.TrainState.take_step.__globals__["train_step"] is util.train_step
     steps, original = [], util.train_step
 
     def spy(*args, **options):
         steps.append(options["step"])
         return original(*args, **options)
 
-    monkeypatch.setattr(vla, "train_step", spy)
+    monkeypatch.setattr(state, "train_step", spy)
     report = profile(run, tmp_path)
     assert steps == list(range(1 + 3 + 3 + 1))
     in_process.train(run)
@@ -230,13 +229,12 @@ def test_watching_changes_nothing(run, tmp_path):
     watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
     clock = profile_step.StepClock(settings.passes(1), settings.block_steps, torch.device("cpu"))
 
-    class AsLong(util.Clock):
-        def steps(self, numbers, model):
-            return numbers[: len(settings.passes(1))]
+    class AsLong(state.Callback):
+        def on_step_end(self, training):
+            training.stop = training.step == len(settings.passes(1))
 
-    trained = []
-    for one in (clock, AsLong()):
-        trained.append(in_process.train(watched, clock=one).named())
+    ways = ({"callbacks": [clock], "clock": clock}, {"callbacks": [AsLong()]})
+    trained = [in_process.train(watched, **way).named() for way in ways]
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
 

@@ -18,9 +18,9 @@ from vla_finetuning.data.columns import TASK_BYTES
 from vla_finetuning.evaluation.open_loop import open_loop_errors
 from vla_finetuning.policies.registry import FAMILIES
 from vla_finetuning.policies.texts import LONGEST_BYTES, as_bytes, as_texts, with_texts
-from vla_finetuning.training.batches import policy_batches
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.model import make_prepare
 
 READERS = [kind for kind in KINDS if kind in FAMILIES and FAMILIES[kind].reads_texts]

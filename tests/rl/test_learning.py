@@ -30,7 +30,7 @@ from vla_finetuning.evaluation.player import Player
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.rl import before_after, flow_sde, learning
+from vla_finetuning.rl import before_after, flow_sde, learning, loop
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
 from vla_finetuning.rl.learning import Lessons, Played
@@ -103,7 +103,7 @@ class Rank(Worker):
 
 
 def train_as(run, rank=0, world=1):
-    rollouts = mock.patch.object(grpo, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed))
+    rollouts = mock.patch.object(loop, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed))
     with rollouts, mock.patch.object(attempt, "log_to"):
         return grpo.train(run, Rank(rank, world))
 

@@ -26,6 +26,7 @@ from tests.planted import Fault
 from tests.tiny import ACTION_DIM, STATE_DIM
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
+from util import DeviceMetrics
 from vla_finetuning.data import quantiles, relative_actions
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.data.metadata import load_metadata
@@ -39,9 +40,9 @@ from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.matching import policy_data
 from vla_finetuning.run.resolve import of_robot, resolve, with_stats
-from vla_finetuning.training.batches import collate_cut
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.feed import Collate, drop_absent_cameras
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.model import build_model, make_prepare
 from vla_finetuning.training.worker import Worker
@@ -107,9 +108,10 @@ def read(run, positions):
 
 
 def tensors(columns, **options):
-    return collate_cut(
-        lambda batch: {k: torch.from_numpy(np.array(v)) for k, v in columns_of(batch)}, (), columns, **options
-    )
+    """Tensors of prepared columns; `drop_absent`: without the cameras that no row has."""
+    transforms = [drop_absent_cameras] if options.pop("drop_absent", True) else []
+    assert not options
+    return Collate(transforms, lambda batch: {k: torch.from_numpy(np.array(v)) for k, v in columns_of(batch)})(columns)
 
 
 def columns_of(batch):
@@ -251,12 +253,13 @@ def test_loss_and_gradient_of_a_row_are_those_alone(both):
     loss, config = loss_of(run), run.policy.config
     noise, time = draws(24, config)
     together = loss(tensors(columns), noise, time, per_row=True)
-    loss.by_robot = torch.zeros(2, 2)
+    loss.metrics, loss.robots = DeviceMetrics(torch.device("cpu")), ("arm", "gantry")  # those of members, sorted
     loss(tensors(columns), noise, time).backward()
-    for number, name in enumerate(("arm", "gantry")):  # those of members, sorted
+    sums = loss.metrics.sums("loss_by_robot")
+    for number, name in enumerate(("arm", "gantry")):
         mine = found[name][1]
         expected = torch.stack([together[mine].sum(), torch.tensor(float(len(mine)))])
-        torch.testing.assert_close(loss.by_robot[:, number], expected.detach())
+        torch.testing.assert_close(sums[:, number], expected.detach())
     gradients = {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
     summed = {}
     for own, mine, _, prepared in found.values():

@@ -21,7 +21,7 @@ from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.run.row_weights import of_batch, row_weights
-from vla_finetuning.training.batches import collate_cut
+from vla_finetuning.training.feed import WeighRows, training_transforms
 
 CHUNK, FRAMES = 8, 60
 
@@ -75,11 +75,11 @@ def test_the_loss_of_a_batch_is_lerobots(setting, options):
         index, losses = rng.integers(0, FRAMES, 4), torch.from_numpy(rng.random(4).astype(np.float32))
         weights, _ = theirs.compute_batch_weights({"index": index})
         expected = (losses * weights).sum() / (weights.sum() + 1e-6)  # as `update_policy` has it
-        batch = collate_cut(dict, run.policy.prompts, {"index": index, "x": index}, weights=run.rows.weights)
+        batch = WeighRows(run.rows.weights, 0.0)({"index": index, "x": index})
         assert batch["row_weight"].dtype == np.float32
         torch.testing.assert_close((losses * torch.from_numpy(batch["row_weight"])).mean(), expected, rtol=1e-6, atol=0)
     skipped = {"index": index, "is_read": np.array([True, False, True, True])}
-    assert collate_cut(dict, run.policy.prompts, skipped, weights=run.rows.weights)["row_weight"][1] == 0
+    assert WeighRows(run.rows.weights, 0.0)(skipped)["row_weight"][1] == 0
     plan = describe(run)
     assert f"of 60 frames {(run.rows.weights == 0).sum()} weigh 0 and {(run.rows.weights == 1).sum()} weigh 1" in plan
 
@@ -102,7 +102,7 @@ def test_a_weighted_gradient_is_lerobots():
 def test_nothing_is_weighed_that_was_not_asked_for(setting):
     run = run_of(setting, "--sample_weighting.type=uniform")
     assert run.rows.weights is None and "Weighted" not in describe(run)
-    assert "row_weight" not in collate_cut(dict, run.policy.prompts, {"index": np.arange(4)}, weights=run.rows.weights)
+    assert not training_transforms(run)
     assert Config().sample_weighting.type is None
     assert parse_args(["--sample_weighting.kappa=1", "--preset=demo"]).sample_weighting == SampleWeightingOptions(
         type="rabc", kappa=1

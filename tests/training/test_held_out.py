@@ -9,13 +9,13 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-import vla
 from tests import in_process
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import STOP_NAME
 from vla_finetuning.run.resolve import resolve, with_config
+from vla_finetuning.training import callbacks
 from vla_finetuning.training.held_out import DRAWN_TOGETHER, HeldOutLoss
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.worker import Worker
@@ -133,7 +133,7 @@ def trained(run, writer=in_process.NoCheckpoints):
         lines.append({"step": step, **metrics})
 
     with in_process.tasks_here(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vla, "MetricsLog", lambda *_: SimpleNamespace(write=write))
+        patch.setattr(callbacks, "MetricsLog", lambda *_: SimpleNamespace(write=write))
         optimizer = in_process.train(run, make_checkpoints=writer)
     return lines, optimizer and {name: value.clone() for name, value in optimizer.named().items()}
 

@@ -4,7 +4,6 @@ import gc
 import logging
 import threading
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,10 +25,12 @@ from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
 from vla_finetuning.run.resolve import resolve
-from vla_finetuning.training import attempt, checkpoint_writer, model
-from vla_finetuning.training.batches import check_finite, mfu, noise_for, what_batch
+from vla_finetuning.training import attempt, callbacks, checkpoint_writer, model, state
+from vla_finetuning.training.callbacks import NonfiniteSteps, mfu
+from vla_finetuning.training.feed import describe_batch
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import keeps_casts
+from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import Dealt
 from vla_finetuning.training.worker import Worker
 
@@ -98,14 +99,13 @@ def test_a_rows_draws_do_not_depend_on_who_computes_it(setting):
 
 def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
     run = resolved(setting, **{"train.max_nonfinite": 1, "log_freq": 2})
-    metrics = {"nonfinite_steps": 1, "samples": 16}
-    check = partial(check_finite, run.rows, run.job.rows_per_step, 1)
-    check(metrics, 1, done=2)
-    check({**metrics, "nonfinite_steps": 0}, 1, done=4)
+    line, callback = {"nonfinite_steps": 1, "samples": 16}, NonfiniteSteps()
+    callback.on_log(SimpleNamespace(run=run, step=2), line)
+    callback.on_log(SimpleNamespace(run=run, step=4), {**line, "nonfinite_steps": 0})
     # Of the whole run: windows may be shorter than the limit.
     message = "2 steps had a loss .* not finite, 1 of them among the last 2 .*nonfinite=1; they"
     with pytest.raises(FloatingPointError, match=message) as error:
-        check(metrics, 2, done=4)
+        callback.on_log(SimpleNamespace(run=run, step=4), line)
 
     # What the window's steps, the third and the fourth, were really fed.
     source = run.rows.source(stream=(0, run.rows.last_row))
@@ -169,13 +169,13 @@ def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkey
 def test_the_data_come_while_the_model_is_made(setting, monkeypatch):
     run = resolved(setting, grad_accum=1, steps=2, output_dir=setting[0] / "meanwhile")
     asked = threading.Event()
-    build_model = vla.build_model
+    build_model = state.build_model
 
     def slow_to_build(*args):
         assert asked.wait(60), "no batch was asked for"
         return build_model(*args)
 
-    monkeypatch.setattr(vla, "build_model", slow_to_build)
+    monkeypatch.setattr(state, "build_model", slow_to_build)
     assert in_process.train(run, in_process.Shard(run, before_batch=asked.set)) is not None
 
 
@@ -210,7 +210,7 @@ def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
     monkeypatch.setattr("lerobot_datasource.check_files", hangs)
     monkeypatch.setattr("vla_finetuning.run.holes.find_holes", hangs)
     dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
-    assert "rows by `index`" in what_batch(run.rows, dealt, 0)
+    assert "rows by `index`" in describe_batch(run.rows, dealt, 0)
     with pytest.raises(pytest.fail.Exception):
         resolved(setting)
 
@@ -227,7 +227,7 @@ def named_rows(message):
 def test_a_batch_is_named_by_its_steps_rows(setting):
     run = resolved(setting, **{"scaling.num_workers": 2, "grad_accum": 1})
     dealt = Dealt(run.config.batch_size, run.rows.block_rows, 1, 2, run.job.batches_per_step, first_step=1)
-    text = what_batch(run.rows, dealt, 2)
+    text = describe_batch(run.rows, dealt, 2)
     assert text.startswith("a batch of step 4 on rank 1; ")
     fed = list(run.rows.source(stream=(0, run.rows.last_row)).read_rows(np.arange(24, 32), 4))
     rows = {(d, i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True)}
@@ -286,28 +286,21 @@ def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monk
 def test_the_loop_compiles_before_its_first_step(setting, monkeypatch):
     """At whichever step it begins, with the batch that the first step then trains on."""
     given = []
-    run = resolved(setting, **{"train.compile": "true", "steps": 1, "log_freq": 1})
+    run = resolved(
+        setting, **{"train.compile": "true", "steps": 1, "log_freq": 1, "output_dir": setting[0] / "compiles"}
+    )
     batches = TimedIterator([{"number": n} for n in range(3)])
-    monkeypatch.setattr(vla, "feed", lambda *_, **options: batches)
-    loss = torch.nn.Linear(1, 1)
-    loss.by_robot = None
-    monkeypatch.setattr(vla, "build_model", lambda *_: (loss, None))
-    monkeypatch.setattr(vla, "check_attention", lambda *_: None)
-    monkeypatch.setattr(vla, "begin", lambda *_: attempt.Attempt(0, run.job.start, None))
-    monkeypatch.setattr(vla, "compile_all", lambda *args, **options: given.append(args[4]))
-    monkeypatch.setattr(vla, "MetricsLog", lambda *_: None)
+    monkeypatch.setattr(state, "feed", lambda *_, **options: batches)
+    monkeypatch.setattr(callbacks, "compile_all", lambda *args, **options: given.append(args[4]))
 
     def first_step(model, optimizer, batches, **options):
         given.append(next(batches))
         raise InterruptedError
 
-    monkeypatch.setattr(vla, "train_step", first_step)
-    gc_was_on = gc.isenabled()
+    monkeypatch.setattr(state, "train_step", first_step)
     with pytest.raises(InterruptedError):
-        vla.train(run, Worker(CPU), make_optimizer=lambda *_: None, make_checkpoints=lambda *_: None)
+        in_process.train(run)
     gc.unfreeze()
-    if gc_was_on:
-        gc.enable()
     assert given == [{"number": 0}, {"number": 0}]
 
 
@@ -383,7 +376,6 @@ def test_attention_is_compared_before_the_first_step_and_written_down(setting, m
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
     written = []
-    build_optimizer = vla.build_optimizer
 
     def started(*args):
         used.clear()
@@ -417,7 +409,7 @@ def test_a_step_computes_and_counts_what_its_prompts_need(setting, monkeypatch):
         return watched(loss, batch, *draws)
 
     monkeypatch.setattr(PI05Loss, "forward", forward)
-    monkeypatch.setattr(vla, "MetricsLog", Log)
+    monkeypatch.setattr(callbacks, "MetricsLog", Log)
     in_process.train(run)
     assert shapes == 4 * [(4, length)]
     ((line,), patches) = written, 16
@@ -429,12 +421,11 @@ def test_a_step_computes_and_counts_what_its_prompts_need(setting, monkeypatch):
 
 
 def test_the_utilisation_of_a_known_gpu_is_told(setting, monkeypatch):
-    metrics = {"flops_per_s": 1e12}
-    assert mfu(metrics, 2, CPU) is None
+    assert mfu(1e12, 2, CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu = torch.device("cuda", 0)
-    assert mfu(metrics, 2, gpu) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
-    assert mfu({"flops_per_s": None}, 2, gpu) is None
+    assert mfu(1e12, 2, gpu) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
+    assert mfu(None, 2, gpu) is None
 
 
 class Casts(TorchDispatchMode):
@@ -467,7 +458,7 @@ def test_weights_are_cast_once_for_all_micro_batches_of_a_step(setting, mode, mo
             return in_process.train(run).named(), casts.count
 
     once, least = trained()
-    monkeypatch.setattr(vla, "keeps_casts", lambda *_: False)
+    monkeypatch.setattr(state, "keeps_casts", lambda *_: False)
     each, most = trained()
     assert most == 2 * least > 0
     assert all(torch.equal(each[name], weight) for name, weight in once.items())

@@ -12,7 +12,6 @@ import torch
 import yaml
 
 import util
-import vla
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
@@ -24,8 +23,8 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.run.resolve import resolve
-from vla_finetuning.training import batches, held_out
-from vla_finetuning.training.batches import collate_cut
+from vla_finetuning.training import callbacks, feed, held_out
+from vla_finetuning.training.feed import Collate, input_transforms
 from vla_finetuning.training.model import build_model, make_prepare
 from vla_finetuning.training.worker import Worker
 
@@ -69,14 +68,19 @@ def run(tmp_path_factory):
 
 
 class Watched:
-    """A shard whose batches are kept. A row of the second cannot be read, one of step NONFINITE has a NaN."""
+    """A shard whose batches are kept. A row of the second cannot be read, one of step NONFINITE has a NaN.
 
-    def __init__(self, shard):
-        self.shard, self.batches = shard, []
+    With the first batch an evaluation comes in.
+    """
+
+    def __init__(self, shard, evaluations):
+        self.shard, self.batches, self.evaluations = shard, [], evaluations
 
     def iter_torch_batches(self, *, collate_fn, **options):
         def collate(columns):
             number = len(self.batches)
+            if number == 0:
+                self.evaluations.write_text(json.dumps(SUCCESS) + "\n")
             if number == 1:
                 columns["is_read"] = np.arange(BATCH) > 0
             if number == NONFINITE * MICROS:
@@ -107,18 +111,16 @@ def logged(run):
             time.spend(WAIT_S)
             yield batch
 
-    watched = Watched(Shard(run))
+    watched = Watched(Shard(run), run.job.output_dir / "evaluations.jsonl")
     worker = Worker(torch.device("cpu"), watched)
     worker.spilled_bytes = lambda: SPILLED
     run.job.output_dir.mkdir(parents=True)
-    (run.job.output_dir / "evaluations.jsonl").write_text(json.dumps(SUCCESS) + "\n")
     with pytest.MonkeyPatch.context() as patch, in_process.tasks_here():
-        for module in (util, vla, held_out):
+        for module in (util, callbacks, held_out):
             patch.setattr(module, "time", time)
-        patch.setattr(vla, "Window", lambda *args: util.Window(*args, started=time.perf_counter()))
         patch.setattr(PI05Loss, "forward", slow_forward)
-        patch.setattr(vla, "or_timeout", slow_batches)
-        patch.setattr(batches, "peak_flops", lambda device: PEAK_FLOPS)
+        patch.setattr(feed, "or_timeout", slow_batches)
+        patch.setattr(callbacks, "peak_flops", lambda device: PEAK_FLOPS)
         in_process.train(run, worker=worker, make_checkpoints=Pauses)
     lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
     return lines, watched.batches
@@ -140,7 +142,7 @@ def held_out_losses(run, loss):
     for number, position in enumerate(positions.tolist()):
         (rows,) = source.read_rows([position], 1)
         columns = prepare(rows)
-        batch = collate_cut(NumpyToTorchCollate(False), run.policy.prompts, columns)
+        batch = Collate(input_transforms(run.rows, run.policy), NumpyToTorchCollate(False))(columns)
         draws = slice(number * DRAWS, (number + 1) * DRAWS)
         with torch.no_grad():
             losses.append(losses_of(loss, batch, noise[draws], time[draws]))

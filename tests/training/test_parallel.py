@@ -35,13 +35,14 @@ from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training import checkpoint_writer, model, parallel
 from vla_finetuning.training.attempt import saved_progress
-from vla_finetuning.training.batches import noise_for, policy_batches
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import Alive, step_memory
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import replicas_on, spread
+from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")

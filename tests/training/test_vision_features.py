@@ -23,9 +23,9 @@ from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
 from vla_finetuning.policies.smolvla import SmolVLALoss
 from vla_finetuning.run.describe import describe
-from vla_finetuning.training.batches import collate_cut, policy_batches
 from vla_finetuning.training.capacity import planned_memory
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.feed import Collate, policy_batches
 from vla_finetuning.training.model import build_model
 from vla_finetuning.training.vision_features import FOUND, VisionFeatures, made_by
 
@@ -210,7 +210,7 @@ def started(run, folder, **changes):
 
 def filled(features, batch):
     """A batch of host columns as a step gets it."""
-    host = collate_cut(NumpyToTorchCollate(False), (), batch, features=features.find)
+    host = Collate([features.find], NumpyToTorchCollate(False))(batch)
     with HostReads() as reads:
         (found,) = features.fill(iter([host]))
     assert reads.count == 0
@@ -229,7 +229,7 @@ def test_of_a_batch_only_what_was_not_seen_is_computed(run, tmp_path, seen, comp
     features, loss = started(run, tmp_path / "features")
     features._whole = compiled
     batch = batch_of(run, 6)
-    whole = loss.features(loss.images(collate_cut(NumpyToTorchCollate(False), (), batch)))
+    whole = loss.features(loss.images(NumpyToTorchCollate(False)(batch)))
     some = {key: value[:4] for key, value in batch.items()}
     filled(features, {key: value for key, value in some.items() if key != WRIST})
     seen.clear()
@@ -268,7 +268,7 @@ def test_frames_are_not_filled_in_where_their_features_are(run, tmp_path):
         return columns
 
     for _ in range(2):
-        host = collate_cut(NumpyToTorchCollate(False), (), batch, features=features.find, frames=frames)
+        host = Collate([features.find, frames], NumpyToTorchCollate(False))(batch)
         list(features.fill(iter([host])))
         features._writer.submit(int).result()
     assert asked[0][TOP] == (48, 64, 3) and asked[1][TOP] == (16,)

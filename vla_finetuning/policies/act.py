@@ -28,8 +28,10 @@ class ACTLoss(PolicyLoss):
         actions, (mean, log_variance) = self.policy.model(seen)
         errors = F.l1_loss(seen[ACTION], actions, reduction="none") * ~seen["action_is_pad"].unsqueeze(-1)
         loss = errors.sum() / (batch[MEAN_COUNT] * errors.shape[-1])
+        self.note({"l1_loss": loss})
         if config.use_vae and log_variance is not None:
             divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum(-1)
+            self.note({"kld_loss": divergence.mean()})
             loss = loss + divergence.mean() * config.kl_weight
         return loss
 

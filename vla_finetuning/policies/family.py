@@ -21,7 +21,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor, nn
 
-from util import Draws
+from util import DeviceMetrics, Draws
 from vla_finetuning.config import TrainMode
 from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
@@ -58,13 +58,14 @@ class PolicyLoss(nn.Module):
         attention: the kernel of what `attentions` lists; may be changed to what `attention.choose_kernel` says.
         reaches_all: every parameter that trains gets a gradient in every step. LeRobot's own losses leave some out (of
             PI0 5 tensors): DDP looks for them in every step, as `lerobot-train` has it do.
-        by_robot: float32 (2, R), of a mixture of R robots: the sum of each one's losses by row, and their number. Grows
-            with every batch that is trained on; who reads it sets it to zero. None: not wanted.
+        metrics: gets what the forwards of training steps compute besides the loss; None: not wanted.
+        robots: names of a mixture's robots whose losses it is to get.
     """
 
     attention: Kernel = "eager"
     reaches_all: bool = False
-    by_robot: Tensor | None = None
+    metrics: DeviceMetrics | None = None
+    robots: tuple[str, ...] = ()
 
     def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
         super().__init__()
@@ -82,7 +83,25 @@ class PolicyLoss(nn.Module):
             batch: as `Family.check_batch` describes it, on the device of the policy.
             noise, time: rows of `Family.draw`; None where the policy draws for itself.
         """
-        return self.policy.forward(self.images(batch))[0]
+        loss, *rest = self.policy.forward(self.images(batch))
+        self.note(rest[0] if rest else None)
+        return loss
+
+    def note(self, values: Mapping[str, Any] | None) -> None:
+        """Add what a forward of a training step computed besides the loss to `metrics`, under LeRobot's names.
+
+        Args:
+            values: numbers, and tensors of one element; others, and `loss`, are left out.
+        """
+        if self.metrics is None or not self.training or not isinstance(values, Mapping):
+            return
+        for name, value in values.items():
+            if name == "loss":
+                continue
+            if isinstance(value, Tensor) and value.numel() == 1:
+                self.metrics.add(name, value.detach().reshape(()))
+            elif isinstance(value, (int, float)):
+                self.metrics.add(name, value)
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What the loss of a micro-batch is divided by, 0-d: valid action steps or tokens.

@@ -132,9 +132,9 @@ class FlowLoss(PolicyLoss):
         velocity = self.velocity(noisy_actions, time, self.prefix(batch))
         losses = F.mse_loss(noise - actions, velocity, reduction="none")
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
-        if self.by_robot is not None and not per_row:
-            of_rows = self.reduce(losses.detach(), batch, draws, per_row=True)
-            add_by_robot(self.by_robot, of_rows, batch, draws)
+        if self.metrics is not None and self.robots and not per_row:
+            by_row = self.reduce(losses.detach(), batch, draws, per_row=True)
+            add_by_robot(self.metrics.sums("loss_by_robot", self.robots), by_row, batch, draws)
         return self.reduce(losses, batch, draws, per_row)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ def over_own_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Te
 
 
 def add_by_robot(sums: Tensor, losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> None:
-    """Add losses by row (B*K,) to `PolicyLoss.by_robot`: those that are finite, of rows that could be read."""
+    """Add losses by row (B*K,) to sums and counts by robot, (2, R): finite ones, of rows that could be read."""
     counts = losses.isfinite()
     if "is_read" in batch:
         counts = counts & repeat_rows(batch["is_read"], draws)

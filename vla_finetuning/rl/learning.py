@@ -58,11 +58,6 @@ def everyone(mine: Tensor) -> Tensor:
     return ranks.view(dist.get_world_size(), *mine.shape)
 
 
-def asked_of_all(device: torch.device, *asked: bool) -> list[bool]:
-    """For each question whether any rank says yes."""
-    return everyone(torch.tensor(asked, dtype=torch.int32, device=device)).any(dim=0).tolist()
-
-
 # ---- episodes ----------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ sets stay in the object store; larger ones are read again each time.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,9 +26,10 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.texts import with_texts
 from vla_finetuning.run.rows import Rows
-from vla_finetuning.training.batches import collate_cut
+from vla_finetuning.training.feed import Collate, input_transforms
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.parallel import free_gathered
+from vla_finetuning.training.state import Callback, TrainState
 from vla_finetuning.training.stream import Columns, Deferred
 from vla_finetuning.training.worker import Worker
 
@@ -39,6 +41,32 @@ STORE_SHARE = 0.1
 DRAWN_TOGETHER = 64
 # Intervals of the flow time, from 0 (the action) to 1 (noise), and tasks, that are reported.
 TIME_PARTS, TASKS_REPORTED = 10, 32
+
+
+class HeldOut(Callback):
+    """Measures the held-out loss every --eval_steps, of the averaged weights where those are exported."""
+
+    def on_start(self, state: TrainState) -> None:
+        run, config = state.run, state.run.config
+        self._held_out = HeldOutLoss(
+            run.rows,
+            run.policy,
+            state.worker,
+            batch_size=run.job.batch_size,
+            limit=config.max_eval_samples,
+            timeout_s=run.job.timeouts.batch,
+        )
+
+    def wants_log(self, state: TrainState) -> bool:
+        return state.every(state.run.config.eval_steps)
+
+    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
+        if not self.wants_log(state) or (state.stop and not state.finished):
+            return
+        state.clock.mark("evaluation")
+        with state.optimizer.averaged() if state.run.config.takes_average else contextlib.nullcontext():
+            line |= self._held_out.evaluate(state.loss, state.autocast)
+        state.metrics.restart()  # the evaluation belongs to no step
 
 
 class HeldOutLoss:
@@ -56,13 +84,14 @@ class HeldOutLoss:
         self._spec, self._device, self._timeout_s = spec, worker.device, timeout_s
         rank, world = worker.rank, worker.world
         self._rows = rows.held_out_rows(limit)
-        self._size, self._returns = batch_size, rows.returns
+        self._size = batch_size
         # Where the loss is not known by row, all rows of a batch count as its mean.
         self._family = family_of(spec.config)
         self._per_row = spec.train.noise_draws if self._family.row_losses else 1
         self._chunks = -(-len(self._rows.positions) // self._size)
         self._mine = list(range(rank, -(-self._chunks // world) * world, world))
-        self._collate = NumpyToTorchCollate(worker.device.type == "cuda")
+        # As in training: another shape would be compiled anew, here and on this rank alone.
+        self._collate = Collate(input_transforms(rows, spec), NumpyToTorchCollate(worker.device.type == "cuda"))
         source = rows.held_out()
         most = STORE_SHARE * ray.cluster_resources().get("object_store_memory", 0)
         self._keeps = len(self._rows.positions) * source.row_bytes() <= most
@@ -176,14 +205,7 @@ class HeldOutLoss:
             missing = self._size - len(next(iter(columns.values())))
             if missing and self._family.row_losses:  # no other shape than in training, which might have to be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
-            # As in training: a batch without a robot's cameras would be compiled anew, here and on this rank alone.
-            yield collate_cut(
-                self._collate,
-                self._spec.prompts,
-                columns,
-                returns=self._returns,
-                drop_absent=not self._spec.train.compile,
-            )
+            yield self._collate(columns)
 
     def _ask(self, number: int) -> None:
         if number not in self._asked:

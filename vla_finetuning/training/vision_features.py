@@ -23,9 +23,11 @@ from torch import Tensor
 from util import UNWATCHED, Batch, Clock
 from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
+from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.rows import Rows
+from vla_finetuning.training.state import Callback, TrainState
 from vla_finetuning.training.stream import Columns
 
 # To be raised with every change of what `PolicyLoss.features` computes.
@@ -36,6 +38,28 @@ WAITING_BYTES = 2**29
 FOUND, MISSING = ".features_found", ".features_missing"
 # NumPy has no bfloat16: its bits.
 STORED: dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16)}
+
+
+class CachedFeatures(Callback):
+    """Puts cached features of a frozen vision tower in place of frames (--train.feature_cache)."""
+
+    def __init__(self, state: TrainState):
+        train = state.run.config.train
+        assert train.feature_cache is not None
+        self._clock = state.clock
+        self._features = VisionFeatures(state.run.rows, FeatureCache(train.feature_cache, cache_gb(FRAME_CACHE_GB)))
+
+    def on_start(self, state: TrainState) -> None:
+        self._features.start(state.loss, state.autocast)
+
+    def on_host_batch(self, columns: Columns) -> Columns:
+        return self._features.find(columns)
+
+    def on_device_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return self._features.fill(batches, self._clock)
+
+    def on_end(self, state: TrainState) -> None:
+        self._features.close()
 
 
 class VisionFeatures:

@@ -1,0 +1,230 @@
+"""What a step of grpo.py's loop is: play groups of episodes, score them, learn from them; and what attaches to it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from util import Batch, StepResult, train_step
+from vla_finetuning.evaluation.player import Player
+from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.rl.acting import Actor, Explorer
+from vla_finetuning.rl.learning import (
+    IterationLog,
+    Lessons,
+    Times,
+    build_grpo_optimizer,
+    check_finite,
+    check_first,
+    everyone,
+    frozen_copy,
+    held_out,
+    make_demonstrations,
+    make_rollouts,
+    metrics_of,
+    play_iteration,
+)
+from vla_finetuning.rl.objective import Objective, totals
+from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, write_episodes
+from vla_finetuning.rl.resolve import GrpoRun
+from vla_finetuning.rl.rollout import Rollouts
+from vla_finetuning.run.checkpoint import Progress, load_checkpoint
+from vla_finetuning.training.callbacks import Checkpoints, StopFile
+from vla_finetuning.training.model import build_model, check_attention
+from vla_finetuning.training.parallel import spread
+from vla_finetuning.training.state import Callback, LoopState
+
+
+def callbacks_for(run: GrpoRun, state: GrpoState) -> list[Callback]:
+    """List what the run attaches to its loop, in the order in which callbacks see an iteration's metrics."""
+    return [StopFile(), HeldOutEpisodes(), IterationCheckpoints(run.config.training()), IterationLines()]
+
+
+@dataclass
+class GrpoState(LoopState):
+    """A process that plays and learns, between two iterations, which are the steps of its loop.
+
+    Attributes:
+        episodes: played so far, of all ranks. first_row: rows of the demonstrations that were taken so far.
+        times: where the time of this iteration goes. before: metrics of the policy before the first iteration.
+    """
+
+    episodes: int = field(default=0, init=False)
+    first_row: int = field(default=0, init=False)
+    rollouts: Rollouts = field(init=False)
+    actor: Actor = field(init=False)
+    objective: Objective = field(init=False)
+    model: nn.Module = field(init=False)
+    times: Times = field(init=False)
+    before: dict[str, Any] = field(default_factory=dict, init=False)
+    _line: dict[str, Any] = field(default_factory=dict, init=False)
+    _nonfinite: int = field(default=0, init=False)
+
+    def open_batches(self, hooks: Sequence[Callback]) -> None:
+        """Start the environments' processes, while the model is made."""
+        run, progress = self.run, self.attempt.progress
+        self.first_row = progress.rows
+        # With demonstrations a checkpoint counts their rows, and every iteration has as many episodes.
+        self.episodes = progress.rows if run.demonstrations is None else self.step * run.episodes
+        self.rollouts = make_rollouts(run.scene, run.options, run.job.timeouts)
+
+    def build(self) -> None:
+        run, worker, options, policy = self.run, self.worker, self.run.options, self.run.policy
+        device, job = worker.device, run.job
+        loss, self._autocast = build_model(policy, device)
+        assert isinstance(loss, FlowLoss)  # the plan refuses others
+        check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
+        processors = policy.processors()
+        player = Player(
+            loss.policy, *processors, env=run.scene.env, rename_map=policy.rename_map, opening=policy.opening
+        )
+        self.actor = Actor(
+            loss,
+            player,
+            prompts=policy.prompts,
+            inference_batch=options.inference_batch,
+            autocast=self._autocast,
+            device=device,
+        )
+        loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
+        self._demonstrations = make_demonstrations(run.demonstrations, policy, job.timeouts)
+        self.objective = Objective(loss, run.sde, options, run.config.seed).to(device)
+        self._start = frozen_copy(self.objective) if options.kl else None
+        self.model = spread(self.objective, job.scaling.strategy, device, worker.world, autocast=self._autocast)
+        self.optimizer = build_grpo_optimizer(run.config, self.objective)
+        if self.attempt.checkpoint is not None:
+            load_checkpoint(self.attempt.checkpoint, self.optimizer.named(), self.optimizer.state())
+        if worker.rank == 0:
+            forget_episodes(job.output_dir, self.step)
+        self.times = Times()
+
+    @property
+    def log_freq(self) -> int:
+        return 1
+
+    @property
+    def rows(self) -> int:
+        return self.episodes if self.run.demonstrations is None else self.first_row
+
+    def take_step(self, batches: Iterator[Batch]) -> None:
+        """Play an iteration's groups, and update the policy by what came of them."""
+        run, worker, options, iteration = self.run, self.worker, self.run.options, self.step
+        self.times = Times()
+        is_recorded = is_iteration_recorded(run, iteration)
+        explorer = Explorer(self.actor, run.sde, run.config.seed, iteration, is_recorded)
+        played, rounds = play_iteration(options, run.scene, self.rollouts, explorer, worker)
+        if is_recorded:
+            episodes = [episode for groups in rounds for episode in groups.episodes]
+            write_episodes(run.job.output_dir, iteration, worker, episodes)
+        self.episodes += sum(groups.returns.numel() for groups in rounds)
+        check_first(options, iteration, played)
+        self.times.mark("play")
+        lessons = Lessons(
+            run.config,
+            self.objective,
+            self._start,
+            self.actor,
+            explorer,
+            played,
+            worker=worker,
+            demonstrations=self._demonstrations,
+            first_row=self.first_row,
+        )
+        self.times.mark("score")
+        results = self._learn(lessons)
+        self.first_row += lessons.demonstrated
+        self.times.mark("update")
+        self._line = metrics_of(options, played, rounds, lessons, self.objective, results)
+        self._nonfinite += self._line["nonfinite_steps"]
+        check_finite(run.config.train.max_nonfinite, self._nonfinite)
+
+    def _learn(self, lessons: Lessons) -> list[StepResult]:
+        """Take an iteration's updates; fewer where the policy has moved far enough."""
+        options, results = self.run.options, list[StepResult]()
+        self.objective.clear()
+        for epoch in range(options.epochs):
+            for rows, count, micros in lessons.epoch(epoch):
+                before = self.objective.sums.clone()
+                result = train_step(
+                    self.model,
+                    self.optimizer,
+                    micros,
+                    step=self.step,
+                    grad_accum=count,
+                    mean_over=rows / self.worker.world,
+                    draws=lambda micro: (None, None),  # the batch has them
+                    autocast=self._autocast,
+                    device=self.worker.device,
+                )
+                results.append(result)
+                # Where there is such a limit, the one value of an update that is read from the device.
+                # Not below it: what is not a number is no reason to go on.
+                moved = self.objective.sums - before
+                if options.target_kl and not totals(everyone(moved)).kl <= options.target_kl:
+                    return results
+        return results
+
+    def gather(self, hooks: Sequence[Callback]) -> dict[str, Any]:
+        gc.collect()  # images of all decisions, which the next iteration's would be beside
+        host: dict[str, float] = {}
+        for hook in hooks:
+            host |= hook.host_metrics(self)
+        numbers = torch.tensor(list(host.values()), dtype=torch.float64).to(self.worker.device)
+        self.heed(dict(zip(host, everyone(numbers).T.tolist(), strict=True)))
+        return {"episodes": self.episodes, "lr": self.optimizer.schedule(self.step - 1), **self._line}
+
+
+class HeldOutEpisodes(Callback):
+    """Plays the held-out episodes before the first iteration, and every --grpo.eval_every iterations."""
+
+    def on_start(self, state: GrpoState) -> None:
+        if state.step == 0:
+            self._play(state, state.before)
+
+    def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
+        if state.every(state.run.options.eval_every):
+            self._play(state, line)
+        state.times.mark("held_out")
+
+    def _play(self, state: GrpoState, line: dict[str, Any]) -> None:
+        line |= held_out(state.run.config, state.run.scene, state.rollouts, state.actor, state.worker)
+
+
+class IterationCheckpoints(Checkpoints):
+    """Checkpoints of which the one with the most success counts as the best."""
+
+    _success = 0.0
+
+    def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
+        self._success = line["success"]
+        super().on_log(state, line)
+        del line["checkpoint_pause_s"]
+
+    def progress(self, state: GrpoState) -> Progress:
+        return replace(super().progress(state), loss=-self._success)
+
+
+class IterationLines(Callback):
+    """Writes metrics.jsonl, by rank 0: a line per iteration, and line 0 before the first. The last callback."""
+
+    def on_start(self, state: GrpoState) -> None:
+        self._log = IterationLog(state.run.job.output_dir, state.step) if state.worker.rank == 0 else None
+        if state.step == 0:
+            state.times.mark("held_out")
+            self._write(state, 0, state.before)
+
+    def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
+        self._write(state, state.step, line)
+
+    def _write(self, state: GrpoState, step: int, line: dict[str, Any]) -> None:
+        seconds = state.times.gather(state.rollouts, state.actor)  # of all ranks
+        if self._log is not None:
+            self._log.write(step, {**line, **seconds})
+
+    def on_end(self, state: GrpoState) -> None:
+        state.rollouts.close()

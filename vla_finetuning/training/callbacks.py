@@ -1,0 +1,236 @@
+"""What attaches to every training loop: logs, counts of work, checkpoints, requests to stop, compilation.
+
+The held-out loss and cached vision features are callbacks in modules of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
+
+from util import Batch, peak_flops
+from vla_finetuning.config import Config
+from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.run.checkpoint import Progress
+from vla_finetuning.run.folder import first_step_done, prune_checkpoints, stop_requested
+from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
+from vla_finetuning.training.model import compile_all
+from vla_finetuning.training.state import Callback, LoopState, TrainState, noise_for
+
+
+class WorkDone(Callback):
+    """Counts positions and FLOPs by the shapes of micro-batches, which the host knows without asking the device."""
+
+    def __init__(self, state: TrainState):
+        self._policy = state.run.policy
+        self._tokens = self._flops = 0.0
+
+    def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
+        policy = self._policy
+        if policy.flops_by_prompt:
+            rows, prompt = inputs[OBS_LANGUAGE_TOKENS].shape
+            family, config = family_of(policy.config), policy.config
+            self._tokens += rows * family.tokens(config, policy.cameras, policy.train.noise_draws, prompt)
+            self._flops += rows * policy.flops_by_prompt[prompt]
+
+    def host_metrics(self, state: TrainState) -> dict[str, float]:
+        counted = {"tokens": self._tokens, "flops": self._flops}
+        self._tokens = self._flops = 0.0
+        return counted
+
+    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
+        elapsed_s = max(state.by_rank["elapsed_s"])
+        line["tokens_per_s"] = sum(state.by_rank["tokens"]) / elapsed_s or None
+        line["flops_per_s"] = sum(state.by_rank["flops"]) / elapsed_s or None
+        line["mfu"] = mfu(line["flops_per_s"], state.worker.world, state.worker.device)
+
+
+def mfu(flops_per_s: float | None, world: int, device: torch.device) -> float | None:
+    """Compute the model FLOP utilisation of so many devices; None where policy or hardware are not known."""
+    peak = peak_flops(device)
+    return flops_per_s / (world * peak) if flops_per_s and peak else None
+
+
+class RowLog(Callback):
+    """Writes down which rows each step has trained on (--run.record_rows)."""
+
+    def __init__(self, state: TrainState):
+        self._log = RowsLog(state.run.job.output_dir, state.worker.rank, state.attempt.number)
+        self._rows, self._dealt = state.run.rows, state.dealt
+
+    def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
+        arrays = {key: column.numpy() for key, column in columns.items()}
+        skipped = arrays.get(IS_SKIPPED, np.zeros(len(arrays["index"]), bool))
+        epochs = self._rows.epochs_of(arrays["position"])
+        step = self._dealt.step_of(number) + 1
+        self._log.write(step, epochs, arrays["dataset_index"], arrays["index"], skipped)
+
+
+class ExactMean(Callback):
+    """Divides each micro-batch's loss by what the whole step has on average (--train.exact_mean)."""
+
+    def on_step_begin(self, state: TrainState, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the step's micro-batches, all of which are there before the first is taken. Reads no device."""
+        of_step = list(itertools.islice(batches, state.micros))
+        count = torch.stack([state.loss.count(batch) for batch in of_step]).sum().to(torch.float32)
+        if state.worker.world > 1:
+            dist.all_reduce(count)
+        mean = count.clamp_min(1) / state.run.job.batches_per_step
+        for batch in of_step:
+            yield {**batch, MEAN_COUNT: mean}
+
+
+class Compile(Callback):
+    """Compiles the layers before the first step (--train.compile)."""
+
+    def on_start(self, state: TrainState) -> None:
+        if state.finished:
+            return
+        compile_all(
+            state.run.policy,
+            state.loss,
+            state.model,
+            state.optimizer,
+            state.batches.peek(),
+            noise_for(state.run.policy, state.step, state.dealt, state.worker.device)(0),
+            state.autocast,
+            evaluates=bool(state.run.config.eval_steps),
+        )
+
+
+class CollectGarbage(Callback):
+    """Collects garbage at log steps alone: in between it would stall the host at random."""
+
+    def on_start(self, state: TrainState) -> None:
+        gc.disable()
+        gc.collect()
+        gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
+
+    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
+        gc.collect()
+
+    def on_end(self, state: TrainState) -> None:
+        gc.unfreeze()
+        gc.enable()
+
+
+class StopFile(Callback):
+    """Ends the run where its user asked for that, and tells the driver when the first step is done."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def on_step_end(self, state: LoopState) -> None:
+        if state.worker.rank == 0 and state.step == state.attempt.progress.step + 1:
+            first_step_done(state.run.job.output_dir, state.step, time.monotonic() - self._started)
+
+    def host_metrics(self, state: LoopState) -> dict[str, float]:
+        return {"stop": float(state.worker.rank == 0 and stop_requested(state.run.job.output_dir))}
+
+
+class NonfiniteSteps(Callback):
+    """Ends a run that keeps producing losses or gradients that are not finite (--train.max_nonfinite)."""
+
+    def __init__(self) -> None:
+        self._count = 0  # since the worker group was started
+
+    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
+        run, recent = state.run, line["nonfinite_steps"]
+        self._count += recent
+        limit, rows_per_step = run.config.train.max_nonfinite, run.job.rows_per_step
+        if self._count <= limit or not recent:
+            return
+        steps = line["samples"] // rows_per_step
+        window = run.rows.in_words((state.step - steps) * rows_per_step, state.step * rows_per_step)
+        raise FloatingPointError(
+            f"{self._count} steps had a loss or gradient that is not finite, {recent} of them among the last {steps} "
+            f"(more than --train.max_nonfinite={limit}; they were skipped): lower --lr, or look for bad values in the "
+            f"state and action columns of the rows of these steps, by `index`: {window}"
+        )
+
+
+class SkippedRows(Callback):
+    """Ends a run that skips more rows than --dataset.max_skipped (--dataset.on_error skip)."""
+
+    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
+        if state.worker.rank == 0:
+            run = state.run
+            trained, share = state.step * run.job.rows_per_step, run.config.dataset.max_skipped
+            check_skipped(run.job.output_dir, share, trained, run.rows.per_epoch)
+
+
+class Checkpoints(Callback):
+    """Takes checkpoints: every --save_freq steps, every --save_every_s, and when a node is about to be taken away."""
+
+    def __init__(self, options: Config):
+        self._options = options
+        self._losses: list[float] = []
+        self._eval_loss: float | None = None
+        self._preempted = False
+
+    def on_start(self, state: LoopState) -> None:
+        job, options = state.run.job, self._options
+        prune = partial(prune_checkpoints, options, job.steps)
+        self._writer = state.make_checkpoints(
+            job, state.optimizer, state.worker, state.attempt.number, options.save_every_s, prune
+        )
+
+    def on_step_end(self, state: LoopState) -> None:
+        self._eval_loss = None
+
+    def host_metrics(self, state: LoopState) -> dict[str, float]:
+        return {"save": float(state.worker.rank == 0 and self._writer.due())}
+
+    def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
+        self._losses.append(line["loss"])
+        # What is not over all held-out rows does not decide which checkpoint is best.
+        self._eval_loss = None if line.get("eval_skipped") else line.get("eval_loss")
+        line["checkpoint_pause_s"] = self._writer.paused_s()
+        # Ray Train starts the group anew when the node is gone. Asking is a barrier of all ranks (Ray 2.60).
+        if not self._preempted and (deadline_ms := state.worker.preemption_deadline_ms()) is not None:
+            self._preempted = state.save = True
+            self._writer.ends_at(deadline_ms)
+
+    def on_save(self, state: LoopState) -> None:
+        state.clock.mark("checkpoint")
+        self._writer.save(self.progress(state))
+        self._losses.clear()
+
+    def progress(self, state: LoopState) -> Progress:
+        """Return what the checkpoint of this moment says of itself; its loss is the mean since the one before."""
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        return replace(state.attempt.progress, step=state.step, rows=state.rows, loss=loss, eval_loss=self._eval_loss)
+
+    def on_end(self, state: LoopState) -> None:
+        self._writer.close()
+
+
+class MetricsLines(Callback):
+    """Writes metrics.jsonl, by rank 0. The last callback: a line has what the others added, and no time before them."""
+
+    def __init__(self, state: TrainState):
+        self._log: MetricsLog | None = None
+        if state.worker.rank == 0:
+            job, rows = state.run.job, state.run.rows
+            self._log = MetricsLog(job.output_dir, job.rows_per_step, rows.per_epoch, state.step, rows.rates)
+
+    def on_start(self, state: TrainState) -> None:
+        state.metrics.restart()
+
+    def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
+        if self._log is not None:
+            spilled_bytes = state.worker.spilled_bytes()
+            rate = state.optimizer.schedule(state.step - 1)
+            self._log.write(state.step, rate, {**line, "spilled_bytes": spilled_bytes})

@@ -1,0 +1,177 @@
+"""A rank's micro-batches on their way from the stream of rows to the policy.
+
+On the host, in Ray Data's prefetching thread, a list of transforms changes the numpy columns of a micro-batch, which
+then become tensors. They are copied to the device, where the policy gets its inputs without the columns about rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from lerobot.configs.policies import PreTrainedConfig
+
+from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TimedIterator, cuda_prefetcher
+from vla_finetuning.data.columns import IS_PRESENT, RETURN, ROW_COLUMNS
+from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.texts import with_texts
+from vla_finetuning.run.resolve import Run
+from vla_finetuning.run.row_weights import of_batch
+from vla_finetuning.run.rows import Rows
+from vla_finetuning.training.stream import Columns, Dealt, or_timeout, stream_batches
+from vla_finetuning.training.worker import Worker
+
+# Changes the numpy columns of a micro-batch, on the host; several threads may call it.
+HostTransform = Callable[[Columns], Columns]
+# Changes micro-batches on the device, before the columns about rows are taken off.
+DeviceTransform = Callable[[Iterator[Batch]], Iterator[Batch]]
+# Called with each micro-batch's number, columns about rows and inputs as it is taken; may not read the device.
+OnBatch = Callable[[int, Batch, Batch], None]
+
+
+def feed(
+    run: Run,
+    worker: Worker,
+    dealt: Dealt,
+    first_row: int,
+    *,
+    on_host: Sequence[HostTransform] = (),
+    on_device: Sequence[DeviceTransform] = (),
+    on_batch: Sequence[OnBatch] = (),
+    to_tensors: NumpyToTorchCollate | None = None,
+    clock: Clock = UNWATCHED,
+) -> TimedIterator:
+    """Return this rank's micro-batches on its device, from a position of the stream to the run's end.
+
+    The first one is fetched at once.
+
+    Args:
+        on_host: transforms that see a batch before its cached frames are filled in.
+        to_tensors: `NumpyToTorchCollate` when None.
+    Raises:
+        TimeoutError: a batch does not come within --dataset.batch_timeout_s.
+    """
+    rows, policy = run.rows, run.policy
+    transforms = [*input_transforms(rows, policy), *on_host, *training_transforms(run)]
+    collate = Collate(transforms, to_tensors or NumpyToTorchCollate(worker.device.type == "cuda"))
+    host_batches = stream_batches(worker.shard, dealt, first_row, run.job.steps, collate)
+    in_time = or_timeout(host_batches, run.job.timeouts.batch, partial(describe_batch, rows, dealt))
+
+    def to_policy(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for transform in on_device:
+            batches = transform(batches)
+        return policy_batches(batches, policy.config, on_batch)
+
+    return TimedIterator(cuda_prefetcher(in_time, worker.device, clock), then=to_policy)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Make CPU tensors of a micro-batch's numpy columns, after transforms, one after the other."""
+
+    transforms: Sequence[HostTransform]
+    to_tensors: Callable[[Columns], Batch]
+
+    def __call__(self, columns: Columns) -> Batch:
+        for transform in self.transforms:
+            columns = transform(columns)
+        return self.to_tensors(columns)
+
+
+def input_transforms(rows: Rows, policy: PolicySpec) -> list[HostTransform]:
+    """List what makes prepared rows the inputs of a loss, of training rows and of held-out ones."""
+    transforms: list[HostTransform] = []
+    if not policy.train.compile:  # which would compile anew for each combination of cameras
+        transforms.append(drop_absent_cameras)
+    if rows.returns is not None:
+        transforms.append(AddReturns(rows.returns))
+    if policy.prompts:
+        transforms.append(CutPrompts(policy.prompts))
+    return transforms
+
+
+def training_transforms(run: Run) -> list[HostTransform]:
+    """List what rows of the run's stream need besides: cached frames, and what their losses are multiplied by."""
+    transforms: list[HostTransform] = []
+    if (frames := run.rows.fill_frames()) is not None:
+        transforms.append(frames)
+    if run.rows.weights is not None:
+        transforms.append(WeighRows(run.rows.weights, run.config.sample_weighting.epsilon))
+    return transforms
+
+
+def drop_absent_cameras(batch: Columns) -> Columns:
+    """Leave out the cameras that no row has; those that all rows have need no mask (`PrepareRobots`)."""
+    masks = {key.removesuffix(IS_PRESENT): key for key in batch if key.endswith(IS_PRESENT)}
+    if not masks:
+        return batch
+    absent = {key for key, mask in masks.items() if not batch[mask].any()}
+    complete = {mask for mask in masks.values() if batch[mask].all()}
+    dropped = absent | {masks[key] for key in absent} | complete
+    return {key: values for key, values in batch.items() if key not in dropped}
+
+
+@dataclass(frozen=True)
+class CutPrompts:
+    """Cut prompts to what the longest of a micro-batch needs, of the lengths that prompts may have."""
+
+    lengths: tuple[int, ...]
+
+    def __call__(self, batch: Columns) -> Columns:
+        return cut_prompts(batch, self.lengths)
+
+
+@dataclass(frozen=True)
+class AddReturns:
+    """Add the return of each row's frame, for a value function to learn."""
+
+    returns: PerFrame
+
+    def __call__(self, batch: Columns) -> Columns:
+        return {**batch, RETURN: self.returns(batch)}
+
+
+@dataclass(frozen=True)
+class WeighRows:
+    """Add what each row's loss is multiplied by; rows that could not be read weigh nothing.
+
+    Args:
+        weights: of all frames (`Rows.weights`). epsilon: see `row_weights.of_batch`.
+    """
+
+    weights: np.ndarray
+    epsilon: float
+
+    def __call__(self, batch: Columns) -> Columns:
+        weights = self.weights[batch["index"]] * batch.get("is_read", True)
+        return {**batch, "row_weight": of_batch(weights, self.epsilon)}
+
+
+def policy_batches(
+    batches: Iterable[Batch], policy_config: PreTrainedConfig, on_batch: Sequence[OnBatch] = ()
+) -> Iterator[Batch]:
+    """Yield what the policy sees: no columns about rows, texts as strings. Checks the first batch.
+
+    Raises:
+        ValueError: the first batch is not what the policy expects (`Family.check_batch`).
+    """
+    for number, batch in enumerate(batches):
+        rows = {key: value for key, value in batch.items() if key in ROW_COLUMNS}
+        inputs = with_texts({key: value for key, value in batch.items() if key not in ROW_COLUMNS})
+        if number == 0:
+            family_of(policy_config).check_batch(inputs, policy_config)
+        for listener in on_batch:
+            listener(number, rows, inputs)
+        yield inputs
+
+
+def describe_batch(rows: Rows, dealt: Dealt, number: int) -> str:
+    """Name a rank's `number`-th micro-batch since its start: its step, and the rows of all ranks in that step."""
+    step, size = dealt.step_of(number), dealt.rows_per_step
+    listed = rows.in_words(step * size, (step + 1) * size)
+    return f"a batch of step {step + 1} on rank {dealt.rank}; rows by `index`: {listed}"

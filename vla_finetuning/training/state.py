@@ -1,0 +1,268 @@
+"""What a training loop and its callbacks share: where a run stands, its model and optimizer, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from util import UNWATCHED, Batch, Clock, DeviceMetrics, Draws, TimedIterator, TrainableOptimizer, train_step
+from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.checkpoint import load_checkpoint
+from vla_finetuning.training.attempt import Attempt, begin
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.feed import feed
+from vla_finetuning.training.model import build_model, build_optimizer, check_attention
+from vla_finetuning.training.parallel import keeps_casts, replicas, spread
+from vla_finetuning.training.stream import Columns, Dealt
+from vla_finetuning.training.worker import Worker
+
+
+class Callback:
+    """Attaches to a training loop. Every rank makes the same callbacks and calls them in the same order.
+
+    `state` is what the loop's steps are: `TrainState` for rows of a stream. Between two log steps none may read a value
+    from the device.
+    """
+
+    def on_host_batch(self, columns: Columns) -> Columns:
+        """Change the numpy columns of a micro-batch, in Ray Data's thread, before its cached frames are filled in."""
+        return columns
+
+    def on_device_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Change micro-batches on the device, before the columns about rows are taken off."""
+        return batches
+
+    def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
+        """See a micro-batch as it is taken: its number since the start, the columns about rows, the policy's inputs."""
+
+    def on_start(self, state: Any) -> None:
+        """Prepare for the first step; model and optimizer are there, with the checkpoint's values."""
+
+    def on_step_begin(self, state: Any, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the micro-batches that the next step takes."""
+        return batches
+
+    def on_step_end(self, state: Any) -> None:
+        """See a step that is done: `state.step` counts it."""
+
+    def wants_log(self, state: Any) -> bool:
+        """Whether this step is a log step whatever --log_freq says; the same answer on every rank."""
+        return False
+
+    def host_metrics(self, state: Any) -> dict[str, float]:
+        """Return numbers of this rank for the collective of a log step, under the same names on all ranks.
+
+        `stop` and `save` are requests: all ranks stop, or save, where any rank's is not zero.
+        """
+        return {}
+
+    def on_log(self, state: Any, line: dict[str, Any]) -> None:
+        """See a log step's metrics, and add to them; `state.by_rank` has every rank's `host_metrics`."""
+
+    def on_save(self, state: Any) -> None:
+        """Save: `state` is that of a checkpoint."""
+
+    def on_end(self, state: Any) -> None:
+        """Finish, after the last step of this process."""
+
+
+@dataclass
+class LoopState:
+    """A process of a training loop between two steps.
+
+    Attributes:
+        run: with `config` and `job`. step: steps done.
+        save, stop: whether this step is saved; whether the loop ends after it.
+        by_rank: of the newest log step, each rank's numbers by name (`Callback.host_metrics`).
+        clock: gets what the process does when. make_checkpoints: makes the writer of checkpoints.
+    """
+
+    run: Any
+    worker: Worker
+    attempt: Attempt
+    step: int
+    clock: Clock = UNWATCHED
+    make_checkpoints: Callable[..., CheckpointWriter] = CheckpointWriter
+    save: bool = False
+    stop: bool = False
+    by_rank: dict[str, list[float]] = field(default_factory=dict)
+    optimizer: TrainableOptimizer = field(init=False)
+    batches: Any = field(default=(), init=False)
+
+    @classmethod
+    def restore(cls, run: Any, worker: Worker, **options: Any) -> Self:
+        """Find where the run goes on. Every rank must call it; `options`: fields of the state."""
+        attempt = begin(run.job, worker, run.config.train.deterministic)
+        return cls(run, worker, attempt, attempt.progress.step, **options)
+
+    def open_batches(self, hooks: Sequence[Callback]) -> None:
+        """Begin to fetch what the first step needs, while the model is made."""
+        raise NotImplementedError
+
+    def build(self) -> None:
+        """Make the model and the optimizer, and load the checkpoint. Every rank must call it."""
+        raise NotImplementedError
+
+    def take_step(self, batches: Iterator[Batch]) -> None:
+        """Train one step."""
+        raise NotImplementedError
+
+    def gather(self, hooks: Sequence[Callback]) -> dict[str, Any]:
+        """Fetch a log step's metrics of all ranks, and what they request. Every rank must call it."""
+        raise NotImplementedError
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step of the run is done."""
+        return self.step >= self.run.job.steps
+
+    @property
+    def log_freq(self) -> int:
+        """Steps between two log steps."""
+        return self.run.config.log_freq
+
+    @property
+    def rows(self) -> int:
+        """Rows of the run's stream that its steps have taken."""
+        return self.step * self.run.job.rows_per_step
+
+    def every(self, steps: int) -> bool:
+        """Whether so many steps have gone by once more, or all have; never for 0."""
+        return steps > 0 and (self.finished or self.step % steps == 0)
+
+    def heed(self, by_rank: dict[str, list[float]]) -> None:
+        """Take the numbers of all ranks, and do what any of them requests: stop, or save."""
+        self.by_rank = by_rank
+        stop, save = (any(by_rank.get(request, ())) for request in ("stop", "save"))
+        self.stop, self.save = self.stop or stop, self.save or stop or save
+
+
+@dataclass
+class TrainState(LoopState):
+    """A process that trains on the rows of a stream, between two optimizer steps.
+
+    Attributes:
+        dealt: which rows of the stream this rank gets. make_optimizer: stands in for the usual one.
+    """
+
+    make_optimizer: Callable[[PolicySpec, PolicyLoss, int], TrainableOptimizer] = build_optimizer
+    dealt: Dealt = field(init=False)
+    metrics: DeviceMetrics = field(init=False)
+    batches: TimedIterator = field(init=False)
+    loss: PolicyLoss = field(init=False)
+    autocast: torch.dtype | None = field(init=False)
+    model: nn.Module = field(init=False)
+    _waited_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        job, worker = self.run.job, self.worker
+        self.dealt = Dealt(
+            job.batch_size, self.run.rows.block_rows, worker.rank, worker.world, job.batches_per_step, self.step
+        )
+        self.metrics = DeviceMetrics(worker.device)
+
+    def open_batches(self, hooks: Sequence[Callback]) -> None:
+        self.batches = feed(
+            self.run,
+            self.worker,
+            self.dealt,
+            self.attempt.progress.rows,
+            on_host=overrides(hooks, "on_host_batch"),
+            on_device=overrides(hooks, "on_device_batches"),
+            on_batch=overrides(hooks, "on_batch"),
+            clock=self.clock,
+        )
+
+    def build(self) -> None:
+        run, worker, scaling, policy = self.run, self.worker, self.run.job.scaling, self.run.policy
+        self.loss, self.autocast = build_model(policy, worker.device)
+        self.loss.metrics = self.metrics
+        if run.rows.robots and policy.value is None:
+            self.loss.robots = tuple(run.rows.robots)
+            self.metrics.sums("loss_by_robot", self.loss.robots)
+        record_in = run.job.output_dir if worker.rank == 0 else None
+        check_attention(policy, self.loss, worker.device, self.autocast, record_in)
+        hybrid = scaling.strategy == "hsdp" and worker.world > 1
+        self.model = spread(
+            self.loss,
+            scaling.strategy,
+            worker.device,
+            worker.world,
+            replicas=replicas(worker, scaling.shard_workers) if hybrid else None,
+            autocast=self.autocast,
+            # Where its family says what is unused, nothing that trains is without a gradient.
+            find_unused_parameters=scaling.find_unused_parameters,
+        )
+        self.optimizer = self.make_optimizer(policy, self.loss, run.job.steps)
+        if self.attempt.checkpoint is not None:
+            named, average = self.optimizer.named(), self.optimizer.named_average() or None
+            load_checkpoint(self.attempt.checkpoint, named, self.optimizer.state(), average)
+
+    @property
+    def micros(self) -> int:
+        """Micro-batches of this rank in the next step."""
+        return len(self.dealt.micros(self.step))
+
+    def take_step(self, batches: Iterator[Batch]) -> None:
+        job, train, device = self.run.job, self.run.config.train, self.worker.device
+        result = train_step(
+            self.model,
+            self.optimizer,
+            batches,
+            step=self.step,
+            grad_accum=self.micros,
+            mean_over=job.batches_per_step / self.worker.world,
+            draws=noise_for(self.run.policy, self.step, self.dealt, device),
+            autocast=self.autocast,
+            device=device,
+            keep_casts=keeps_casts(job.scaling.strategy, self.run.config.grad_accum, train.activation_checkpointing),
+            clock=self.clock,
+        )
+        self.clock.mark("metrics")
+        self.metrics.add_step(result, samples=job.batch_size * self.micros)
+
+    def gather(self, hooks: Sequence[Callback]) -> dict[str, Any]:
+        """Fetch a log step's metrics of all ranks: one collective, one read. The next window begins."""
+        waited_s = self.batches.waited_s
+        host = {"waited_s": waited_s - self._waited_s}
+        for hook in hooks:
+            host |= hook.host_metrics(self)
+        line, by_rank = self.metrics.gather(host)
+        self._waited_s = waited_s
+        self.metrics.restart()
+        self.heed(by_rank)
+        return line
+
+
+def overrides(hooks: Sequence[Callback], name: str) -> list[Any]:
+    """List the methods of this name that callbacks have of their own."""
+    return [getattr(hook, name) for hook in hooks if getattr(type(hook), name) is not getattr(Callback, name)]
+
+
+def noise_for(spec: PolicySpec, step: int, dealt: Dealt, device: torch.device) -> Callable[[int], Draws]:
+    """Draw noise and time for this rank's rows of each micro-step.
+
+    Drawn for the whole global batch and indexed by a row's place in it, so the trajectory of a run does not depend on
+    how many workers share its batch. A row's draws follow each other.
+    """
+    per_row, seed = spec.train.noise_draws, spec.seed
+    rows = dealt.rows_per_step * per_row
+    noise, time = family_of(spec.config).draw(spec.config, rows, seed, step, device)
+    if noise is None or time is None:
+        # Other policies draw their own, from the default generators.
+        torch.manual_seed(seed * 1_000_003 + step * dealt.world + dealt.rank)
+        return lambda micro: (None, None)
+
+    def draws(nth: int) -> Draws:
+        # Block by block: indexing with a list of rows would have the host wait for the device.
+        starts = dealt.rows_of_step(step, nth)[:: dealt.block_rows].tolist()
+        blocks = [slice(start * per_row, (start + dealt.block_rows) * per_row) for start in starts]
+        return torch.cat([noise[block] for block in blocks]), torch.cat([time[block] for block in blocks])
+
+    return draws
