@@ -19,6 +19,7 @@ import importlib.util
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -156,13 +157,15 @@ class WithoutRay:
         items[:] = [item for item in items if not {"ray_cluster", "no_ray_cluster"} & {*item.fixturenames}]
 
 
-def run_tests(file: str, text: str, imported: Path | None = None) -> None:
+def run_tests(file: str, text: str, limit_cpu_s: int, imported: Path | None = None) -> None:
     """In a process of its own: exit with what pytest says of a module with this text.
 
     Args:
+        limit_cpu_s: what endless loops are ended by, however busy the machine is.
         imported: a file that gets the names of the packages' modules that the tests import.
     """
     os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_cpu_s, limit_cpu_s))
     if imported is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
@@ -189,16 +192,21 @@ def passes(method: str, limit_s: float, *args: object) -> bool:
     return process.exitcode == 0
 
 
-def unchanged_run(file: str, source: str) -> tuple[float, list[str]]:
-    """Seconds that a module's tests take, and what they import; in a fresh process.
+def unchanged_run(file: str, source: str) -> tuple[float, float, list[str]]:
+    """Seconds that a module's tests take, those of a CPU, and what they import; in a fresh process.
 
     Raises:
         SystemExit: they fail.
     """
-    begin, imported = time.perf_counter(), Path(tempfile.mkstemp()[1])
-    if not passes("spawn", 600.0, file, source, imported):
+    begin, cpu_begin, imported = time.perf_counter(), _children_cpu_s(), Path(tempfile.mkstemp()[1])
+    if not passes("spawn", 1800.0, file, source, 1800, imported):
         raise SystemExit(f"{file}: its tests {TESTS[file]} fail as it is; mend them first")
-    return time.perf_counter() - begin, imported.read_text().split()
+    return time.perf_counter() - begin, _children_cpu_s() - cpu_begin, imported.read_text().split()
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def import_before(names: list[str]) -> None:
@@ -237,15 +245,16 @@ def main(argv: list[str]) -> int:
         if gone := known - {(lines[m.line - 1].strip(), m.after) for m in possible}:
             raise SystemExit(f"ci/mutants.toml: {file} has no such mutants any more, remove them: {sorted(gone)}")
         drawn = random.Random(f"{options.seed} {file}").sample(useful, min(options.sample, len(useful)))
-        took_s, names = unchanged_run(file, source)
+        took_s, cpu_s, names = unchanged_run(file, source)
         if not options.fresh:
             import_before(names)
-        method, limit_s = ("spawn" if options.fresh else "fork"), 30 + 5 * took_s
-        alive = [m for m in sorted(drawn) if passes(method, limit_s, file, m.text)]
-        for mutant in alive:
-            print(f"{file}:{mutant.line}: {mutant.before}  ->  {mutant.after}")
-        rate = 1 - len(alive) / len(drawn)
-        print(f"{file}: {len(drawn) - len(alive)} of {len(drawn)} mutants noticed, {rate:.0%}", flush=True)
+        method, alive = "spawn" if options.fresh else "fork", 0
+        for mutant in sorted(drawn):
+            if passes(method, 60 + 5 * took_s, file, mutant.text, 10 + int(2 * cpu_s)):
+                alive += 1
+                print(f"{file}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
+        rate = 1 - alive / len(drawn)
+        print(f"{file}: {len(drawn) - alive} of {len(drawn)} mutants noticed, {rate:.0%}", flush=True)
         weak += [file] if rate < LEAST else []
     return 1 if weak else 0
 
