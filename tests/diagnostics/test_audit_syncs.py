@@ -13,6 +13,7 @@ import torch
 from diagnostics import audit_syncs
 from tests.datasets import make_dataset
 from tests.tiny import make_base
+from tests.training.test_as_lerobot import resolved
 from util import DeviceMetrics, NumpyToTorchCollate, TrainableOptimizer
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
@@ -104,6 +105,21 @@ def test_our_loop_is_clean(setting, mode, flag, capsys):
     assert "Nothing waits for the device in 2 steps of 2 micro-batches between two log steps." in printed
     assert "Not seen   the backward on CUDA" in printed
     assert not (setting[0] / "run").exists()
+
+
+def test_callbacks_wait_for_nothing(tmp_path):
+    """With every callback that a run can have: no place beside those of a run without them."""
+    root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
+    attached = {
+        **{"run.record_rows": "true", "train.exact_mean": "true", "dataset.on_error": "skip", "ema.enable": "true"},
+        **{"train.feature_cache": tmp_path / "features", "save_every_s": 3600, "dataset.eval_split": 0.3},
+    }
+
+    def found(**options):
+        run = resolved(root, "smolvla", tmp_path / "run", **{"train.mode": "expert", **options})
+        return {(sync.operation, str(sync.where)) for sync in audit_syncs.audit(run).syncs}
+
+    assert found(**attached) <= found()
 
 
 def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):

@@ -479,6 +479,13 @@ def test_a_browser_shows_it(browser, folder, tmp_path, width, scheme):
         assert (light + 0.05) / (dark + 0.05) >= 4.5, ink  # WCAG 2.2, 1.4.3
 
 
+def test_what_a_policy_alone_computes_is_a_chart_too(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder / "metrics.jsonl", [{**line, "l1_loss": 1 / line["step"]} for line in lines])
+    page = write_report(folder, ()).read_text()
+    assert "l1_loss, as LeRobot names it over steps: from" in page
+
+
 def test_training_loss_by_robot_is_a_chart():
     lines = [{"step": step, "loss_by_robot": {"arm": 1 / step, "gantry": None}} for step in (1, 2)]
     (chart,) = loss_by_robot([{"step": 0}, *lines])

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import replace
 from functools import cache, partial
 from operator import methodcaller
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets import EpisodeAwareSampler, LeRobotDatasetMetadata
 from lerobot.datasets.factory import make_dataset as lerobots_dataset
 from lerobot.optim.factory import make_optimizer_and_scheduler
+from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import get_policy_class, make_policy, make_pre_post_processors
 from lerobot.policies.vqbet.modeling_vqbet import VQBeTPolicy
 from lerobot.scripts.lerobot_train import update_policy
@@ -393,6 +395,34 @@ def test_all_that_a_step_changes_is_saved_resumed_and_exported(dataset):
     loaded = VQBeTPolicy.from_pretrained(run.job.output_dir / "pretrained_model").state_dict()
     assert loaded.keys() == policy.state_dict().keys()
     assert max(relative(loaded, policy.state_dict()).values()) <= 1e-6
+
+
+@pytest.mark.parametrize("exact_mean", [False, True])
+def test_what_a_forward_computes_besides_the_loss_is_logged_under_lerobots_names(dataset, tmp_path, exact_mean):
+    """ACT's l1_loss and kld_loss: means over the window, of all training forwards and of no other."""
+    options = {"steps": 4, "log_freq": 2, "train.exact_mean": str(exact_mean).lower(), "dataset.eval_split": 0.3}
+    run = resolved(dataset, "act", tmp_path, eval_steps=4, **options)
+    given, forward = [], ACTPolicy.forward
+
+    def noted(self, batch):
+        loss, values = forward(self, batch)
+        if self.training:
+            given.append(values)
+        return loss, values
+
+    with in_process.tasks_here(), mock.patch.object(ACTPolicy, "forward", noted):
+        in_process.train(run, Shard(run))
+    lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    if exact_mean:  # the model alone computes it then, and the two terms are the loss
+        weight = run.policy.config.kl_weight
+        for line in lines:
+            assert line["loss"] == pytest.approx(line["l1_loss"] + weight * line["kld_loss"], rel=1e-5)
+        return
+    assert len(given) == 4
+    for line, window in zip(lines, (given[:2], given[2:]), strict=True):
+        for name in ("l1_loss", "kld_loss"):
+            assert line[name] == pytest.approx(np.mean([values[name] for values in window]), rel=1e-5)
 
 
 def test_a_held_out_loss_trains_no_codebook(dataset):

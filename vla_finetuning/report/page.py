@@ -49,7 +49,7 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
-from vla_finetuning.run.progress import BUCKET_POLL_S
+from vla_finetuning.run.progress import BUCKET_POLL_S, COMMON_METRICS
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 PACKAGES = ("ray", "lerobot", "torch", "av")
@@ -351,8 +351,10 @@ def _training_charts(metrics: Metrics, starts: Sequence[Mapping[str, Any]]) -> l
     known = metrics | wait | gib | mfu
     restarts = [a["resumed_from_step"] for a in starts[1:]]
     charts = []
+    of_policy = [key for key in metrics if key not in COMMON_METRICS]
     for key, title, axis, zero in (
         ("loss", "Loss", "loss", False),
+        *((key, f"{key}, as LeRobot names it", key, False) for key in of_policy),
         ("lr", "Learning rate", "learning rate", True),
         ("grad_norm", "Gradient norm before clipping", "gradient norm", False),
         ("samples_per_s", "Throughput", "samples / s", True),
