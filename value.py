@@ -38,6 +38,7 @@ from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.exported import report_line
 from vla_finetuning.run.folder import check_start, checkpoint_to_resume, finish, own_folder
 from vla_finetuning.run.labels import LABELS_NAME
+from vla_finetuning.run.launch import on_cluster
 from vla_finetuning.run.preflight import Examined, as_saved, examine
 from vla_finetuning.run.record import record_run
 from vla_finetuning.run.resolve import Run
@@ -82,7 +83,7 @@ def work(run: ValueRun) -> int:
     job = run.training.job
     with contextlib.ExitStack() as beside:
         tell("Starting     Ray and the workers; the first step takes about a minute")
-        training, data_options = vla.on_cluster(run.training)
+        training, data_options = on_cluster(run.training)
         from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
         record_run(job, training.policy, describe_value(run), ray.cluster_resources(), training.rows)

@@ -27,54 +27,32 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import ray.train
-import torch
-from ray.exceptions import RayError
 from ray.train.torch import TorchTrainer
 
 from util import Batch
-from vla_finetuning.config import Config
-from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
+from vla_finetuning.evaluation.after_training import evaluate_trained
 from vla_finetuning.evaluation.during import Evaluator
-from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
-from vla_finetuning.files import write_json
 from vla_finetuning.flags import VLA, parse_args
-from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
-from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
-from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.folder import EVALUATION_NAME, check_start, finish, own_folder
-from vla_finetuning.run.job import Job
+from vla_finetuning.run.folder import check_start, finish, own_folder
+from vla_finetuning.run.launch import on_cluster
 from vla_finetuning.run.preflight import Examined, examine
-from vla_finetuning.run.push import check_push, push_policy, repositories
+from vla_finetuning.run.push import check_push, push_all
 from vla_finetuning.run.record import record_run
-from vla_finetuning.run.resolve import Run, resolve, with_stats
+from vla_finetuning.run.resolve import Run, resolve
 from vla_finetuning.run.rows import Rows
-from vla_finetuning.run.statistics import hold_statistics
-from vla_finetuning.terminal import tell, tell_error, tell_text
-from vla_finetuning.training.callbacks import (
-    Checkpoints,
-    CollectGarbage,
-    Compile,
-    ExactMean,
-    MetricsLines,
-    NonfiniteSteps,
-    RowLog,
-    SkippedRows,
-    StopFile,
-    WorkDone,
-)
-from vla_finetuning.training.capacity import check_capacity, describe_memory, planned_memory, rows_that_fit
+from vla_finetuning.terminal import tell, tell_text
+from vla_finetuning.training import callbacks as attach
+from vla_finetuning.training.capacity import check_memory, rows_that_fit
 from vla_finetuning.training.coordinators import GroupedRanks
-from vla_finetuning.training.export import export, exported_checkpoint, policy_at
+from vla_finetuning.training.export import describe_exported, export, exported_checkpoint, policy_at
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOut
-from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.state import Callback, LoopState, TrainState
 from vla_finetuning.training.stream import Deferred, TrainingData
@@ -128,7 +106,8 @@ def train(
             `callbacks_for` when None. options: fields of the state.
     """
     state = kind.restore(run, worker, **options)
-    hooks = [*callbacks, *(attached or callbacks_for)(run, state)]
+    own: Callable[[Any, Any], list[Callback]] = attached or callbacks_for
+    hooks = [*callbacks, *own(run, state)]
     state.open_batches(hooks)
     state.build()
     for hook in hooks:
@@ -158,18 +137,18 @@ def callbacks_for(run: Run, state: TrainState) -> list[Callback]:
     """List what the run attaches to its loop, in the order in which callbacks see a log step's metrics."""
     config, train = run.config, run.config.train
     return [
-        WorkDone(state),
-        *([RowLog(state)] if config.run.record_rows else []),
+        attach.WorkDone(state),
+        *([attach.RowLog(state)] if config.run.record_rows else []),
         *([CachedFeatures(state)] if train.feature_cache is not None else []),
-        *([ExactMean()] if train.exact_mean else []),
-        StopFile(),
-        NonfiniteSteps(),
+        *([attach.ExactMean()] if train.exact_mean else []),
+        attach.StopFile(),
+        attach.NonfiniteSteps(),
         *([HeldOut()] if config.eval_steps else []),
-        *([SkippedRows()] if config.dataset.on_error == "skip" else []),
-        Checkpoints(config),
-        *([Compile()] if train.compile else []),
-        CollectGarbage(),
-        MetricsLines(state),
+        *([attach.SkippedRows()] if config.dataset.on_error == "skip" else []),
+        attach.Checkpoints(config),
+        *([attach.Compile()] if train.compile else []),
+        attach.CollectGarbage(),
+        attach.MetricsLines(state),
     ]
 
 
@@ -197,19 +176,14 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     check_start(config, job.start, job.steps, job.disk_bytes)
     evaluator = Evaluator(run, policy_at) if config.env_type else None
     tell_text(describe(run))
-    memory = planned_memory(run.policy, run.rows.frames)
-    needed = memory(config) if job.use_gpu or config.dry_run else None
-    if needed is not None:
-        if config.dry_run:
-            tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
-        check_capacity(config, needed, memory, gpu_gib() if cluster.is_local() else None)
-    for repo_id in _repositories(run).values():
+    gpu_bytes = check_memory(run)
+    for repo_id in run.repositories.values():
         tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
     if config.dry_run:
         return None
     held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     held.enter_context(track(job.output_dir, config.track, config.track_project))
-    return partial(work, run, evaluator, 0 if needed is None else needed.needed)
+    return partial(work, run, evaluator, gpu_bytes)
 
 
 def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
@@ -229,94 +203,16 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
         if steps_done < job.steps:
             tell(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
             return 3
-        status = evaluate(run) if run.rows.any_held_out else 0
+        status = evaluate_trained(run, rows_that_fit) if run.rows.any_held_out else 0
         status = (evaluator.finish() if evaluator is not None else 0) or status
     exported = job.output_dir / POLICY_DIR
     if problem := policy_problem(exported, [robot.name for robot in run.robots]):
         raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
-    tell(f"Policy       {exported}{_exported(config, job)}", report_line(job.output_dir))
-    pushed = [push(job.output_dir, repo_id, robot) for robot, repo_id in _repositories(run).items()]
-    status = max(pushed, default=0) or status
+    tell(f"Policy       {exported}{describe_exported(config, job)}", report_line(job.output_dir))
+    status = push_all(job.output_dir, run.repositories) or status
     if not status:
         finish(job.output_dir, job.steps)
     return status
-
-
-def _exported(config: Config, job: Job) -> str:
-    """Which weights were exported, if not the last step's."""
-    average = ", averaged weights (--ema.enable)" if config.takes_average else ""
-    if config.export == "last":
-        return average
-    best = load_progress(exported_checkpoint(job, best=True))
-    measured = "not measured over all held-out rows" if best.eval_loss is None else f"{best.eval_loss:.4g}"
-    return f": step {best.step} of {job.steps}, held-out loss {measured}{average}"
-
-
-def gpu_gib() -> float | None:
-    """What CUDA reports of the first GPU of this machine, where there is one."""
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-
-
-def on_cluster(run: Run, gpu_bytes: int = 0) -> tuple[Run, ray.data.ExecutionOptions]:
-    """Join or start the run's cluster, and wait for capacity: the run with all its statistics, and for its data.
-
-    Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
-
-    Args:
-        gpu_bytes: what a worker needs of its GPU, as planned; 0 where that is not known.
-    """
-    job, needs = run.job, join_cluster(run, gpu_bytes)
-    run = with_stats(run)
-    hold_statistics(job, run.policy)
-    return run, cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()
-
-
-def join_cluster(run: Run, gpu_bytes: int = 0) -> cluster.Needs:
-    """Join or start the run's cluster; what the run needs on every node, which the nodes have."""
-    job = run.job
-    roots = [meta.root for meta in run.rows.metas]
-    needs = cluster.node_needs(job.scaling, roots, run.policy.shared_folder, gpu_bytes)
-    cluster.start(job.scaling, needs, job.output_dir)
-    return needs
-
-
-def evaluate(run: Run) -> int:
-    """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
-    if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
-        tell(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
-        return 0
-    try:
-        errors = cluster.call_there(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
-        for name, of in errors["robots"].items() if run.robots else [("", errors)]:
-            tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
-        if is_demo(run.config, run.policy):
-            scores, films = try_demo(run.job, run.policy)
-            write_json(run.job.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})
-            tell_text(success_table(scores))
-        return 0
-    except (RayError, RuntimeError, ValueError, OSError) as error:
-        tell_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
-        return 5
-
-
-def _repositories(run: Run) -> dict[str, str]:
-    """Where the policy of each robot is pushed to; nowhere unless that was asked for."""
-    repo_id = run.config.hub_repo_id
-    return {} if repo_id is None else repositories(repo_id, [robot.name for robot in run.robots])
-
-
-def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
-    """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
-    try:
-        tell(f"Pushed       {push_policy(output_dir, repo_id, robot)}")
-        return 0
-    except Exception as error:  # whatever an upload may end with, the policy is there
-        tell_error(root_cause(error))
-        tell(
-            f"the policy is trained; `python -m vla_finetuning.run.push {output_dir}` tries again to push it",
-            file=sys.stderr,
-        )
-        return 4
 
 
 def make_trainer(

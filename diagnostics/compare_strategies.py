@@ -42,6 +42,7 @@ from diagnostics.tool import Options, Result, count, host_batches, run_tool, scr
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.config import Strategy
 from vla_finetuning.policies.registry import family_of
+from vla_finetuning.run.launch import on_cluster
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.capacity import fits, planned_memory
@@ -357,7 +358,7 @@ def profile(run: Run, options: Namespace) -> StrategiesReport:
     started_ray = not ray.is_initialized()
     try:
         with scratch_run(run) as scratch:
-            scratch, data_options = vla.on_cluster(scratch)
+            scratch, data_options = on_cluster(scratch)
             vla.make_trainer(scratch, data_options, compare_loop, options=options).fit()
             ranks = [
                 RankStrategies.model_validate_json(_rank_path(scratch, rank).read_bytes())

@@ -28,11 +28,11 @@ import ray
 import torch
 from torch import Tensor
 
-import vla
 from diagnostics.report import Environment, Record, Report, shares
 from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.policies.registry import family_of
+from vla_finetuning.run.launch import join_cluster
 from vla_finetuning.run.resolve import Run, with_config, with_stats
 from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.model import build_model, build_optimizer
@@ -248,7 +248,7 @@ def _with_stats(run: Run) -> Run:
     started_ray = not ray.is_initialized()
     try:
         with scratch_run(run) as scratch:
-            vla.join_cluster(scratch)
+            join_cluster(scratch)
             return with_stats(scratch)
     finally:
         if started_ray:

@@ -47,6 +47,7 @@ from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.node_cache import Records
 from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.policies.processors import Prepare
+from vla_finetuning.run.launch import on_cluster
 from vla_finetuning.run.progress import log_to, object_store
 from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.terminal import tell
@@ -467,7 +468,7 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
     try:
         with scratch_run(run) as scratch:
             pulled = pulled_run(scratch, options)
-            pulled, data_options = vla.on_cluster(pulled)
+            pulled, data_options = on_cluster(pulled)
             data = vla.build_dataset(pulled.rows, pulled.policy, pulled.job.checkpoints_dir)
             stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
             trainer = vla.make_trainer(pulled, data_options, pull_loop, stamped, warmup=options.profile_warmup)

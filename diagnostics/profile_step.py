@@ -52,6 +52,7 @@ from vla_finetuning.files import read_lines
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
+from vla_finetuning.run.launch import on_cluster
 from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.model import build_optimizer
@@ -361,7 +362,7 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
             watched = watched_run(scratch, settings)
             job = watched.job
             prepare_folder(watched.config, job.start, job.steps, job.disk_bytes)
-            watched, data_options = vla.on_cluster(watched)
+            watched, data_options = on_cluster(watched)
             vla.make_trainer(watched, data_options, profile_loop, settings=settings).fit()
             ranks = [
                 RankProfile.model_validate_json(_rank_path(watched, rank).read_bytes())

@@ -533,6 +533,7 @@ def hub(local):
 PROGRAM = """
 import json, os, pickle, sys
 import vla
+from vla_finetuning.run import launch
 
 def stop_here(run, gpu_bytes):
     # What training workers would be sent, and an end instead of Ray.
@@ -541,7 +542,7 @@ def stop_here(run, gpu_bytes):
 
 calls, train = json.loads(sys.argv[1])
 if not train:
-    vla.join_cluster = stop_here
+    launch.join_cluster = stop_here
 for argv, token in calls:
     os.environ.pop("HF_TOKEN", None)
     if token:

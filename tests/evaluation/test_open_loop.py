@@ -10,7 +10,6 @@ import torch
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.pi0_fast.modeling_pi0_fast import PI0FastPolicy
 
-import vla
 from tests.datasets import make_dataset
 from tests.policies.test_tiny_pi05 import make_base, make_features
 from tests.tiny_backbones import KINDS
@@ -18,7 +17,7 @@ from tests.training.test_as_lerobot import resolved
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Features, Reading
-from vla_finetuning.evaluation import open_loop
+from vla_finetuning.evaluation import after_training, open_loop
 from vla_finetuning.evaluation.open_loop import (
     _placed,
     error_table,
@@ -199,8 +198,8 @@ def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind,
 
 def test_a_policy_that_predicts_nothing_is_not_measured(monkeypatch, capsys):
     config = SimpleNamespace(type="molmoact2", inference_action_mode=None)
-    monkeypatch.setattr(vla, "family_of", lambda config: FAMILIES[config.type])
-    assert vla.evaluate(SimpleNamespace(policy=SimpleNamespace(config=config))) == 0
+    monkeypatch.setattr(after_training, "family_of", lambda config: FAMILIES[config.type])
+    assert after_training.evaluate_trained(SimpleNamespace(policy=SimpleNamespace(config=config)), max) == 0
     assert "not measured of a 'molmoact2'" in capsys.readouterr().out
     config.inference_action_mode = "discrete"
     assert FAMILIES["molmoact2"].cannot_predict(config) == ""

@@ -400,7 +400,7 @@ def test_a_folder_that_exists(run, tmp_path):
     (tmp_path / "out/precious").write_text("mine")
     status, _, err = run()
     assert status == 2
-    assert f"--output_dir={tmp_path / 'out'} is not empty: --resume goes on with the run it holds" in err
+    assert f"--output_dir={tmp_path / 'out'} is not empty: it holds no run; choose another" in err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
 
 

@@ -278,7 +278,7 @@ def test_no_network_is_said(server, monkeypatch):
 def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, capsys):
     server.private[REPO] = False
     server.fails["/commit/"] = 500
-    assert vla.push(finished, REPO) == 4
+    assert push.push(finished, REPO) == 4
     error = capsys.readouterr().err
     assert (
         f"the policy is trained; `python -m vla_finetuning.run.push {finished}` tries again" in error
@@ -343,12 +343,13 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
         job=SimpleNamespace(output_dir=out, use_gpu=False, start=None, steps=1, disk_bytes=0),
         policy=None,
         rows=SimpleNamespace(frames=[]),
-        robots=(),
+        repositories={"": "somebody/arm"},
     )
     monkeypatch.setattr(vla, "examine", lambda config: Examined())
     monkeypatch.setattr(vla, "check_start", lambda *_: None)
     monkeypatch.setattr(vla, "resolve", lambda config, gpus_found, metas: resolved)
     monkeypatch.setattr(vla, "describe", lambda run: "the plan")
+    monkeypatch.setattr(vla, "check_memory", lambda run: 0)
     assert vla.main(argv) == 2
     assert "error: model somebody/arm: the token of me may not write to it" in capsys.readouterr().err
     assert not out.exists()

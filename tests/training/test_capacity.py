@@ -228,6 +228,6 @@ def test_a_dry_run_shows_it_and_ends_with_the_refusal(tmp_path, monkeypatch, cap
     flags = in_process.flags(in_process.make_setting(tmp_path), **{"scaling.use_gpu": "true", "dry_run": "true"})
     assert vla.main(flags) == 0
     assert "fits (planned): L4 (22 GiB)" in capsys.readouterr().out
-    monkeypatch.setattr(vla, "gpu_gib", lambda: 0.5)
+    monkeypatch.setattr(capacity, "_gpu_gib", lambda: 0.5)
     assert vla.main(flags) == 2
     assert "the GPU found here has 0.5" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from util import TimedIterator
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.evaluation import after_training
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import compiling, pi05
 from vla_finetuning.policies.flow import sample_noise_and_time
@@ -183,8 +184,8 @@ def test_a_policy_that_is_trained_is_not_lost_with_its_evaluation(setting, monke
     def fails(*_, **__):
         raise ValueError("none of the held-out episodes can be read")
 
-    monkeypatch.setattr(vla.cluster, "call_there", fails)
-    assert vla.evaluate(resolved(setting)) == 5
+    monkeypatch.setattr(after_training.cluster, "call_there", fails)
+    assert after_training.evaluate_trained(resolved(setting), max) == 5
     assert "the policy is trained, but could not be evaluated: none of the" in capsys.readouterr().err
 
 

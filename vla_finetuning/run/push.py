@@ -27,6 +27,7 @@ from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.members import members
 from vla_finetuning.node_disk import fetched
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots
+from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.run.record import held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
@@ -241,6 +242,25 @@ def _last_name(place: str) -> str:
 
 def _status(error: OSError) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def push_all(output_dir: Path, repository: Mapping[str, str]) -> int:
+    """Push the trained policy of each robot to its repository. Returns the exit status: 0, or 4."""
+    return max((push(output_dir, repo_id, robot) for robot, repo_id in repository.items()), default=0)
+
+
+def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
+    """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
+    try:
+        tell(f"Pushed       {push_policy(output_dir, repo_id, robot)}")
+        return 0
+    except Exception as error:  # whatever an upload may end with, the policy is there
+        tell_error(root_cause(error))
+        tell(
+            f"the policy is trained; `python -m vla_finetuning.run.push {output_dir}` tries again to push it",
+            file=sys.stderr,
+        )
+        return 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,6 +52,7 @@ from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_ranges
 from vla_finetuning.run.overruled import overruled
 from vla_finetuning.run.preflight import absolute, load_datasets, with_absolute_paths
+from vla_finetuning.run.push import repositories
 from vla_finetuning.run.row_weights import row_weights
 from vla_finetuning.run.rows import (
     Rows,
@@ -100,6 +101,12 @@ class Run:
     statistics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     robots: tuple[RobotData, ...] = ()
+
+    @property
+    def repositories(self) -> dict[str, str]:
+        """Where the policy of each robot is pushed to; nowhere unless that was asked for."""
+        repo_id = self.config.hub_repo_id
+        return {} if repo_id is None else repositories(repo_id, [robot.name for robot in self.robots])
 
 
 def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:

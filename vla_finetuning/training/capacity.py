@@ -18,6 +18,8 @@ from vla_finetuning.config import Config, Strategy, TrainMode
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.cluster import is_local
+from vla_finetuning.run.resolve import Run
+from vla_finetuning.terminal import tell_text
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 
 # Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
@@ -161,6 +163,29 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
             "weights (--train.mode)"
         )
     return "\n".join(lines)
+
+
+def check_memory(run: Run) -> int:
+    """Refuse a run that does not fit its GPUs; with --dry_run print the plan of its memory.
+
+    Returns:
+        Bytes that a worker needs of its GPU; 0 where that is not known.
+    Raises:
+        ValueError: as `check_capacity`.
+    """
+    config, planned = run.config, planned_memory(run.policy, run.rows.frames)
+    needed = planned(config) if run.job.use_gpu or config.dry_run else None
+    if needed is None:
+        return 0
+    if config.dry_run:
+        tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
+    check_capacity(config, needed, planned, _gpu_gib() if is_local() else None)
+    return needed.needed
+
+
+def _gpu_gib() -> float | None:
+    """Return what CUDA reports of the first GPU of this machine, where there is one."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
 
 
 def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib: float | None) -> None:

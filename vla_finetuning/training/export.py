@@ -14,7 +14,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
 from vla_finetuning.bucket import BucketPath
-from vla_finetuning.config import CONFIG_NAME, CRITIC, ENVIRONMENT_NAME, ROBOT_NAME
+from vla_finetuning.config import CONFIG_NAME, CRITIC, ENVIRONMENT_NAME, ROBOT_NAME, Config
 from vla_finetuning.files import write_json
 from vla_finetuning.node_disk import scratch, upload_folder
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
@@ -153,3 +153,13 @@ def exported_checkpoint(job: Job, best: bool) -> Path:
     if newest is None or load_progress(newest).step != job.steps:
         raise RuntimeError(f"{job.checkpoints_dir}: no checkpoint of the last step, {job.steps}: nothing to export")
     return (best_checkpoint(job.checkpoints_dir) if best else None) or newest
+
+
+def describe_exported(config: Config, job: Job) -> str:
+    """Say which weights were exported, if not the last step's."""
+    average = ", averaged weights (--ema.enable)" if config.takes_average else ""
+    if config.export == "last":
+        return average
+    best = load_progress(exported_checkpoint(job, best=True))
+    measured = "not measured over all held-out rows" if best.eval_loss is None else f"{best.eval_loss:.4g}"
+    return f": step {best.step} of {job.steps}, held-out loss {measured}{average}"

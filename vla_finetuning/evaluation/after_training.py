@@ -1,0 +1,36 @@
+"""What is measured of a policy when its training is done: the open-loop error, and how the demo fares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
+from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
+from vla_finetuning.files import write_json
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.run import cluster
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.run.folder import EVALUATION_NAME
+from vla_finetuning.run.resolve import Run
+from vla_finetuning.terminal import tell, tell_error, tell_text
+
+
+def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:
+    """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
+    if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
+        tell(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
+        return 0
+    try:
+        errors = cluster.call_there(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
+        for name, of in errors["robots"].items() if run.robots else [("", errors)]:
+            tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
+        if is_demo(run.config, run.policy):
+            scores, films = try_demo(run.job, run.policy)
+            write_json(run.job.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})
+            tell_text(success_table(scores))
+        return 0
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        tell_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
+        return 5
