@@ -53,10 +53,11 @@ golden: $(STAMP) ## small runs, bit for bit those of HEAD, or of HEAD~1 where no
 mutants: $(STAMP) ## how many small changes of the core modules their tests notice (ARGS="--sample 40 --seed 3 util")
 	$(PYTHON) ci/mutants.py $(ARGS)
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy
+lint: $(STAMP) ## ruff check, ruff format --check, mypy, measures of the layout
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(if $(MYPY_TARGETS),$(PYTHON) -m mypy $(MYPY_TARGETS))
+	$(PYTHON) ci/house.py
 
 docs: $(STAMP) ## write docs/flags.md and docs/lerobot_train.md from their tables
 	$(PYTHON) -m vla_finetuning.flags > docs/flags.md

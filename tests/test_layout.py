@@ -13,8 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ci.house import PACKAGE, imports, modules, reachable
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "vla_finetuning"
 
 # What each unit may import of the project, besides itself. A unit is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
@@ -73,35 +74,6 @@ MAY_IMPORT = {
 FREE_STANDING = {f"{PACKAGE}.policies.tiny_pi05": set()}
 
 
-def modules(root):
-    """The project's Python files by module name, tests excepted."""
-    paths = [
-        *root.glob("*.py"),
-        *(p for part in (PACKAGE, "diagnostics", "benchmarks", "ci") for p in (root / part).rglob("*.py")),
-    ]
-    names = {path: ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths}
-    return {name: path for path, name in names.items()}
-
-
-def imports(root):
-    """(module, line, imported module) of every import, those inside functions and under TYPE_CHECKING included."""
-    known = modules(root)
-    for name, path in known.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{path}:{node.lineno}: imports are written out"
-                found = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                continue
-            for target in found:
-                if target not in known:
-                    target = target.rpartition(".")[0] if isinstance(node, ast.ImportFrom) else target
-                if target != name and (target in known or target.partition(".")[0] == "tests"):
-                    yield name, node.lineno, target
-
-
 def within(module, units):
     return [unit for unit in units if module == unit or module.startswith(f"{unit}.")]
 
@@ -121,15 +93,7 @@ def circles(root):
     graph = {}
     for module, _, target in imports(root):
         graph.setdefault(module, set()).add(target)
-    reach = {module: set(targets) for module, targets in graph.items()}
-    changed = True
-    while changed:
-        changed = False
-        for targets in reach.values():
-            more = set().union(*(reach.get(t, set()) for t in targets)) - targets
-            targets |= more
-            changed |= bool(more)
-    return sorted(module for module, targets in reach.items() if module in targets)
+    return sorted(module for module, targets in reachable(graph).items() if module in targets)
 
 
 def test_imports_run_one_way():

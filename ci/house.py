@@ -1,0 +1,197 @@
+"""Measure the layout of the code: print each figure beside its target, and fail where a reached target is lost.
+
+python ci/house.py
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "vla_finetuning"
+
+# Figure: the most that it may be, and whether that is reached: then more is an error, else "not yet".
+TARGETS = {
+    "lines of the library": (31_000, False),
+    "lines of diagnostics and benchmarks": (5_000, False),
+    "lines of tests": (30_000, False),
+    "lines of train in vla.py": (60, True),
+    "names imported by vla.py": (40, False),
+    "flags of vla.py": (115, True),
+    "floors of imports": (9, False),
+    "floors of imports in data/": (6, False),
+    "floors of imports in policies/": (8, False),
+    "packages in a circle": (0, True),
+    "% of docstrings that begin without a verb": (3, False),
+    "% of names that say nothing": (0.5, False),
+    "isinstance of BucketPath": (0, False),
+    "branches on robots or none": (0, False),
+}
+VERBLESS = re.compile(r"(What|Whether|Of|Where|Those|How|Which|Who|As|All|So|Until)\b")
+EMPTY_NAME = re.compile(
+    r"(found|own|given|asked|left|there|here|one|whole|said|told|of|others|wanted|each|kept|drawn|known|kind|which|how"
+    r"|what|where|beside|taken|made|held|shown|came|begun|of_\w*)$"
+)
+
+Graph = Mapping[str, Iterable[str]]
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Return the project's Python files by module name, without the tests."""
+    folders = (PACKAGE, "diagnostics", "benchmarks", "ci")
+    paths = [*root.glob("*.py"), *(path for folder in folders for path in (root / folder).rglob("*.py"))]
+    names = {path: ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    return {name: path for path, name in names.items()}
+
+
+def imports(root: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield (module, line, imported module) of every import, also inside functions and under TYPE_CHECKING."""
+    known = modules(root)
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}:{node.lineno}: imports are written out"
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                if target not in known and isinstance(node, ast.ImportFrom):
+                    target = target.rpartition(".")[0]
+                if target != name and (target in known or target.partition(".")[0] == "tests"):
+                    yield name, node.lineno, target
+
+
+def reachable(graph: Graph) -> dict[str, set[str]]:
+    """Return the nodes that each node leads to, itself among them where it is in a circle."""
+    reach = {node: set(targets) for node, targets in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for targets in reach.values():
+            more = set().union(*(reach.get(target, set()) for target in targets)) - targets
+            targets |= more
+            changed |= bool(more)
+    return reach
+
+
+def floors(graph: Graph) -> int:
+    """Count the nodes of the longest chain; imports within a circle do not count."""
+    reach = reachable(graph)
+
+    @cache
+    def depth(node: str) -> int:
+        return 1 + max((depth(t) for t in graph.get(node, ()) if node not in reach.get(t, ())), default=0)
+
+    return max(map(depth, graph), default=0)
+
+
+def _package(module: str) -> str:
+    """Return the folder of a module, or the module itself where it is in none."""
+    return ".".join(module.split(".")[: 2 if module.startswith(f"{PACKAGE}.") else 1])
+
+
+def _measure_imports(root: Path) -> dict[str, float]:
+    by_module: dict[str, set[str]] = {name: set() for name in modules(root)}
+    by_package: dict[str, set[str]] = {}
+    for module, _, target in imports(root):
+        by_module[module].add(target)
+    for module, targets in by_module.items():
+        packages = {_package(target) for target in targets if not target.startswith("tests")}
+        by_package.setdefault(_package(module), set()).update(packages - {_package(module)})
+
+    def within(folder: str) -> Graph:
+        names = {name for name in by_module if name.startswith(f"{PACKAGE}.{folder}.")}
+        return {name: by_module[name] & names for name in names}
+
+    return {
+        "floors of imports": floors(by_package),
+        "floors of imports in data/": floors(within("data")),
+        "floors of imports in policies/": floors(within("policies")),
+        "packages in a circle": sum(node in targets for node, targets in reachable(by_package).items()),
+    }
+
+
+def _operands(test: ast.expr) -> Iterator[ast.expr]:
+    """Yield the operands of a condition's `and`, `or`, `not`, `is None` and `is not None`."""
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _operands(value)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _operands(test.operand)
+    elif isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Is, ast.IsNot)):
+        yield test.left
+    else:
+        yield test
+
+
+def _measure_words(trees: Iterable[ast.AST]) -> dict[str, float]:
+    docstrings, names, buckets, robots = [], [], 0, 0
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstrings += [ast.get_docstring(node) or ""]
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            buckets += "BucketPath" in ast.unparse(node.args[1])
+        elif isinstance(node, (ast.If, ast.IfExp)):
+            robots += any("robots" in (getattr(o, "id", ""), getattr(o, "attr", "")) for o in _operands(node.test))
+    docstrings = [text.lstrip("`") for text in docstrings if text]
+
+    def percent(pattern: re.Pattern[str], texts: list[str]) -> float:
+        return 100 * sum(bool(pattern.match(text)) for text in texts) / max(len(texts), 1)
+
+    return {
+        "% of docstrings that begin without a verb": percent(VERBLESS, docstrings),
+        "% of names that say nothing": percent(EMPTY_NAME, names),
+        "isinstance of BucketPath": buckets,
+        "branches on robots or none": robots,
+    }
+
+
+def measure(root: Path) -> dict[str, float]:
+    """Return each figure of `TARGETS` for the project in a folder."""
+    paths = {name: path for name, path in modules(root).items() if _package(name) != "ci"}
+    tools = {name for name in paths if _package(name) in ("diagnostics", "benchmarks")}
+    texts = {name: path.read_text() for name, path in paths.items()}
+    library = [text for name, text in texts.items() if name not in tools]
+    program = ast.parse(texts["vla"])
+    trains = [node for node in program.body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    imported = [node for node in ast.walk(program) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    (flags,) = re.findall(r"^## python vla\.py$.*?(?=^## |\Z)", (root / "docs/flags.md").read_text(), re.M | re.S)
+    figures = {
+        "lines of the library": sum(text.count("\n") for text in library),
+        "lines of diagnostics and benchmarks": sum(texts[name].count("\n") for name in tools),
+        "lines of tests": sum(path.read_text().count("\n") for path in (root / "tests").rglob("*.py")),
+        "lines of train in vla.py": sum((node.end_lineno or 0) - node.lineno + 1 for node in trains),
+        "names imported by vla.py": sum(len(node.names) for node in imported),
+        "flags of vla.py": len(set(re.findall(r"^\| `(--[\w.]+)`", flags, re.M))),
+        **_measure_imports(root),
+        **_measure_words(map(ast.parse, library)),
+    }
+    return {name: figures[name] for name in TARGETS}
+
+
+def main(root: Path = ROOT) -> int:
+    is_lost = False
+    for name, figure in measure(root).items():
+        most, is_reached = TARGETS[name]
+        if figure > most:
+            verdict = "LOST: it was reached" if is_reached else "not yet"
+        else:
+            verdict = "" if is_reached else "reached: say so in TARGETS"
+        is_lost |= is_reached and figure > most
+        print(f"{name:42} {round(figure, 2):>8g}  at most {most:<6g} {verdict}".rstrip())
+    return int(is_lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
