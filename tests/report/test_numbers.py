@@ -1,0 +1,275 @@
+"""Every number and curve of a run's report against a plain computation of it, from made-up files of a run's folder.
+
+A key figure, a chart or a table of numbers without a computation here fails the test. Datasets have their own tests.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.pages import check_page
+from vla_finetuning.files import write_json
+from vla_finetuning.report import figures, page
+
+RNG = np.random.default_rng(3)
+STEPS = [3, 10, 17, 20, 31, 47]
+TASKS, ROBOTS = ["push", "pull", "lift"], {"arm": 2, "gantry": 3}
+WORKERS, PRICE, FPS, CHUNK = 2, 5.5, 10, 4
+EVALUATED = {10: 0.5, 17: 0.2, 31: 0.4, 47: 0.45}  # held-out loss; that of step 17 is over fewer rows
+COMPARED = [10, 31, 47]  # the first, the lowest over all rows, the last
+SUCCESS = [(10, 5, 20, 0), (31, 9, 18, 2)]  # step, successes, episodes, errors
+
+
+def some(*shape, low=0.1, high=9.0):
+    return RNG.uniform(low, high, shape).round(4).tolist()
+
+
+def metrics_lines():
+    lines = []
+    for step in STEPS:
+        line = {"step": step, "epoch": some(), "samples": 16 * step, "lr": some(high=0.2), "loss": some()}
+        line |= {"grad_norm": some(), "samples_per_s": some(), "step_s": some(low=2), "data_wait_s": some(high=2)}
+        line |= {"mfu": None if step == 17 else some(high=0.9), "peak_memory_bytes": step << 28}
+        line |= {"spilled_bytes": step << 27, "loss_by_robot": {"arm": some(), "gantry": None if step == 3 else some()}}
+        if step in EVALUATED:
+            line |= {"eval_loss": EVALUATED[step], "eval_loss_by_time": [None, *some(9)]}
+            line |= {"eval_loss_by_task": dict(zip(TASKS, some(3), strict=True))}
+            line |= {"eval_loss_by_robot": {"arm": some(), "gantry": some()}, "eval_skipped": int(step == 17)}
+        lines.append(line)
+    return lines
+
+
+def errors_of(size):
+    def error():
+        return {"mse": some(), "mae": some(size)}
+
+    tasks = {task: {"frames": 5 + i, "mean_action": error(), "policy": error()} for i, task in enumerate(TASKS)}
+    place = {"dataset_index": 0, "episode_index": 4, "frame_index": 15, "task": "push"}
+    chunks = {"recorded": some(CHUNK, size), "predicted": some(CHUNK, size)}
+    example = {**place, **chunks, "is_pad": [False] * (CHUNK - 1) + [True]}
+    trained = {"frames": 18, "mean_action": error(), "policy": error(), "other_instruction": error()}
+    trained |= {"by_task": tasks, "examples": [example]}
+    return {"trained": trained, "untrained": {"policy": error()}}
+
+
+LINES = metrics_lines()
+EVALUATION = {"robots": {robot: errors_of(size) for robot, size in ROBOTS.items()}}
+EVALUATION["closed_loop"] = {
+    "arm/trained": {"label": "trained", "successes": 7, "episodes": 9, "interval": [0.45, 0.94], "errors": 1},
+    "arm/blindfolded": {"label": "blind", "successes": 2, "episodes": 8, "interval": [0.07, 0.59], "went_to_a_bin": 5},
+}
+
+
+def g(value, digits=4):
+    return f"{value:.{digits}g}"
+
+
+def percent(value):
+    return f"{100 * value:.1f}%"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """What the page shows: the template's values, the figures by what is said of them, and the text."""
+    folder = tmp_path_factory.mktemp("numbers")
+    scaling = {"num_workers": WORKERS, "use_gpu": True}
+    config = {"batch_size": 4, "grad_accum": 2, "scaling": scaling, "price_per_gpu_hour": PRICE, "steps": 60}
+    write_json(folder / "config.json", config)
+    robots = {name: {"action_names": [f"{name}_{i}_rad" for i in range(n)], "fps": FPS} for name, n in ROBOTS.items()}
+    write_json(folder / "run.json", {"steps": 60, "robots": robots})
+    write_json(folder / "evaluation.json", EVALUATION)
+    over_steps = [
+        {"step": step, "successes": n, "episodes": m, "errors": errors, "interval": [n / 40, (n + 8) / 20]}
+        | {"by_task": [{"label": task, "successes": n - i, "episodes": m // 2} for i, task in enumerate(TASKS[:2])]}
+        for step, n, m, errors in SUCCESS
+    ]
+    attempts = [{"attempt": n, "resumed_from_step": step, "world_size": 2} for n, step in ((1, 0), (2, 17))]
+    for name, lines in (("metrics", LINES), ("evaluations", over_steps), ("attempts", attempts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown, drawn, template, to_svg = {}, {}, page.page_template, figures.to_svg
+
+    class Template:
+        def __init__(self, name):
+            self.name = name
+
+        def render(self, **values):
+            shown.update(values)
+            return template(self.name).render(**values)
+
+    def noted(figure, label):
+        drawn[label] = figure.axes
+        return to_svg(figure, label)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "page_template", Template)
+        patch.setattr(figures, "to_svg", noted)
+        text = check_page(page.render_report(folder, [])).text
+    return shown, drawn, text
+
+
+def totals():
+    """Seconds in steps and waiting: each line's are means of the steps since the line before."""
+    seconds = waited = before = 0
+    for line in LINES:
+        seconds += (line["step"] - before) * line["step_s"]
+        waited += (line["step"] - before) * line["data_wait_s"]
+        before = line["step"]
+    return seconds, waited
+
+
+def test_key_figures_and_the_summary(report):
+    shown, _, text = report
+    seconds, waited = totals()
+    rate = LINES[-1]["samples"] / seconds
+    cost = 1000 / rate * WORKERS * PRICE / 3600
+    errors = {robot: EVALUATION["robots"][robot]["trained"] for robot in ROBOTS}
+    assert shown["key_figures"] == [
+        ("of 60 steps", "47"),
+        ("loss", g(LINES[-1]["loss"])),
+        *(
+            (f"of the mean action's error, {robot}", f"{e['policy']['mse'] / e['mean_action']['mse']:.2f} ×")
+            for robot, e in errors.items()
+        ),
+        ("success in the loop, arm, 1 not played to the end", "78%"),
+        ("samples / s", g(rate, 3)),
+        ("waiting for data", f"{100 * waited / seconds:.0f}%"),
+        ("cost of 1000 samples", g(cost, 3)),
+    ]
+    assert all(f"{name} {value}" in text for name, value in shown["key_figures"])
+    assert dict(shown["facts"]) == {
+        "Batch": "4 rows × 2 micro-steps × 2 workers = 16 a step",
+        "Time": f"{round(seconds) // 60} min {round(seconds) % 60:02d} s in training steps, {16 * 47} samples",
+        "Cost": f"{g(cost, 3)} per 1000 samples, at 5.5 per GPU hour and 2 GPUs",
+    }
+    keys = ["step", "epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", "data_wait_s"]
+    assert shown["metrics"] == [keys, *([g(line[key]) for key in keys] for line in LINES)]
+
+
+def curve(key, factor=1.0, of=lambda line: 1.0):
+    return [np.nan if line[key] is None else factor * line[key] / of(line) for line in LINES]
+
+
+def curves():
+    """Of each chart over steps, by its title: the curves."""
+    by_robot = [[line["loss_by_robot"][robot] or np.nan for line in LINES] for robot in ROBOTS]
+    return {
+        "Loss": [curve("loss")],
+        "Learning rate": [curve("lr")],
+        "Gradient norm before clipping": [curve("grad_norm")],
+        "Throughput": [curve("samples_per_s")],
+        "Waiting for data": [curve("data_wait_s", 100, lambda line: line["step_s"])],
+        "Model FLOP utilisation": [curve("mfu", 100)],
+        "Peak GPU memory": [[step / 4 for step in STEPS]],
+        "Spilled to disk since the cluster started": [[step / 8 for step in STEPS]],
+        "Loss by robot": by_robot,
+    }
+
+
+def test_charts_over_steps(report):
+    shown, drawn, _ = report
+    assert [chart["title"] for chart in shown["charts"]] == list(curves())
+    for title, expected in curves().items():
+        ((label, (axes,)),) = (
+            (label, axes) for label, axes in drawn.items() if label.startswith(f"{title} over steps")
+        )
+        lines, marks = axes.lines[: len(expected)], axes.lines[len(expected) :]
+        for line, values in zip(lines, expected, strict=True):
+            assert line.get_xdata().tolist() == STEPS
+            np.testing.assert_allclose(line.get_ydata(), values, rtol=1e-12)
+        if title == "Loss by robot":
+            assert label.endswith(f"at last arm {g(expected[0][-1])}, gantry {g(expected[1][-1])}")
+            continue
+        assert [mark.get_xdata()[0] for mark in marks] == [17]  # where the run went on
+        assert f": from {g(expected[0][0])} to {g(expected[0][-1])}, lowest {g(np.nanmin(expected[0]))}, " in label
+
+
+def test_held_out_loss(report):
+    shown, drawn, _ = report
+    evaluated = {line["step"]: line for line in LINES if line["step"] in EVALUATED}
+    found, heads = shown["held_out_loss"], [f"step {step}" for step in COMPARED]
+    assert found.keys() == {"charts", "by_task", "by_robot"} and len(found["charts"]) == 2
+    said = "Held-out loss over steps: from 0.5 to 0.45, lowest 0.4; 1 of 4 times without rows that could not be read"
+    training, held_out = drawn[said][0].lines
+    assert training.get_xydata().tolist() == [[line["step"], line["loss"]] for line in LINES]
+    assert held_out.get_xydata().tolist() == [[step, loss] for step, loss in EVALUATED.items()]
+    (axes,) = drawn[f"Held-out loss by flow time, at {', '.join(heads)}"]
+    for line, step in zip(axes.lines, COMPARED, strict=True):
+        np.testing.assert_allclose(line.get_xdata(), np.arange(0.05, 1, 0.1))
+        np.testing.assert_allclose(line.get_ydata(), [np.nan, *evaluated[step]["eval_loss_by_time"][1:]])
+
+    def rows(key, names):
+        return [[name, *(g(evaluated[step][key][name]) for step in COMPARED)] for name in names]
+
+    by_task = [evaluated[step]["eval_loss_by_task"] for step in COMPARED]
+    risen = sorted(TASKS, key=lambda task: by_task[1][task] - by_task[2][task])
+    assert found["by_task"] == (["instruction", *heads], rows("eval_loss_by_task", risen))
+    assert found["by_robot"] == (["robot", *heads], rows("eval_loss_by_robot", ROBOTS))
+
+
+def test_held_out_errors(report):
+    shown, drawn, _ = report
+    assert [robot for robot, _ in shown["held_out"]] == list(ROBOTS)
+    for robot, found in shown["held_out"]:
+        trained, untrained = EVALUATION["robots"][robot]["trained"], EVALUATION["robots"][robot]["untrained"]
+        baseline, names = trained["mean_action"]["mse"], [f"{robot}_{i}_rad" for i in range(ROBOTS[robot])]
+        mses = {"mean action": baseline, "before training": untrained["policy"]["mse"]}
+        mses |= {"trained": trained["policy"]["mse"]}
+        mses |= {"trained, with another instruction": trained["other_instruction"]["mse"]}
+        by_task = {task: (of["frames"], of["policy"]["mse"]) for task, of in trained["by_task"].items()}
+        worst = max(mse for _, mse in by_task.values())
+        chunks = found.pop("chunks")
+        assert found == {
+            "frames": 18,
+            "errors": [(name, g(mse), g(mse / baseline, 3)) for name, mse in mses.items()],
+            "by_task": [
+                (task, frames, g(mse), g(mse / baseline, 3), round(100 * mse / worst))
+                for task, (frames, mse) in sorted(by_task.items(), key=lambda item: -item[1][1])
+            ],
+            "tasks": 3,
+            "by_dimension": [
+                (f"{name} (rad)", g(trained["policy"]["mae"][i], 3), g(trained["mean_action"]["mae"][i], 3))
+                for i, name in enumerate(names)
+            ],
+        }
+        (example,), axes = trained["examples"], drawn[f"Predicted and recorded actions of {', '.join(names)}"]
+        assert [chunk["instructions"] for chunk in chunks] == ["“push”"] and len(axes) == len(names)
+        for dimension, strip in enumerate(axes):
+            for line, key in zip(strip.lines, ("recorded", "predicted"), strict=True):
+                np.testing.assert_allclose(line.get_xdata(), np.arange(CHUNK) / FPS)
+                values = np.array(example[key])[:, dimension]
+                np.testing.assert_array_equal(line.get_ydata(), [*values[:-1], np.nan])
+        assert axes[-1].get_xlabel() == "episode 4, 1.5 s"
+
+
+def test_the_closed_loop(report):
+    shown, drawn, _ = report
+    found = dict(shown["closed_loop"])
+    (axes,) = drawn["Success in the loop over steps: from 25% to 45%, at most 45%"]
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), [[10, 25], [31, 45]])
+    (bars,) = axes.collections
+    ends = [[[10, 12.5], [10, 65]], [[31, 22.5], [31, 85]]]  # n / 40 and (n + 8) / 20
+    np.testing.assert_allclose(bars.get_segments(), ends)
+    assert found.pop("chart") and found == {
+        "over_steps": [
+            ["step 10", "5", "20", "25.0%", "12.5% to 65.0%", ""],
+            ["step 31", "9", "18", "50.0%", "22.5% to 85.0%", "2 more ended in an error"],
+        ],
+        "by_task": {
+            "head": ["task", "step 10", "step 31"],
+            "rows": [["push", "5 of 10", "9 of 9"], ["pull", "4 of 10", "8 of 9"]],
+        },
+        "scores": [
+            ["trained", "7", "9", percent(7 / 9), "45.0% to 94.0%", "1 more ended in an error"],
+            ["blind", "2", "8", "25.0%", "7.0% to 59.0%", "5 went to a bin"],
+        ],
+        "films": [],
+    }
+
+
+def test_nothing_else_on_the_page_is_a_number_of_the_run(report):
+    shown, drawn, _ = report
+    compared = {"key_figures", "facts", "charts", "metrics", "held_out", "closed_loop", "held_out_loss"}
+    others = {"title", "subtitle", "written", "missing", "held_out_expected", "attempts", "skipped", "looks", "plan"}
+    assert shown.keys() == compared | others | {"config", "values"} and shown["values"] is None
+    assert shown["subtitle"] == "Step 47 of 60." and len(drawn) == len(curves()) + 2 + len(ROBOTS) + 1
