@@ -1,0 +1,280 @@
+"""Every number in grpo.py's metrics.jsonl against a plain computation of it: numpy on the episodes and the updates.
+
+A key without a computation here fails the test. Log-densities and values are those of `Objective`, which other tests
+compare with torch's; advantages of ppo are compared in `test_learning`.
+"""
+
+import copy
+import json
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+from tests.in_process import GivenTime
+from tests.rl.test_learning import LocalRollouts, Rank, make_base, resolved
+from util import TrainableOptimizer
+from vla_finetuning.rl import acting, learning, loop
+from vla_finetuning.rl.acting import Actor, Explorer
+from vla_finetuning.rl.objective import Objective
+from vla_finetuning.training import attempt
+
+GROUPS, SIZE, ITERATIONS, PEAK_LR, WARMUP, KL, HELD_OUT = 4, 3, 2, 0.01, 1, 0.02, 4
+PLAY_S, HELD_OUT_S, INFERENCE_S, SCORE_S, UPDATE_S, SIMULATION_S, RENDERING_S = 64.0, 32.0, 0.25, 3.0, 0.5, 7.0, 2.0
+NONFINITE = 1  # the number of the update whose gradient is not finite
+
+
+class Watched:
+    """A run in this process, time in it, and what a plain computation needs: its episodes and updates."""
+
+    def __init__(self, run):
+        self.run, self.time, self.rng = run, GivenTime(), np.random.default_rng(0)
+        self.plays, self.updates, self.norms, self.inferences, self.iterations = [], [], [], 0, 0
+        self.start = self.before = None
+
+    def train(self):
+        watched, forward, step = self, Objective.forward, TrainableOptimizer.step
+        executed, score, take_step = Actor.executed, learning.Lessons._score, loop.GrpoState.take_step
+
+        class Rollouts(LocalRollouts):
+            def play(self, episodes, decide):
+                return watched.play(super().play(episodes, decide), isinstance(decide, Explorer))
+
+            def take_seconds(self):
+                return SIMULATION_S, RENDERING_S
+
+        def inference(actor, chunks):
+            self.inferences += 1
+            self.time.spend(INFERENCE_S)
+            return executed(actor, chunks)
+
+        def scored(lessons, objective, start):
+            self.time.spend(SCORE_S)
+            self.start = self.start or copy.deepcopy(objective)
+            self.before = copy.deepcopy(objective)
+            return score(lessons, objective, start)
+
+        def forwarded(objective, batch, *draws):
+            self.updates[-1]["micros"].append(self.note(objective, batch))
+            loss = forward(objective, batch, *draws)
+            self.updates[-1]["micros"][-1]["returned"] = loss.item()
+            return loss
+
+        def updated(optimizer, number, *clock):
+            if len(self.norms) == NONFINITE:
+                optimizer.params[0].grad[:] = torch.nan
+            gradients = [p.grad.double().numpy() for p in optimizer.params if p.grad is not None]
+            self.norms.append(np.sqrt(sum((gradient**2).sum() for gradient in gradients)))
+            return step(optimizer, number, *clock)
+
+        def trained(*arguments, **options):
+            self.updates.append({"iteration": self.iterations, "micros": []})
+            self.time.spend(UPDATE_S)
+            return train_step(*arguments, **options)
+
+        def iteration(state, batches):
+            self.iterations += 1
+            return take_step(state, batches)
+
+        train_step = loop.train_step
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (learning, acting):
+                patch.setattr(module, "time", self.time)
+            patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
+            patch.setattr(attempt, "log_to", mock.Mock())
+            patch.setattr(Actor, "executed", inference)
+            patch.setattr(learning.Lessons, "_score", scored)
+            patch.setattr(Objective, "forward", forwarded)
+            patch.setattr(TrainableOptimizer, "step", updated)
+            patch.setattr(loop, "train_step", trained)
+            patch.setattr(loop.GrpoState, "take_step", iteration)
+            assert grpo.train(self.run, Rank(0, 1))
+        return [json.loads(line) for line in (self.run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def play(self, ended, explores):
+        """Episodes whose outcomes are drawn; of the first groups that are played all end alike, but of one."""
+        for place, (number, one) in enumerate(ended.items()):
+            rewards = tuple(self.rng.integers(0, 3, len(one.rewards)).astype(float))
+            if explores and not any(play["explores"] for play in self.plays) and place >= SIZE:
+                rewards = (1.0, *[0.0] * (len(rewards) - 1))
+            when = int(self.rng.integers(len(rewards))) if self.rng.random() < 0.4 else None
+            outcome = {"success_once": when is not None, "success_decision": when}
+            ended[number] = replace(one, **outcome, rewards=rewards, total_reward=sum(rewards))
+        play = {"iteration": self.iterations, "explores": explores, "ended": ended, "inferences": self.inferences}
+        self.plays.append(play)
+        self.inferences = 0
+        self.time.spend(PLAY_S if explores else HELD_OUT_S)
+        return ended
+
+    @torch.no_grad()
+    def note(self, objective, batch):
+        """What the rows of a micro-batch are to the policy now, before the iteration's updates, and at the start."""
+        noted = {"weight": batch["weight"]}
+        if objective.options.method != "filtered":
+            now, mean, std = objective.score(batch)
+            then, _, _ = self.before.score(batch)
+            noted |= {"change": now - then, "advantage": batch["advantage"]}
+            noted["away"] = ((mean - self.start.score(batch)[1]) / std[:, :, None, None]).square() / 2
+        if objective.critic is not None:
+            images = objective.loss.images(batch)
+            noted["value"] = objective.values(objective.loss.prefix(images))
+            noted["old_value"] = self.before.values(self.before.loss.prefix(images))
+            noted["target"] = batch["target"]
+        return {name: value.double().numpy() for name, value in noted.items()}
+
+
+def surrogate(change, advantage, options):
+    """PPO's loss of each step with a bound for bad episodes, and where its derivative by the ratio is zero."""
+    ratio, advantage = np.exp(change), np.broadcast_to(advantage[:, None], change.shape)
+    bounded = np.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
+    gain = np.minimum(ratio * advantage, bounded * advantage)
+    flat = np.where(advantage > 0, ratio > 1 + options.clip_high, (advantage < 0) & (ratio < 1 - options.clip_low))
+    bound = (advantage < 0) & (gain < options.dual_clip * advantage)
+    return -np.where(bound, options.dual_clip * advantage, gain), flat | bound
+
+
+def plainly(watched):
+    """What the lines must say."""
+    options, lines, episodes, first = watched.run.options, [], 0, 0
+    for iteration in range(ITERATIONS + 1):
+        plays = [play for play in watched.plays if play["iteration"] == iteration]
+        explored = [play["ended"] for play in plays if play["explores"]]
+        held_out = [one for play in plays if not play["explores"] for one in play["ended"].values()]
+        line = {"step": iteration}
+        updates = [update["micros"] for update in watched.updates if update["iteration"] == iteration]
+        if iteration:
+            ended = [one for played in explored for one in played.values()]
+            episodes += len(ended)
+
+            def worth(one):
+                return float(one.success_once) if options.reward == "success" else one.total_reward
+
+            groups = {}  # of which the last that was played counts
+            for played in explored:
+                for number, one in played.items():
+                    again, group = divmod(number // SIZE, GROUPS)
+                    groups.setdefault((group, again), []).append(one)
+            groups = [groups[max(key for key in groups if key[0] == group)] for group in range(GROUPS)]
+            mixed = [group for group in groups if len({worth(one) for one in group}) > 1]
+            used = {
+                "grpo": [one for group in mixed for one in group],
+                "ppo": [one for group in groups for one in group],
+                "filtered": [one for group in groups for one in group if worth(one) > 0],
+            }[options.method]
+            micros = [micro for micros in updates for micro in micros]
+            if options.method == "grpo":
+                learned = sorted(row for micro in micros for row in micro["advantage"])
+                assert learned == pytest.approx(sorted(options.epochs * advantages(mixed, worth)), abs=1e-5)
+            norms = watched.norms[first : first + len(updates)]
+            first += len(updates)
+            line |= {
+                "episodes": episodes,
+                "lr": PEAK_LR * min(1.0, iteration / (WARMUP + 1)),
+                "success": np.mean([one.success_once for one in ended]),
+                "return": np.mean([worth(one) for one in ended]),
+                "mixed_groups": len(mixed) / GROUPS,
+                "resampled_groups": len(ended) / SIZE - GROUPS,
+                "decisions": sum(len(one.rewards) for one in ended),
+                "used": sum(len(one.rewards) for one in used),
+                "demonstrated": 0,
+                "env_steps": sum(one.steps for one in ended),
+                "updates": len(updates),
+                "nonfinite_steps": sum(not np.isfinite(norm) for norm in norms),
+                "grad_norm": np.mean(norms),
+                "peak_memory_bytes": None,
+                **of_updates(options, micros),
+            }
+        if held_out:
+            line |= {"held_out_successes": sum(one.success_once for one in held_out), "held_out_episodes": HELD_OUT}
+        inference_s = INFERENCE_S * sum(play["inferences"] for play in plays)
+        play_s = PLAY_S * len(explored) + INFERENCE_S * sum(play["inferences"] for play in plays if play["explores"])
+        held_out_s = (PLAY_S * len(explored) + HELD_OUT_S * bool(held_out) + inference_s) - play_s
+        scored = bool(iteration) and options.method != "filtered"
+        line |= {
+            "play_s": play_s,
+            "held_out_s": held_out_s,
+            "score_s": SCORE_S * scored,
+            "update_s": UPDATE_S * len(updates),
+            "step_s": play_s + held_out_s + SCORE_S * scored + UPDATE_S * len(updates),
+            "inference_s": inference_s,
+            "waiting_s": play_s + held_out_s - inference_s,
+            "simulation_s": SIMULATION_S,
+            "rendering_s": RENDERING_S,
+        }
+        lines.append(line)
+    return lines
+
+
+def advantages(groups, worth):
+    """The advantage of each decision: how many standard deviations its episode is above its group's mean."""
+    rows = []
+    for group in groups:
+        returns = np.array([worth(one) for one in group])
+        for one, advantage in zip(group, (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6), strict=True):
+            rows += [advantage] * len(one.rewards)
+    return rows
+
+
+def of_updates(options, micros):
+    """Means over the rows of an iteration's updates."""
+    rows = {name: np.concatenate([micro[name] for micro in micros]) for name in micros[0] if name != "returned"}
+    assert (rows.pop("weight") == 1).all()
+    if options.method == "filtered":
+        loss = sum(micro["returned"] for micro in micros) / sum(len(micro["weight"]) for micro in micros)
+        empty = {"kl": None, "kl_start": None, "clipped": 0, "ratio_off": 0}
+        return {"loss": loss, **empty, "value_loss": None, "explained_variance": None}
+    losses, flat = surrogate(rows["change"], rows["advantage"], options)
+    dimensions = rows["away"][0, 0].size
+    change, away = rows["change"], rows["away"].sum((2, 3))
+    found = {
+        "loss": np.mean(losses + options.kl * away),
+        "kl": np.mean(np.exp(change) - 1 - change) / dimensions,
+        "kl_start": np.mean(away) / dimensions if options.kl else None,
+        "clipped": np.mean(flat),
+        "ratio_off": np.abs(np.exp(change) - 1).max(),
+        "value_loss": None,
+        "explained_variance": None,
+    }
+    if options.method == "ppo":
+        value, old, target = (rows[name] for name in ("value", "old_value", "target"))
+        moved = old + np.clip(value - old, -options.value_clip, options.value_clip)
+        found["value_loss"] = np.mean(np.maximum((value - target) ** 2, (moved - target) ** 2)) / 2
+        # Of every row as often as there are epochs.
+        found["explained_variance"] = 1 - np.var(target - old) / np.var(target)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base(tmp_path_factory.mktemp("metrics") / "base")
+
+
+CASES = {
+    "grpo": {"grpo.kl": KL, "grpo.resample": 2},
+    "ppo": {"grpo.reward": "success", "grpo.value_lr": 0.1, "grpo.value_clip": 0.05},
+    "filtered": {},
+}
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_every_number_is_a_plain_computation(base, tmp_path, method):
+    options = {"grpo.method": method, "grpo.groups": GROUPS, "grpo.group_size": SIZE, "grpo.iterations": ITERATIONS}
+    options |= {"lr": PEAK_LR, "grpo.warmup": WARMUP, "eval.n_episodes": HELD_OUT, "train.max_nonfinite": 1}
+    watched = Watched(resolved(base, tmp_path / "run", **options, **CASES[method]))
+    lines, expected = watched.train(), plainly(watched)
+    assert [line["step"] for line in lines] == [0, 1, 2] and len(expected) == 3
+    for line, plain in zip(lines, expected, strict=True):
+        assert line.keys() == plain.keys(), "a key of metrics.jsonl without a plain computation, or one too many"
+        for key, value in plain.items():
+            near = value if value is None else pytest.approx(value, rel=2e-3, abs=1e-5, nan_ok=True)
+            assert line[key] == near, (line["step"], key)
+    assert [line.get("nonfinite_steps") for line in lines] == [None, 1, 0]
+    assert [("held_out_episodes" in line) for line in lines] == [True, False, True]
+    assert 0 < lines[2]["success"] < 1 and lines[1]["lr"] < lines[2]["lr"] == PEAK_LR
+    if method != "filtered":
+        assert 0 < lines[2]["clipped"] < 1 and lines[2]["kl"] > 1e-4
+    if method == "grpo":
+        assert lines[1]["resampled_groups"] >= GROUPS - 1 and lines[2]["kl_start"] > lines[2]["kl"]
