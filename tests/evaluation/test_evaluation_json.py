@@ -1,0 +1,207 @@
+"""Every number in a run's evaluation.json against a plain computation of it, from LeRobot's dataset and policy.
+
+A key without a computation here fails the test.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.factory import make_pre_post_processors
+
+import vla
+from tests.in_process import TINY
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.demo import make_demo_dataset
+from vla_finetuning.evaluation import open_loop, side_by_side
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
+from vla_finetuning.run import cluster
+from vla_finetuning.run.resolve import resolve
+
+FRAMES, AT_ONCE, SEED, CHUNK = 21, 8, 5, 6
+LABELS = {
+    "trained": "trained",
+    "untrained": "before training",
+    "other_instruction": "trained, with the other instruction",
+    "blindfolded": "trained, blindfolded",
+}
+FILMS = [{"title": "a picture"}]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of the demo's dataset whose policy has been exported, with weights of which all matter."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    meta = load_metadata(make_demo_dataset(folder / "dataset", pairs=3))
+    options = {
+        "dataset.root": meta.root,
+        "dataset.eval_split": 0.6,
+        "dataset.statistics": "stored",
+        "policy.path": make_base(folder / "base", meta, chunk_size=CHUNK, **TINY),
+        "output_dir": folder / "run",
+        "train.mode": "full",
+        "seed": SEED,
+        "scaling.use_gpu": "false",
+    }
+    run = resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
+    trained, generator = run.policy.start(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    save_pretrained(trained, *run.policy.processors(), run.job.output_dir / "pretrained_model")
+    return run
+
+
+@pytest.fixture(scope="module")
+def evaluated(run):
+    """What `vla.evaluate` writes, and the lines of the demo's episodes, whose outcomes are drawn."""
+    rng, played = np.random.default_rng(0), []
+
+    def play(episodes, *_, written, acted, **__):
+        for episode in episodes:
+            success, reached, error = rng.random(3) < (0.4, 0.6, 0.1)
+            info = {"reached": "red" if reached or success else None}
+            line = {"instruction": "go", "success_once": bool(success), "info": info, "error": None}
+            if error:
+                line = dict.fromkeys(line) | {"error": "died"}
+            played.append(vars(episode) | line)
+            written(played[-1])
+            acted(played[-1], np.zeros((1, 3)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "call_there", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))
+        patch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
+        patch.setattr(vla, "is_demo", lambda *_: True)
+        patch.setattr(side_by_side, "play", play)
+        patch.setattr(side_by_side, "make_films", lambda *_: FILMS)
+        assert vla.evaluate(run) == 0
+    return json.loads((run.job.output_dir / "evaluation.json").read_text()), played
+
+
+def held_out(run):
+    """The rows that are predicted: of the held-out episodes one after the other, LeRobot's own, evenly spaced."""
+    (meta,), (episodes,) = run.rows.metas, run.rows.eval_episodes
+    assert 1 < len(episodes) < meta.num_episodes
+    deltas = {"action": [step / meta.fps for step in range(CHUNK)]}
+    rows = LeRobotDataset(
+        "local/x", root=meta.root, episodes=episodes.tolist(), delta_timestamps=deltas, video_backend="pyav"
+    )
+    return [rows[round(place)] for place in np.linspace(0, len(rows) - 1, FRAMES)], rows.meta.stats
+
+
+def predicted(weights, processors, rows, tasks):
+    """Chunks by LeRobot's calls, float64 (N, T, A): row by row, with the noise that a batch of them would draw."""
+    policy = TinyPI05Policy.from_pretrained(weights).eval()
+    pre, post = make_pre_post_processors(policy.config, pretrained_path=str(processors))
+    chunks = []
+    for number, first in enumerate(range(0, len(rows), AT_ONCE)):
+        batch = rows[first : first + AT_ONCE]
+        torch.manual_seed(int(np.random.SeedSequence((SEED, number)).generate_state(1, np.uint64)[0]))
+        noise = torch.normal(0.0, 1.0, (len(batch), CHUNK, policy.config.max_action_dim))
+        for i, row in enumerate(batch):
+            seen = {key: value[None] for key, value in row.items() if key.startswith("observation.")}
+            with torch.no_grad():
+                chunk = policy.predict_action_chunk(pre({**seen, "task": [tasks[first + i]]}), noise=noise[i : i + 1])
+            chunks.append(post(chunk)[0].double().numpy())
+    return np.stack(chunks)
+
+
+def errors(chunks, rows, only=None):
+    """Of the actions within their episodes, or of those of one task."""
+    chosen = [i for i, row in enumerate(rows) if only in (None, row["task"])]
+    off = [chunks[i] - rows[i]["action"].double().numpy() for i in chosen]
+    counted = np.concatenate([o[~rows[i]["action_is_pad"].numpy()] for o, i in zip(off, chosen, strict=True)])
+    return {"mse": (counted**2).mean(), "mae": list(np.abs(counted).mean(0))}
+
+
+def open_loop_by_hand(weights, run, with_other):
+    rows, stats = held_out(run)
+    tasks = [row["task"] for row in rows]
+    red, blue = sorted(set(tasks))
+    chunks = predicted(weights, run.job.output_dir / "pretrained_model", rows, tasks)
+    constant = np.broadcast_to(stats["action"]["mean"], chunks.shape)
+    other = None
+    if with_other:
+        swapped = [red if task == blue else blue for task in tasks]
+        other = errors(predicted(weights, run.job.output_dir / "pretrained_model", rows, swapped), rows)
+    return {
+        "frames": len(rows),
+        "mean_action": errors(constant, rows),
+        "policy": errors(chunks, rows),
+        "other_instruction": other,
+        "by_task": {
+            task: {
+                "frames": tasks.count(task),
+                "mean_action": errors(constant, rows, task),
+                "policy": errors(chunks, rows, task),
+            }
+            for task in (red, blue)
+        },
+        "examples": [
+            {
+                "task": row["task"],
+                "dataset_index": 0,
+                "episode_index": int(row["episode_index"]),
+                "frame_index": int(row["frame_index"]),
+                "recorded": row["action"].tolist(),
+                "predicted": chunk.tolist(),
+                "is_pad": row["action_is_pad"].tolist(),
+            }
+            for row, chunk in list(zip(rows, chunks, strict=True))[::AT_ONCE]
+        ],
+    }
+
+
+def closed_loop_by_hand(played):
+    """Counts, and Wilson's interval by its formula (Wilson 1927)."""
+    scores = {}
+    for name, label in LABELS.items():
+        own = [line for line in played if line["condition"] == name]
+        ended = [line for line in own if line["error"] is None]
+        n, wins = len(ended), sum(line["success_once"] for line in ended)
+        z, share = 1.959963984540054, wins / n
+        centre, half = share + z**2 / (2 * n), z * np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+        interval = [(centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)]
+        scores[name] = {"label": label, "successes": wins, "episodes": n, "interval": interval}
+        scores[name] |= {"errors": 60 - n}
+        reached = [line for line in ended if line["info"]["reached"]]
+        if name == "other_instruction":
+            scores[name]["went_where_told"] = sum(not line["success_once"] for line in reached)
+        if name == "blindfolded":
+            scores[name]["went_to_a_bin"] = len(reached)
+    return scores
+
+
+def flat(value, path=""):
+    """Numbers and texts by the path to them."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: leaf for key, item in items for name, leaf in flat(item, f"{path}/{key}").items()}
+    return {path: value}
+
+
+def test_every_number_is_a_plain_computation(run, evaluated):
+    written, played = evaluated
+    exported = run.job.output_dir / "pretrained_model"
+    expected = {
+        "trained": open_loop_by_hand(exported, run, with_other=True),
+        "untrained": open_loop_by_hand(run.policy.folder, run, with_other=False),
+        "closed_loop": closed_loop_by_hand(played),
+        "films": FILMS,
+    }
+    found, plain = flat(written), flat(expected)
+    assert found.keys() == plain.keys(), "a key of evaluation.json without a plain computation, or one too many"
+    for path, value in plain.items():
+        if isinstance(value, float):
+            value = pytest.approx(value, rel=1e-3 if path.endswith("mse") else 1e-4, abs=1e-4)
+        assert found[path] == value, path
+    assert sum(line["condition"] == "trained" for line in played) == 60 and len(played) == 240
+    mse = {name: expected["trained"][name]["mse"] for name in ("mean_action", "policy", "other_instruction")}
+    mse["untrained"] = expected["untrained"]["policy"]["mse"]
+    assert len({round(value, 2) for value in mse.values()}) == 4  # or one could be taken for another
+    assert {True, False} == {pad for example in written["trained"]["examples"] for pad in example["is_pad"]}
