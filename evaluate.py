@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong flags, before seconds of imports
-    from vla_finetuning.flags import EVALUATE, check_command_line
+    from vla_finetuning.options.command_line import EVALUATE, check_command_line
 
     check_command_line(EVALUATE)
 
@@ -22,7 +22,7 @@ from contextlib import ExitStack
 
 from vla_finetuning.bucket import place
 from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
-from vla_finetuning.flags import EVALUATE, parse_evaluate
+from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import tell, tell_text

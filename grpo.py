@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.flags import GRPO, check_command_line
+    from vla_finetuning.options.command_line import GRPO, check_command_line
 
     CONFIG = check_command_line(GRPO, then="checked")
     from vla_finetuning.run.preflight import check_start_of
@@ -32,10 +32,10 @@ import ray.train
 from ray.exceptions import RayError
 
 import vla
-from vla_finetuning.config import CACHE_DIR
 from vla_finetuning.demo import prepare_disobedient
+from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import GRPO, parse_grpo
+from vla_finetuning.options.command_line import GRPO, parse_grpo
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.before_after import before_and_after, success_lines

@@ -30,7 +30,6 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vla_finetuning.config import DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
@@ -74,7 +73,8 @@ from vla_finetuning.data.shards import ShardedPlan
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.data.videos import Frames, name_shape, video_file
 from vla_finetuning.environment import FRAME_CACHE_GB
-from vla_finetuning.options import did_you_mean
+from vla_finetuning.options.dataset import DatasetOptions, OnError
+from vla_finetuning.options.fields import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # help and wrong flags, before seconds of imports
-    from vla_finetuning.flags import RECORD, check_command_line
+    from vla_finetuning.options.command_line import RECORD, check_command_line
 
     check_command_line(RECORD)
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from vla_finetuning.envs import recording
-from vla_finetuning.flags import RECORD, parse_record
+from vla_finetuning.options.command_line import RECORD, parse_record
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import tell_text

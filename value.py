@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.flags import VALUE, check_command_line
+    from vla_finetuning.options.command_line import VALUE, check_command_line
 
     CONFIG = check_command_line(VALUE, then="checked")
     from vla_finetuning.run.preflight import check_start_of
@@ -29,7 +29,7 @@ from typing import Any
 import ray
 
 import vla
-from vla_finetuning.flags import VALUE, parse_value
+from vla_finetuning.options.command_line import VALUE, parse_value
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, resolve_value

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.flags import VLA, check_command_line
+    from vla_finetuning.options.command_line import VLA, check_command_line
 
     CONFIG = check_command_line(VLA, then="checked")
     from vla_finetuning.run.preflight import check_start_of
@@ -32,7 +32,7 @@ from ray.train.torch import TorchTrainer
 from util import Batch
 from vla_finetuning.evaluation.after_training import evaluate_trained
 from vla_finetuning.evaluation.during import Evaluator
-from vla_finetuning.flags import VLA, parse_args
+from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track

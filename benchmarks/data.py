@@ -57,9 +57,9 @@ from benchmarks.readers import (
     torchcodec_works,
 )
 from diagnostics.report import Environment
-from vla_finetuning.config import DatasetOptions
 from vla_finetuning.data.options import Features, Order
 from vla_finetuning.files import write_json
+from vla_finetuning.options.dataset import DatasetOptions
 
 if TYPE_CHECKING:
     from lerobot_datasource import LeRobotDatasource

@@ -40,9 +40,9 @@ from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment
 from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
-from vla_finetuning.config import TrainMode
 from vla_finetuning.files import read_json, read_lines
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample, meta_policy

@@ -33,7 +33,6 @@ from typing import Any
 import record
 import vla
 from diagnostics.report import Environment
-from vla_finetuning.config import ENVIRONMENT_NAME, EvalOptions
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, metaworld_tasks, task_makers
 from vla_finetuning.evaluation.closed_loop import play
@@ -43,6 +42,7 @@ from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.options.environment import ENVIRONMENT_NAME, EvalOptions
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.run import cluster

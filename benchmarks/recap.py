@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import evaluate
 import value
 import vla
-from vla_finetuning.config import CACHE_DIR
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_base, prepare_disobedient
+from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.files import write_json

@@ -66,8 +66,9 @@ from util import (
     enable_gpu_perf_flags,
     peak_flops,
 )
-from vla_finetuning.config import Config, TrainMode
 from vla_finetuning.files import write_json
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.registry import family_of
@@ -330,7 +331,7 @@ def live(
     import vla
     from benchmarks.datasets import make
     from vla_finetuning.data.metadata import load_metadata
-    from vla_finetuning.flags import parse_args
+    from vla_finetuning.options.command_line import parse_args
     from vla_finetuning.run.resolve import resolve
     from vla_finetuning.training.feed import policy_batches
     from vla_finetuning.training.stream import Dealt, stream_batches

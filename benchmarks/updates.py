@@ -17,7 +17,8 @@ from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 
 from util import DeviceMetrics, NumpyToTorchCollate, cuda_prefetcher, train_step
-from vla_finetuning.config import Attention, Config, Precision, TrainMode, TrainOptions
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.train import Attention, Precision, TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import why_not
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.optim import make_recipe

@@ -42,8 +42,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import vla
 from diagnostics.tool import with_any_stats
 from util import Batch, DeviceMetrics, NumpyToTorchCollate
-from vla_finetuning.config import Precision
-from vla_finetuning.flags import VLA, parse_args
+from vla_finetuning.options.command_line import VLA, parse_args
+from vla_finetuning.options.train import Precision
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vla_finetuning.bucket import place
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts, checkpoint_to_resume
 from vla_finetuning.run.progress import recorded_rows

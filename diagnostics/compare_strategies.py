@@ -40,7 +40,7 @@ import vla
 from diagnostics.report import Environment, Record, Report, time_line
 from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
-from vla_finetuning.config import Strategy
+from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.launch import on_cluster
 from vla_finetuning.run.resolve import Run

@@ -43,13 +43,13 @@ from typing import Any
 from tqdm import tqdm
 
 from vla_finetuning.bucket import place
-from vla_finetuning.config import Config
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import movement_keys, stretches_of, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
-from vla_finetuning.members import read_mixture
+from vla_finetuning.options.mixture import read_mixture
+from vla_finetuning.options.programs import Config
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes

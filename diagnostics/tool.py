@@ -22,7 +22,7 @@ from diagnostics.report import Report, page
 from util import Batch, NumpyToTorchCollate
 from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import remove
-from vla_finetuning.flags import VLA, parse_args
+from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config

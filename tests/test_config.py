@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from vla_finetuning.config import CONFIG_NAME, PRESETS, Config
 from vla_finetuning.environment import Timeouts, cache_gb
-from vla_finetuning.flags import PROGRAMS, page, parse_args, parse_evaluate, parse_grpo, parse_record
+from vla_finetuning.options.command_line import PROGRAMS, page, parse_args, parse_evaluate, parse_grpo, parse_record
+from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.options.programs import PRESETS, Config
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
 

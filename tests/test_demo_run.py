@@ -13,7 +13,7 @@ import vla
 from tests.datasets import make_dataset
 from tests.pages import check_page
 from vla_finetuning.evaluation.demo_success import LABELS, is_demo
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.run.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent

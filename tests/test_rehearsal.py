@@ -16,9 +16,9 @@ from diagnostics import show_dataset
 from tests.datasets import make_dataset
 from tests.in_process import train
 from tests.run.test_names import DROID, rename_files, split_state
-from vla_finetuning.config import REHEARSAL_STEPS
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.schedule import REHEARSAL_STEPS
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.resolve import _policy_path, resolve

@@ -19,7 +19,7 @@ from tests.datasets import edit_rows, make_dataset
 from tests.planted import Fault
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.progress import recorded_rows
 from vla_finetuning.run.resolve import resolve

@@ -6,18 +6,12 @@ What is wrong with one alone, its type and bounds say (options.py); what needs f
 from __future__ import annotations
 
 from vla_finetuning.bucket import place
-from vla_finetuning.config import (
-    MAX_SEED,
-    Config,
-    DatasetOptions,
-    EvaluateConfig,
-    GrpoConfig,
-    RecapOptions,
-    RecordConfig,
-    ValueConfig,
-    WorkerOptions,
-)
-from vla_finetuning.members import members, robots
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.job import MAX_SEED
+from vla_finetuning.options.mixture import members, robots
+from vla_finetuning.options.programs import Config, EvaluateConfig, GrpoConfig, RecordConfig, ValueConfig
+from vla_finetuning.options.recap import RecapOptions
+from vla_finetuning.options.scaling import WorkerOptions
 
 
 def check_evaluate(config: EvaluateConfig) -> None:

@@ -6,10 +6,24 @@ import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 # Size of a cache on each node, in 10^9 bytes: of fetched bytes, a few of LeRobot's larger datasets; of decoded frames
 # (16 for every hour of three cameras of 224x224 at 10 Hz), and of features.
 CACHE_GB, FRAME_CACHE_GB = 100.0, 200.0
+
+CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
+# The very first request to an object store has less time than others (environment.py): a store that does not answer at
+# all is more often a wrong name than an outage.
+FIRST_ANSWER_TIMEOUT_S = 15.0
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
+FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
+# Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
+# Beside them, up to as many bytes of images of data files, as they are encoded (data/image_cache.py).
+# Where the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local disk.
+DEFAULT_NUMBERS_DIR = str(_CACHE / "numbers")
+NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or DEFAULT_NUMBERS_DIR
+NUMBERS_GB = float(os.environ.get("VLA_NUMBERS_GB") or 20)
 
 
 def number_from_environment(name: str, default: float) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 from draccus.parsers.decoding import decode
 from draccus.utils import DraccusException
 
-from vla_finetuning.options import did_you_mean
+from vla_finetuning.options.fields import did_you_mean
 
 # What draccus raises for an invalid value.
 NO_VALUE = (DraccusException, ValueError, TypeError, AttributeError, KeyError)

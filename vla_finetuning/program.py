@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
-from vla_finetuning.flags import Program, asks_for_help
+from vla_finetuning.options.command_line import Program, asks_for_help
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import escape_warnings, tell_error, tell_text
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import recap
-from vla_finetuning.flags import EVALUATE, VALUE, VLA
+from vla_finetuning.options.command_line import EVALUATE, VALUE, VLA
 from vla_finetuning.run.folder import FINISHED_NAME
 
 

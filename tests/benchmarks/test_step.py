@@ -11,7 +11,7 @@ from tests.datasets import make_dataset
 from tests.tiny_backbones import VOCABULARY, benchmarked
 from util import train_step
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.smolvla import SmolVLALoss
 from vla_finetuning.run.resolve import resolve

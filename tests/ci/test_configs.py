@@ -9,8 +9,8 @@ import yaml
 
 from ci.validate_build_yaml import ComputeConfig, Faults, Yaml, check_compute_config, parse
 from vla_finetuning.cards import OF_PRESET
-from vla_finetuning.config import PRESETS
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.programs import PRESETS
 from vla_finetuning.run.cluster import DRIVERS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vla_finetuning.flags import PROGRAMS, VLA, lerobots
+from vla_finetuning.options.command_line import PROGRAMS, VLA, lerobots
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

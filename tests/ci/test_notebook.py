@@ -12,7 +12,7 @@ from ci.check_notebook import PARAMETERS, problems_before
 from ci.strip_notebooks import main as strip_notebooks
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 

@@ -17,7 +17,7 @@ PARAMETERS = "preset = 'l4'\ndataset = policy = workers = steps = None\noutput_d
 DRAW = "from IPython.display import SVG, display\ndisplay(SVG('<svg xmlns=\"http://www.w3.org/2000/svg\"/>'))"
 RUN = (
     "import os, pathlib\n"
-    "from vla_finetuning import config  # the kernel works in the project's folder\n"
+    "from vla_finetuning import environment  # the kernel works in the project's folder\n"
     "pathlib.Path(output_dir).mkdir()\n"
     "print('preset', preset, 'capped at', os.environ['MAX_TRAIN_STEPS'])"
 )

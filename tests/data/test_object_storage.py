@@ -39,7 +39,7 @@ from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import BLOCK_BYTES, StorageError, StoragePolicy, connect
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.run.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,10 +14,10 @@ from diagnostics import show_dataset
 from diagnostics.show_dataset import main
 from tests.datasets import all_rows, describe_truly, edit_rows, make_dataset
 from tests.pages import check_page
-from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.programs import Config
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, config_of
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes

@@ -13,12 +13,12 @@ import pytest
 import torch
 from lerobot.envs.configs import EnvConfig
 
-from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.libero import DrawnOnDemand
 from vla_finetuning.envs.stage import choose_gl
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
+from vla_finetuning.options.environment import EvalOptions
 
 choose_gl()
 libero = pytest.importorskip("libero.libero", reason="LIBERO is installed by those who want it: docs/simulators.md")

@@ -9,12 +9,12 @@ import pytest
 import ray
 
 from tests.evaluation.players import FAULTY_ID, Seeing
-from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation import closed_loop
 from vla_finetuning.evaluation.closed_loop import Cast, NoCapacityError, PolicyServer, Row, _Game, _Server, play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
+from vla_finetuning.options.environment import EvalOptions
 
 pytestmark = pytest.mark.ray
 OTHER = dict(zip(INSTRUCTIONS.values(), reversed(INSTRUCTIONS.values()), strict=True))

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 import tests.arm  # noqa: F401 (an environment)
 import vla
 from tests.tiny import make_base
-from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.envs import configs
@@ -24,7 +23,8 @@ from vla_finetuning.evaluation.closed_loop import NoCapacityError
 from vla_finetuning.evaluation.during import Evaluator, capacity_beside
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.player import packed, unpacked
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.programs import Config
 from vla_finetuning.run.folder import evaluations
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.export import policy_at

@@ -17,8 +17,8 @@ from vla_finetuning.bucket import place
 from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import write_json, write_whole
-from vla_finetuning.flags import parse_evaluate
 from vla_finetuning.node_disk import upload_folder
+from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.loading import save_pretrained
 
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]

@@ -17,7 +17,7 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.evaluation import open_loop, side_by_side
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.run import cluster

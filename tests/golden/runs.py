@@ -29,7 +29,7 @@ from tests.tiny import make_base
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args, parse_value
+from vla_finetuning.options.command_line import parse_args, parse_value
 from vla_finetuning.policies.tiny_pi05 import make_tiny_base
 from vla_finetuning.rl.values import resolve_value
 from vla_finetuning.run.resolve import resolve

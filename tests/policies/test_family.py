@@ -15,9 +15,9 @@ from torch import nn
 
 from tests.datasets import make_dataset
 from tests.tiny import make_config
-from vla_finetuning.config import Config
-from vla_finetuning.flags import parse_args
-from vla_finetuning.options import options_of
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.fields import options_of
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss
 from vla_finetuning.policies.registry import FAMILIES, family_of, require_trained, types_that
 from vla_finetuning.run import base_policy

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests import in_process
 from tests.tiny import make_batch, make_policy, reference
-from vla_finetuning.config import PeftOptions
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED, choose_trainable
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces

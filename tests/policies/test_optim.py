@@ -8,7 +8,7 @@ from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from util import warmup_cosine
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.optim import make_recipe
 
 RUN = ["--dataset.root=/data", "--policy.type=act", "--output_dir=/out"]

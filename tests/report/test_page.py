@@ -22,11 +22,11 @@ from tests.loopback import Handler, serving
 from tests.pages import check_page
 from tests.tiny import make_base
 from vla_finetuning import files
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import open_loop_errors
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
 from vla_finetuning.report.page import keep_report, loss_by_robot, write_report

@@ -15,11 +15,11 @@ import pytest
 from tests.buckets import forget, runs_bucket
 from vla_finetuning import node_disk
 from vla_finetuning.bucket import place
-from vla_finetuning.config import Config
 from vla_finetuning.files import read_lines, write_json, write_whole
-from vla_finetuning.flags import parse_args
 from vla_finetuning.lines import append_line
 from vla_finetuning.node_disk import fetched
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.programs import Config
 from vla_finetuning.report import tracking
 from vla_finetuning.report.tracking import PACKAGE, Link, track
 

@@ -27,7 +27,7 @@ from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.evaluation.closed_loop import concatenate
 from vla_finetuning.evaluation.episodes import Episode
 from vla_finetuning.evaluation.player import Player
-from vla_finetuning.flags import parse_grpo
+from vla_finetuning.options.command_line import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl import before_after, flow_sde, learning, loop

@@ -3,8 +3,8 @@
 import json
 
 from tests.pages import check_page
-from vla_finetuning.config import GrpoConfig
 from vla_finetuning.files import write_json
+from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.report import page
 from vla_finetuning.rl.learning_page import write_grpo_report
 

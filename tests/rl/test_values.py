@@ -17,9 +17,9 @@ from tests.in_process import train
 from tests.tiny import make_base
 from vla_finetuning import node_disk
 from vla_finetuning.bucket import place
-from vla_finetuning.config import ValueConfig
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args, parse_value
+from vla_finetuning.options.command_line import parse_args, parse_value
+from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.report.page import write_report
 from vla_finetuning.rl import values
 from vla_finetuning.rl.judging import Judge

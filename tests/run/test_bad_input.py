@@ -18,7 +18,7 @@ import vla
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.run.checkpoint import SPARE_BYTES
 from vla_finetuning.run.folder import LOG_NAME

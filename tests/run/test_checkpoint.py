@@ -21,8 +21,9 @@ from torch.cuda import _pin_memory_utils
 from tests.data.test_hostile import json_values
 from tests.tiny import real_config
 from util import make_trainable_optimizer
-from vla_finetuning.config import CRITIC, Config
 from vla_finetuning.lines import append_line
+from vla_finetuning.options.grpo import CRITIC
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.run import checkpoint, manifest

@@ -31,7 +31,7 @@ from ray.data._internal.execution.resource_manager import ResourceManager
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from tests import clusters
-from vla_finetuning.config import ScalingOptions
+from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run import cluster
 from vla_finetuning.run.cluster import (
     Needs,
@@ -71,7 +71,7 @@ def test_nothing_but_code_is_sent(tmp_path):
     stay = [".env", ".git/config", ".venv/lib/a.py", "outputs/run/config.json", ".cache/demo/x.mp4", "token", "a.pem"]
     stay += ["my_data/meta/info.json", "tests/test_x.py", "diagnostics/trace.json", "diagnostics/old/x.py", "sub/x.py"]
     stay += ["vla_finetuning/notes.json", "vla_finetuning/data/token", "vla_finetuning/data/old/x.py"]
-    go = ["vla.py", "diagnostics/__init__.py", "vla_finetuning/config.py", "vla_finetuning/data/plan.py"]
+    go = ["vla.py", "diagnostics/__init__.py", "vla_finetuning/options/train.py", "vla_finetuning/data/plan.py"]
     go += ["vla_finetuning/report/templates/report.html"]
     for name in stay + go:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
@@ -391,9 +391,9 @@ def two_nodes(tmp_path, monkeypatch, no_ray_cluster):
 
 @ray.remote
 def where_code_is():
-    from vla_finetuning import config
+    from vla_finetuning import environment
 
-    return inspect.getfile(config), sorted(os.listdir(os.path.dirname(inspect.getfile(config))))
+    return inspect.getfile(environment), sorted(os.listdir(os.path.dirname(inspect.getfile(environment))))
 
 
 @pytest.mark.ray

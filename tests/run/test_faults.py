@@ -427,7 +427,8 @@ def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_
 
 def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):
     script = (
-        "import sys; from vla_finetuning.config import Config; from vla_finetuning.run.folder import claim_folder\n"
+        "import sys; from vla_finetuning.options.programs import Config\n"
+        "from vla_finetuning.run.folder import claim_folder\n"
         "with claim_folder(Config(output_dir=sys.argv[1], resume=True)): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(undisturbed)]

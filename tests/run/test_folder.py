@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from vla_finetuning.config import CONFIG_NAME, Config, ScalingOptions
+from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import Progress, commit, write_pieces
 from vla_finetuning.run.folder import changed_options, checkpoint_to_resume, claim_folder, finish, resumption

@@ -10,10 +10,10 @@ import pytest
 from diagnostics import check_rows
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import all_rows, edit_rows, make_dataset
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data import quantiles
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe

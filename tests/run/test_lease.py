@@ -11,7 +11,7 @@ import pytest
 from tests.buckets import runs_bucket
 from vla_finetuning import bucket
 from vla_finetuning.bucket import place
-from vla_finetuning.config import Config
+from vla_finetuning.options.programs import Config
 from vla_finetuning.run import lease
 from vla_finetuning.run.folder import claim_folder
 from vla_finetuning.run.lease import drive, is_lost

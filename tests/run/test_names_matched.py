@@ -7,10 +7,11 @@ import pytest
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.in_process import resolved
-from vla_finetuning.config import ImageTransformOptions, OutcomeOptions
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.selection import choose_episodes
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.dataset import ImageTransformOptions
+from vla_finetuning.options.recap import OutcomeOptions
 from vla_finetuning.policies.augment import lerobot_step
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.registry import FAMILIES

@@ -16,10 +16,11 @@ from filelock import FileLock
 import vla
 from tests.datasets import make_dataset
 from tests.tiny import make_base
-from vla_finetuning.config import CONFIG_NAME, GrpoConfig
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import remove
-from vla_finetuning.flags import parse_args, parse_grpo, parse_value
+from vla_finetuning.options.command_line import parse_args, parse_grpo, parse_value
+from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
 from vla_finetuning.run.describe import describe

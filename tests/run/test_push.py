@@ -21,9 +21,10 @@ from tests.loopback import serving
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
 from vla_finetuning.bucket import place
-from vla_finetuning.config import ENVIRONMENT_NAME, Config
 from vla_finetuning.files import write_whole
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER

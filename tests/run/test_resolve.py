@@ -16,13 +16,13 @@ from lerobot_datasource import LeRobotDatasource
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from tests.training import test_as_lerobot as as_lerobot
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.options import Selection
 from vla_finetuning.data.shards import Sharding
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare

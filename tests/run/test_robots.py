@@ -31,8 +31,8 @@ from vla_finetuning.data import quantiles, relative_actions
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import evaluate_run
-from vla_finetuning.flags import parse_args
-from vla_finetuning.members import members, read_mixture, robots
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.mixture import members, read_mixture, robots
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push

@@ -13,9 +13,10 @@ from lerobot.rewards.sarm.rabc import RABCWeights
 
 from tests.datasets import make_dataset
 from tests.tiny import make_batch, make_policy, reference
-from vla_finetuning.config import Config, SampleWeightingOptions
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.sample_weighting import SampleWeightingOptions
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.run.describe import describe

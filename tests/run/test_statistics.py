@@ -15,11 +15,11 @@ from tests import in_process
 from tests.data.test_quantiles import assert_numpys, rows_of
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import edit_rows, make_dataset
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data import quantiles
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.run import statistics
 from vla_finetuning.run.describe import describe

@@ -37,7 +37,7 @@ from tests.tiny_backbones import EVO1, FASTWAM, KINDS, MOLMOACT2, SMOLVLA, VLA_J
 from tests.training.test_parallel import meet, processes, report
 from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import ROW_COLUMNS
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.family import UNUSED
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of

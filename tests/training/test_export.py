@@ -15,7 +15,7 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import resolve

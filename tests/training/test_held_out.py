@@ -10,7 +10,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from tests import in_process
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import STOP_NAME

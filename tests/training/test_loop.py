@@ -18,7 +18,7 @@ from tests.tiny import make_base
 from util import TimedIterator
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies import compiling, pi05
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.policies.pi05 import PI05Loss

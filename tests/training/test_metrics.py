@@ -19,7 +19,7 @@ from tests.training.test_as_lerobot import Shard
 from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.run.resolve import resolve

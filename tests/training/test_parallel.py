@@ -27,8 +27,8 @@ from diagnostics.report import Environment, page
 from diagnostics.step_clock import StepClock
 from tests import in_process
 from util import accumulating, full_tensor, make_trainable_optimizer, train_step
-from vla_finetuning.config import PeftOptions
-from vla_finetuning.flags import parse_args
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.folder import start_attempt

@@ -20,7 +20,6 @@ import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.config import ENVIRONMENT_NAME, FIRST_ANSWER_TIMEOUT_S, refuse_credentials
 from vla_finetuning.data import metadata_v2, metadata_v3
 from vla_finetuning.data.limits import (
     MAX_FRAME_PIXELS,
@@ -31,6 +30,9 @@ from vla_finetuning.data.limits import (
 )
 from vla_finetuning.data.paths import INFO_PATH, assign_files, check_inside, first_row_in_file, read_whole, shorten
 from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect
+from vla_finetuning.environment import FIRST_ANSWER_TIMEOUT_S
+from vla_finetuning.options.credentials import refuse_credentials
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
 
 STATS_PATH = "meta/stats.json"
 

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import DTypeLike
 
-from vla_finetuning.config import DEFAULT_NUMBERS_DIR, NUMBERS_DIR, NUMBERS_GB
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.node_cache import NodeCache, Records, is_in_memory, node_cache
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.environment import DEFAULT_NUMBERS_DIR, NUMBERS_DIR, NUMBERS_GB
 
 # Rows that are written at once, in bytes.
 _WRITTEN_BYTES = 4 * 2**20

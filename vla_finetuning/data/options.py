@@ -9,10 +9,10 @@ from typing import get_args
 
 import numpy as np
 
-from vla_finetuning.config import DatasetOptions, OnError
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.frames import Stretches
 from vla_finetuning.data.shards import Sharding
+from vla_finetuning.options.dataset import DatasetOptions, OnError
 
 # Places in the dataset that a shuffle window takes its rows from, at least. More mix better and cost decoding.
 WINDOW_SEGMENTS = 32

@@ -23,13 +23,13 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig, HubEnvConfig, LiberoEnv, MetaworldEnv
 from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 
-from vla_finetuning.config import ENVIRONMENT_NAME
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.libero import DrawnOnDemand
 from vla_finetuning.envs.stage import Maker, choose_gl, initial_states
 from vla_finetuning.envs.two_bins_scene import GANTRY, Robot
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
 
 
 def _features(robot: Robot) -> dict[str, PolicyFeature]:

@@ -15,11 +15,12 @@ from lerobot.configs import FeatureType
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION
 
-from vla_finetuning.config import ENVIRONMENT_NAME, RecordConfig
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
 from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import write_json
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.options.programs import RecordConfig
 from vla_finetuning.terminal import tell
 
 # Environments with scripted experts (`expert_action`), and their options where the command line says nothing: of

@@ -21,10 +21,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from vla_finetuning.config import EvalOptions
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.stage import Decision, Ended, Maker, Observation, Stage, Start
 from vla_finetuning.evaluation.episodes import Condition, Episode, line_of
+from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import tell
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vla_finetuning.config import Config, EvalOptions
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation.episodes import Condition
@@ -15,6 +14,8 @@ from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.node_disk import fetched_for_good
+from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_shapes
 from vla_finetuning.policies.registry import family_of

@@ -26,7 +26,6 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.data import ExecutionOptions, ExecutionResources
 from tqdm import tqdm
 
-from vla_finetuning.config import EvalOptions, ScalingOptions
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
 from vla_finetuning.evaluation.closed_loop import ROOM_TIMEOUT_S, SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
@@ -36,6 +35,8 @@ from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, o
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.lines import append_line
+from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause

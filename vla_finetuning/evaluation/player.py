@@ -23,10 +23,10 @@ from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_STATE
 
-from vla_finetuning.config import ROBOT_NAME
 from vla_finetuning.envs.stage import Observation
 from vla_finetuning.evaluation.episodes import generator, noise
 from vla_finetuning.files import read_json
+from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.policies.flow import FlowLoss, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors

@@ -22,12 +22,12 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import preprocess_observation
 from lerobot.utils.constants import ACTION, DONE, OBS_STR, REWARD
 
-from vla_finetuning.config import ENVIRONMENT_NAME
 from vla_finetuning.envs.configs import how_drawn
 from vla_finetuning.envs.film import play_again
 from vla_finetuning.envs.stage import Maker, Observation, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import read_json, write_json
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.policies.processors import IMAGENET_STEP
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.terminal import tell

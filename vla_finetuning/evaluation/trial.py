@@ -19,7 +19,6 @@ from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
 from vla_finetuning.bucket import place
-from vla_finetuning.config import Config, EvalOptions, EvaluateConfig
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.stage import Maker
 from vla_finetuning.evaluation.closed_loop import play
@@ -29,6 +28,8 @@ from vla_finetuning.evaluation.player import PolicySource, check_advantage, chec
 from vla_finetuning.evaluation.recording import Eyes, is_recorded, record_played
 from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
+from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.options.programs import Config, EvaluateConfig
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.run.base_policy import resolve_policy

@@ -23,7 +23,7 @@ from lerobot.transforms import ImageTransformConfig, ImageTransformsConfig, Shar
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from vla_finetuning.config import ImageTransformOptions
+from vla_finetuning.options.dataset import ImageTransformOptions
 
 # Numbers that one camera of one row may draw.
 DRAWS = 256

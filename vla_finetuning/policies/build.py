@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 
-from vla_finetuning.config import PeftOptions, TrainMode
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused

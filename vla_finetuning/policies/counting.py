@@ -12,7 +12,8 @@ from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
-from vla_finetuning.config import PeftOptions, TrainMode
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable

@@ -22,7 +22,7 @@ from lerobot.utils.constants import ACTION
 from torch import Tensor, nn
 
 from util import DeviceMetrics, Draws
-from vla_finetuning.config import TrainMode
+from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 
-from vla_finetuning.config import PeftOptions
-from vla_finetuning.options import did_you_mean
+from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.options.peft import PeftOptions
 
 
 def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) -> Any:

@@ -18,8 +18,9 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import nn
 
 from util import trainable_parameters, warmup_cosine
-from vla_finetuning.config import FINAL_LR_FRAC, WARMUP_FRAC, Config
 from vla_finetuning.lerobot_options import read_options
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.schedule import FINAL_LR_FRAC, WARMUP_FRAC
 
 
 @dataclass(frozen=True)

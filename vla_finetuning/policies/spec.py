@@ -11,7 +11,9 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import PolicyProcessorPipeline
 
-from vla_finetuning.config import ImageTransformOptions, PeftOptions, TrainOptions
+from vla_finetuning.options.dataset import ImageTransformOptions
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.loading import fetch_pretrained, load_policy, new_policy
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors

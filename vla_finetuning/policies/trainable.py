@@ -9,7 +9,8 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from vla_finetuning.config import PeftOptions, TrainMode
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.family import UNUSED
 from vla_finetuning.policies.lora import adapted_layers, add_adapters
 from vla_finetuning.policies.registry import family_of, types_that

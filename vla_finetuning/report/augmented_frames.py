@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.config import Config, ImageTransformOptions
+from vla_finetuning.options.dataset import ImageTransformOptions
+from vla_finetuning.options.programs import Config
 from vla_finetuning.report.dataset_look import Moment
 
 # Below each frame, as many epochs would make of it.

@@ -27,9 +27,9 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from vla_finetuning.bucket import BucketPath, StorageError, place
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
+from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
 from vla_finetuning.bucket import BucketPath, place
-from vla_finetuning.config import CONFIG_NAME, Config, TrackerName
 from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.node_disk import scratch
+from vla_finetuning.options.job import CONFIG_NAME, TrackerName
+from vla_finetuning.options.programs import Config
 from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, evaluations
 from vla_finetuning.run.polling import polling

@@ -18,8 +18,9 @@ import torch
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
-from vla_finetuning.config import DatasetOptions, GrpoConfig
 from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.run.rows import Rows

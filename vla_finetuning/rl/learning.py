@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch, StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.config import CRITIC, GrpoConfig, GrpoOptions, Reward
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
@@ -29,6 +28,8 @@ from vla_finetuning.evaluation.closed_loop import ROOM_TIMEOUT_S
 from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.evaluation.recording import Played as Recorded
 from vla_finetuning.lines import append_line
+from vla_finetuning.options.grpo import CRITIC, GrpoOptions, Reward
+from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.value import advantages_and_targets
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer

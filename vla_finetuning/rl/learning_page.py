@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.evaluation.intervals import wilson
 from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import figures, page
 from vla_finetuning.report.loop import closed_loop
 from vla_finetuning.report.page import REPORT_NAME, Metrics, columns, page_template, write_page

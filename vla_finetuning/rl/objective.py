@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from util import Batch
-from vla_finetuning.config import GrpoOptions, Method
+from vla_finetuning.options.grpo import GrpoOptions, Method
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.value import make_value_head
 from vla_finetuning.rl.flow_sde import FlowSDE, Walk, score

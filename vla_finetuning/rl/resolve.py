@@ -15,7 +15,6 @@ from lerobot.envs.utils import env_to_policy_features
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
 from vla_finetuning.bucket import place
-from vla_finetuning.config import GrpoConfig, GrpoOptions, PeftOptions
 from vla_finetuning.envs.configs import (
     check_drawn,
     drawn_for,
@@ -27,6 +26,9 @@ from vla_finetuning.envs.configs import (
 )
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
 from vla_finetuning.evaluation.player import check_fits, opening_of
+from vla_finetuning.options.grpo import GrpoOptions
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from scipy.stats import mannwhitneyu
 
-from vla_finetuning.config import ValueConfig
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.files import write_json
+from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, ValueSpec

@@ -13,13 +13,10 @@ from typing import Any
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 
-from vla_finetuning.config import (
-    PRESETS,
-    Config,
-    PeftOptions,
-    TrainOptions,
-)
 from vla_finetuning.files import read_foreign_json
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.programs import PRESETS, Config
+from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError
 
 from vla_finetuning.bucket import BucketPath
-from vla_finetuning.config import CRITIC
 from vla_finetuning.files import let_others_read, write_json
+from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.manifest import (
     AVERAGE,

@@ -34,8 +34,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from vla_finetuning.bucket import BucketPath
-from vla_finetuning.config import ScalingOptions, WorkerOptions
 from vla_finetuning.environment import Timeouts
+from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
 from vla_finetuning.terminal import tell
 
 if TYPE_CHECKING:

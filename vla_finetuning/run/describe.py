@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from lerobot_datasource import SEGMENT_ROWS
-from vla_finetuning.config import FRAMES_DIR, NUMBERS_DIR, NUMBERS_GB, REHEARSAL_ROWS_PER_S, Config, DatasetOptions
 from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.number_cache import numbers_gb
-from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
-from vla_finetuning.members import members
+from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, NUMBERS_DIR, NUMBERS_GB, cache_gb
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.mixture import members
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.schedule import REHEARSAL_ROWS_PER_S
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.loading import aligned
 from vla_finetuning.policies.registry import family_of

@@ -10,11 +10,11 @@ from typing import cast
 
 import numpy as np
 
-from vla_finetuning.config import PRESETS, Config
 from vla_finetuning.data.frames import Stretches, movement_keys, stretches_of, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.selection import Choice, choose_episodes, of_each
-from vla_finetuning.members import members
+from vla_finetuning.options.mixture import members
+from vla_finetuning.options.programs import PRESETS, Config
 
 # Of a task: fewer are not split in a rehearsal.
 FEW_EPISODES = 5

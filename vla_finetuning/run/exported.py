@@ -8,9 +8,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from vla_finetuning.bucket import BucketPath
-from vla_finetuning.config import CONFIG_NAME, Config, JobOptions, ValueConfig
 from vla_finetuning.files import read_foreign_json
-from vla_finetuning.members import members, robots
+from vla_finetuning.options.job import CONFIG_NAME, JobOptions
+from vla_finetuning.options.mixture import members, robots
+from vla_finetuning.options.programs import Config, ValueConfig
 from vla_finetuning.run.labels import LABELS_NAME
 
 POLICY_DIR, ADAPTER_DIR, REPORT_NAME = "pretrained_model", "adapter", "report.html"

@@ -50,10 +50,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from vla_finetuning.bucket import BucketPath, ChangedError, StorageError
-from vla_finetuning.config import CONFIG_NAME, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig, JobOptions
 from vla_finetuning.files import read_json, read_lines, remove, write_json
 from vla_finetuning.lines import is_there, recently, write_beside
-from vla_finetuning.options import leaves, options_of
+from vla_finetuning.options.fields import leaves, options_of
+from vla_finetuning.options.job import CONFIG_NAME, OF_A_START, JobOptions
+from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
 from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, resumed_at, start_attempt
 from vla_finetuning.run.checkpoint import (
     Progress,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vla_finetuning.config import ScalingOptions
 from vla_finetuning.environment import Timeouts
+from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME
 

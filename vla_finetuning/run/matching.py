@@ -18,10 +18,10 @@ from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import ACTION, OBS_PREFIX
 
-from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
 from vla_finetuning.data.selection import tasks_of
-from vla_finetuning.members import Member
+from vla_finetuning.options.mixture import Member
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that

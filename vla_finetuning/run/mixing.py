@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lerobot_datasource import SEGMENT_ROWS, LeRobotDatasource
-from vla_finetuning.config import Config
+from vla_finetuning.options.programs import Config
 
 # A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
 POORLY_MIXED = 0.25

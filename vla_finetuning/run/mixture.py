@@ -25,7 +25,7 @@ from vla_finetuning.data.metadata import (
     reorder_dimensions,
 )
 from vla_finetuning.data.rows import row_kind
-from vla_finetuning.options import did_you_mean
+from vla_finetuning.options.fields import did_you_mean
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata
-from vla_finetuning.members import Member, members, robots
+from vla_finetuning.options.mixture import Member, members, robots
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import aligned
 from vla_finetuning.run.matching import check_rates, window_step
 from vla_finetuning.run.mixture import check_alike, check_ranges, named_alike, ordered_alike, ordered_by

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.config import OutcomeOptions
 from vla_finetuning.data.episode_weights import episode_values
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.statistics import episode_arrays, files_of
-from vla_finetuning.options import did_you_mean
+from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.options.recap import OutcomeOptions
 
 FLAG = "--outcome.success"
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.config import Config, DatasetOptions, GrpoConfig, JobOptions, ValueConfig
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     FRAME_FEATURES,
@@ -28,8 +27,11 @@ from vla_finetuning.data.metadata import (
 from vla_finetuning.data.selection import Choice, read_choice
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.environment import CACHE_GB, Timeouts, cache_gb
-from vla_finetuning.members import Member, members, robots
-from vla_finetuning.options import did_you_mean
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.options.job import JobOptions
+from vla_finetuning.options.mixture import Member, members, robots
+from vla_finetuning.options.programs import Config, GrpoConfig, ValueConfig
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.episodes import select
 from vla_finetuning.run.exported import result_of, result_problem

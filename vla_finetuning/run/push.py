@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from vla_finetuning.bucket import place
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
-from vla_finetuning.members import members
 from vla_finetuning.node_disk import fetched
+from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.options.mixture import members
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME

@@ -18,7 +18,6 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning import demo
 from vla_finetuning.bucket import place
-from vla_finetuning.config import CACHE_DIR, PRESETS, Config, Precision, TrainOptions
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.metadata import DatasetMetadata
@@ -27,9 +26,11 @@ from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each, tasks_of
 from vla_finetuning.data.statistics import check_stats
-from vla_finetuning.environment import Timeouts
-from vla_finetuning.members import members, robots
+from vla_finetuning.environment import CACHE_DIR, Timeouts
 from vla_finetuning.node_disk import node_folder
+from vla_finetuning.options.mixture import members, robots
+from vla_finetuning.options.programs import PRESETS, Config
+from vla_finetuning.options.train import Precision, TrainOptions
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch

@@ -16,11 +16,12 @@ from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import hf_hub_download
 from lerobot.configs.policies import PreTrainedConfig
 
-from vla_finetuning.config import Config, SampleWeightingOptions
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.number_cache import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.sample_weighting import SampleWeightingOptions
 from vla_finetuning.policies.registry import family_of, types_that
 
 # What LeRobot's reward model calls its file, in a dataset's folder.

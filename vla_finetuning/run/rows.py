@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
-from vla_finetuning.config import FRAMES_DIR, Config, DatasetOptions
 from vla_finetuning.data.feature_cache import FeatureCache, FeatureStore
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
@@ -21,7 +20,9 @@ from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_of
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.data.videos import Frames
-from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
+from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.programs import Config
 from vla_finetuning.run.mixing import Mixing
 
 Columns = dict[str, np.ndarray]

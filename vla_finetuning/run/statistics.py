@@ -16,7 +16,6 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.processor.relative_action_processor import RelativeActionsProcessorStep
 from lerobot.utils.constants import IMAGENET_STATS
 
-from vla_finetuning.config import Config, DatasetOptions
 from vla_finetuning.data.frames import movement_keys
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, dimension_names
@@ -24,7 +23,9 @@ from vla_finetuning.data.quantiles import LIMITS, Source, exact_stats, outside, 
 from vla_finetuning.data.relative_actions import ACTION, RelativeActions, relative_action_stats
 from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.options import did_you_mean
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.processors import required_stats, with_imagenet_stats
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import latest_checkpoint

@@ -14,7 +14,9 @@ from lerobot.configs import PreTrainedConfig
 from ray._common.utils import get_system_memory
 
 from vla_finetuning.cards import CARDS_GIB, OF_PRESET
-from vla_finetuning.config import Config, Strategy, TrainMode
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.scaling import Strategy
+from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.cluster import is_local

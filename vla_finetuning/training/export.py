@@ -14,9 +14,13 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
 from vla_finetuning.bucket import BucketPath
-from vla_finetuning.config import CONFIG_NAME, CRITIC, ENVIRONMENT_NAME, ROBOT_NAME, Config
 from vla_finetuning.files import write_json
 from vla_finetuning.node_disk import scratch, upload_folder
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.options.grpo import CRITIC
+from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.options.policy import ROBOT_NAME
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
 from vla_finetuning.policies.registry import family_of

@@ -26,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from util import local_shard, make_trainable_optimizer, train_step
-from vla_finetuning.config import Attention, PeftOptions, Strategy, TrainMode
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.scaling import Strategy
+from vla_finetuning.options.train import Attention, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.counting import meta_policy

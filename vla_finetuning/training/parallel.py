@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from util import local_shard, saved_buffers
-from vla_finetuning.config import Strategy
+from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.training.worker import Worker
 

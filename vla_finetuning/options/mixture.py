@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from vla_finetuning.config import refuse_credentials
 from vla_finetuning.files import read_regular
-from vla_finetuning.options import as_kind, did_you_mean, form_of, whole_numbers
+from vla_finetuning.options.credentials import refuse_credentials
+from vla_finetuning.options.fields import as_kind, did_you_mean, form_of, whole_numbers
 
 FLAG = "--dataset.mixture"
 # Of a file: a member with a hundred listed episodes takes a kilobyte.

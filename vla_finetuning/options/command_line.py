@@ -1,10 +1,10 @@
 """The command lines: flags to a checked configuration, what `--help` prints, what a wrong flag may have meant.
 
 Flags that `lerobot-train` and `lerobot-eval` have keep their names and meaning; what is Ray's is under `--scaling.*`,
-what is ours under `--train.*`. A preset is a set of flags that come before the user's own. The options themselves are
-in config.py.
+what is ours under `--train.*`. A preset is a set of flags that come before the user's own. The options themselves
+are in the other files of this folder.
 
-    python -m vla_finetuning.flags > docs/flags.md
+    python -m vla_finetuning.options.command_line > docs/flags.md
 
 Needs no package, so that a program can check its command line before it imports anything that takes seconds.
 """
@@ -23,10 +23,14 @@ from typing import Any
 
 from vla_finetuning.bucket import place
 from vla_finetuning.checks import check_evaluate, check_grpo, check_record, check_run, check_value
-from vla_finetuning.config import (
-    CONFIG_NAME,
+from vla_finetuning.files import MAX_JSON_BYTES, read_regular
+from vla_finetuning.lerobot_train import answer
+from vla_finetuning.options.credentials import refuse_credentials
+from vla_finetuning.options.fields import Option, did_you_mean, leaves, options_of, set_option
+from vla_finetuning.options.job import CONFIG_NAME, OF_A_START
+from vla_finetuning.options.mixture import read_mixture
+from vla_finetuning.options.programs import (
     GRPO_PRESETS,
-    OF_A_START,
     PRESETS,
     VALUE_PRESETS,
     Config,
@@ -34,12 +38,7 @@ from vla_finetuning.config import (
     GrpoConfig,
     RecordConfig,
     ValueConfig,
-    refuse_credentials,
 )
-from vla_finetuning.files import MAX_JSON_BYTES, read_regular
-from vla_finetuning.lerobot_train import answer
-from vla_finetuning.members import read_mixture
-from vla_finetuning.options import Option, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 
 # Flags that set two options.
@@ -366,7 +365,7 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
 def page() -> str:
     """All flags for people, Markdown."""
     lines = [
-        "<!-- Written by `python -m vla_finetuning.flags`. -->",
+        "<!-- Written by `python -m vla_finetuning.options.command_line`. -->",
         "",
         "# Flags",
         "",

@@ -1,0 +1,68 @@
+"""Logs and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vla_finetuning.options.fields import option
+
+
+@dataclass
+class CheckpointOptions:
+    """Checkpoints."""
+
+    save_freq: int = option(1000, "Steps between checkpoints.", min=1)
+    save_every_s: float | None = option(
+        None, "Besides, take a checkpoint at the first log step this many seconds after the last one.", above=0
+    )
+    keep_checkpoints: int = option(2, "Number of newest checkpoints to keep.", min=1)
+    keep_best: int = option(
+        0, "Number of best checkpoints to keep besides the newest: those with the most success while training.", min=0
+    )
+
+
+@dataclass
+class LogOptions(CheckpointOptions):
+    """Logs and checkpoints."""
+
+    keep_best: int = option(
+        0,
+        "Number of best checkpoints to keep besides the newest: with the lowest held-out loss (--eval_steps; else "
+        "training loss).",
+        min=0,
+    )
+    log_freq: int = option(50, "Steps between lines of metrics.jsonl.", min=1)
+    eval_steps: int = option(
+        0, "Steps between measurements of the loss on held-out episodes (--dataset.eval_split); 0: never.", min=0
+    )
+    # Shared among the tasks and evenly spaced in each.
+    max_eval_samples: int = option(0, "Rows that the held-out loss is measured on, at most; 0: all.", min=0)
+
+
+@dataclass
+class BestCheckpointOptions(LogOptions):
+    """How good checkpoints are."""
+
+    # By processes beside the training, which does not wait for them (evaluation/during.py).
+    env_eval_freq: int = option(
+        20_000,
+        "Steps between checkpoints that play --eval.n_episodes in --env.type, beside the training; the last one always "
+        "does. 0: the last one only.",
+        min=0,
+    )
+    # Where neither is measured, the lowest training loss since the checkpoint before counts.
+    keep_best: int = option(
+        0,
+        "Number of best checkpoints to keep besides the newest: with the lowest held-out loss (--eval_steps; else "
+        "training loss), or 2,success: with the most success in --env.type.",
+        form="a whole number, or one with what is best, as 2,loss or 2,success",
+        min=0,
+    )
+    keep_best_by: Literal["loss", "success"] = option(
+        "loss", "What the best checkpoints are best by; --keep_best 2,success sets it.", flag=None
+    )
+    export: Literal["last", "best"] = option(
+        "last",
+        "What becomes of OUTPUT_DIR/pretrained_model: the last step, or the best checkpoint by the held-out loss.",
+    )

@@ -1,0 +1,19 @@
+"""An exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vla_finetuning.options.fields import option
+
+
+@dataclass
+class EmaOptions:
+    """An exponential moving average of the weights that train, fp32 (lerobot-train has none; openpi does)."""
+
+    enable: bool = option(False, "Average the weights that train; any option of the average asks for it.")
+    # openpi's default; its LIBERO recipe has 0.999.
+    decay: float = option(
+        0.99, "Share of the average that stays at every step: 0.99 averages about the last 100 steps.", above=0, below=1
+    )
+    export: bool = option(True, "Measure and export the average; false: the weights themselves.")

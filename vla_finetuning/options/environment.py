@@ -1,0 +1,49 @@
+"""The environment, and how a policy is tried in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vla_finetuning.options.fields import option
+
+# Of a dataset recorded in a simulator (in meta/) and of policies trained on it: how its pictures were drawn.
+ENVIRONMENT_NAME = "environment.json"
+
+
+@dataclass
+class EnvironmentOptions:
+    """The environment."""
+
+    env_type: str | None = option(None, "An environment, as LeRobot names it: two_bins, metaworld.", flag="env.type")
+    env_options: list[str] = option([], "An option of the environment itself: --env.task reach-v3.", flag="env.*")
+
+
+@dataclass
+class EvalOptions:
+    """How a policy is tried in an environment (evaluation/closed_loop.py). None of it changes what comes out."""
+
+    n_episodes: int = option(50, "Episodes to play, of each task.", min=1)
+    batch_size: int = option(32, "Rows that a policy decides for at once, at most.", min=1)
+    wait_ms: float = option(
+        20.0,
+        "Milliseconds that an episode waits for others before the policy decides, while others still simulate.",
+        flag=None,
+        above=0,
+    )
+    exact: bool = option(
+        False,
+        "Fill every batch up to batch_size, and compute it in one thread on CPUs: rounding then depends neither on how "
+        "many episodes happen to wait nor on the machine's cores.",
+    )
+    env_actors: int | None = option(
+        None, "Processes that simulate, half a CPU each; as many as there is capacity for when absent.", min=1
+    )
+    policy_actors: int | None = option(
+        None,
+        "Processes that decide, half a CPU each and a GPU where there are any; when absent one on a GPU, or up to four "
+        "on CPUs.",
+        min=1,
+    )
+    videos: int = option(
+        10, "Failed episodes that the page shows at most, and half as many of the others; 0: none.", min=0
+    )

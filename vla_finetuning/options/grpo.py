@@ -1,0 +1,98 @@
+"""Learning from success alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vla_finetuning.options.fields import option
+
+Method = Literal["grpo", "ppo", "filtered"]
+Reward = Literal["success", "return"]
+# How the names of a critic's parameters begin in a checkpoint; it is not part of the policy.
+CRITIC = "critic."
+
+
+@dataclass
+class GrpoOptions:
+    """How a policy learns from success alone (docs/grpo.md). Sampler and clip are by default RLinf's for PI0.5."""
+
+    method: Method = option(
+        "grpo",
+        "grpo: clipped policy gradient, returns compared within a group. ppo: clipped policy gradient, decisions "
+        "compared with a critic that learns beside the policy. filtered: imitation of the episodes that succeeded, "
+        "which has no stop by divergence. All on the same episodes.",
+    )
+    demonstrations: str | None = option(
+        None,
+        "A LeRobot dataset, whose rows are half of each minibatch of --grpo.method filtered: a policy that imitates "
+        "its own samples alone loses precision.",
+    )
+    iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
+    groups: int = option(16, "Groups of an iteration.", min=1)
+    group_size: int = option(8, "Episodes of a group, all from the same initial state.", min=2)
+    resample: int = option(
+        0,
+        "Times that groups whose returns are all equal are replaced by groups that begin elsewhere (dynamic sampling). "
+        "The episodes count.",
+        min=0,
+    )
+    reward: Reward = option(
+        "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
+    )
+    flow_steps: int = option(5, "Steps of the random sampler from noise to actions (rl/flow_sde.py).", min=1)
+    noise_level: float = option(0.5, "How much noise the random sampler adds (a).", above=0)
+    random_steps: Literal["all", "one"] = option("all", "Steps of each decision that are random.")
+    epochs: int = option(2, "Passes over an iteration's decisions.", min=1)
+    minibatch: int = option(
+        64, "Decisions of a minibatch over all workers, evenly cut; the presets of GPUs have 2048.", min=1
+    )
+    clip_low: float = option(0.2, "The ratio of probabilities is clipped at 1 - clip_low below.", above=0, below=1)
+    clip_high: float = option(0.2, "The ratio of probabilities is clipped at 1 + clip_high above.", above=0)
+    dual_clip: float | None = option(3.0, "Bound of a bad episode's loss; null: none.", above=0)
+    normalise: bool = option(True, "Divide advantages by the group's standard deviation.")
+    gamma: float = option(0.99, "Discount of rewards per decision, with --grpo.method ppo.", above=0, max=1)
+    gae_lambda: float = option(
+        0.95, "Weight of later decisions in an advantage (GAE), with --grpo.method ppo.", min=0, max=1
+    )
+    value_lr: float = option(1e-3, "Learning rate of the critic of --grpo.method ppo.", above=0)
+    value_clip: float | None = option(
+        0.2, "An update moves a value by at most so much; null: no bound. With --grpo.method ppo.", above=0
+    )
+    target_kl: float | None = option(
+        0.001,
+        "Divergence from the policy that acted at which an iteration's updates end, per executed dimension: of each of "
+        "the n_action_steps x action dimensions of a step; null: they never end early.",
+        above=0,
+    )
+    kl: float = option(
+        0.0,
+        "Weight of the divergence from the policy that the run started from. Above 0 a second replica is held.",
+        min=0,
+    )
+    warmup: int = option(3, "Iterations over which the learning rate rises; after that it stays.", min=0)
+    eval_every: int = option(
+        10,
+        "Iterations between evaluations: --eval.n_episodes held-out episodes by the deterministic sampler.",
+        min=1,
+    )
+    reserved_states: int = option(
+        10,
+        "Initial states of each task that only evaluation uses, the last ones, where the environment has a list of "
+        "them (LIBERO: 50 a task).",
+        min=0,
+    )
+    env_actors: int = option(
+        2,
+        "Processes of each training worker that simulate, in two halves that take turns with inference.",
+        min=1,
+    )
+    envs_per_actor: int = option(8, "Environments of each of these processes.", min=1)
+    env_actor_cpus: float = option(1.0, "CPUs that each of these processes holds.", above=0)
+    inference_batch: int = option(64, "Decisions that the policy makes at once, at most.", min=1)
+    record_dataset: str | None = option(
+        None,
+        "Write the episodes that were learned from, failures included, as a LeRobot dataset with next.success, "
+        "next.reward and next.done when the run is done: a new folder; on a cluster a path that all nodes share.",
+    )
+    record_every: int = option(1, "Iterations from one recorded one to the next, with --grpo.record_dataset.", min=1)

@@ -1,0 +1,57 @@
+"""The run and its folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vla_finetuning.bucket import place
+from vla_finetuning.options.fields import option
+
+CONFIG_NAME = "config.json"
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+# What NumPy's seeds are bounded by; those of torch and Python take more.
+MAX_SEED = 2**32 - 1
+# Options of one start, not of the run: what config.json says of them does not count.
+OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
+
+
+@dataclass
+class JobOptions:
+    """The run and its folder."""
+
+    preset: str | None = option(None, "A set of flags that come before those given; see Presets.")
+    output_dir: str | None = option(
+        None,
+        "The run's folder: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a path that all nodes share.",
+    )
+    resume: bool = option(
+        False,
+        "Go on with the run in output_dir. auto: if there is one, else start it, as a job that is retried wants.",
+        form="true, false or auto",
+    )
+    dry_run: bool = option(False, "Check everything and print the plan; train nothing.")
+    seed: int = option(1000, "Seed of everything that is drawn at random.", min=0, max=MAX_SEED)
+    track: TrackerName | None = option(None, "Draw the curves in a tracker, besides metrics.jsonl.")
+    track_project: str = option("vla-fine-tuning", "The tracker's project.")
+    price_per_gpu_hour: float | None = option(
+        None, "What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.", above=0
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder, `output_dir`, on a disk or in a bucket."""
+        return place(self.output_dir or "")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class RunOptions:
+    """What a run writes down about itself."""
+
+    record_rows: bool = option(
+        False, "Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`."
+    )

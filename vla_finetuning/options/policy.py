@@ -1,0 +1,44 @@
+"""The policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vla_finetuning.options.fields import option
+
+# Of policies whose instructions name the robot (--dataset.robot_in_prompt): what they begin with.
+ROBOT_NAME = "robot.json"
+
+
+@dataclass
+class PolicyOptions:
+    """The policy."""
+
+    policy_path: str | None = option(None, "A pretrained policy: a folder or a Hub id.", flag="policy.path")
+    policy_revision: str | None = option(
+        None, "Branch, tag or commit of a --policy.path on the Hub.", flag="policy.pretrained_revision"
+    )
+    # As given: --chunk_size=20 and so on.
+    policy_options: list[str] = option([], "An option of the policy itself: --policy.chunk_size 20.", flag="policy.*")
+    # Only from this start's command line: write access to a run's folder must not enable it.
+    policy_trust_remote_code: bool = option(
+        False,
+        "Run code that comes with the policy, for types that need it. What runs is named.",
+        flag="policy.trust_remote_code",
+    )
+    rename_map: dict[str, str] = option(
+        {},
+        "Names of the policy for features of the dataset (of any of several), or of the environment; of the dataset's "
+        'own features any, as {"state": "observation.state", "actions": "action"}.',
+        form="""JSON, as '{"observation.images.front": "observation.images.base_0_rgb"}'""",
+    )
+
+
+@dataclass
+class RunPolicyOptions(PolicyOptions):
+    """The policy, and how data meets it."""
+
+    policy_type: str | None = option(
+        None, "A policy type to start from random weights, instead of --policy.path.", flag="policy.type"
+    )
+    tolerance_s: float = option(1e-4, "Seconds that a video frame may lie from its row's timestamp.", above=0)

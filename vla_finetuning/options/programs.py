@@ -1,0 +1,277 @@
+"""The options of each program, made of the groups', and its presets."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from vla_finetuning.cards import OF_PRESET
+from vla_finetuning.options.checkpoints import BestCheckpointOptions, CheckpointOptions, LogOptions
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.ema import EmaOptions
+from vla_finetuning.options.environment import EnvironmentOptions, EvalOptions
+from vla_finetuning.options.fields import option
+from vla_finetuning.options.grpo import GrpoOptions
+from vla_finetuning.options.job import MAX_SEED, JobOptions, RunOptions
+from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.policy import PolicyOptions, RunPolicyOptions
+from vla_finetuning.options.push import PushOptions
+from vla_finetuning.options.recap import OutcomeOptions, RecapOptions, ValueOptions
+from vla_finetuning.options.sample_weighting import SampleWeightingOptions
+from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
+from vla_finetuning.options.schedule import (
+    REHEARSAL_EPOCHS,
+    REHEARSAL_STEPS,
+    WARMUP_FRAC,
+    LearningOptions,
+    LengthOptions,
+    ScheduleOptions,
+)
+from vla_finetuning.options.train import StepOptions, TrainOptions
+
+
+@dataclass
+class EvaluateConfig(EnvironmentOptions, PolicyOptions):
+    """The evaluation.
+
+    Flags that `lerobot-eval` has keep its names and meaning.
+    """
+
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    seed: int = option(
+        1000,
+        "Seed of the first episode's scene, the next one's is one more; and of the policy's noise.",
+        min=0,
+        max=MAX_SEED,
+    )
+    output_dir: str | None = option(
+        None, "Where episodes.jsonl is written: a path, s3:// or gs://. Given again, the evaluation goes on there."
+    )
+    record_dataset: str | None = option(
+        None,
+        "Write what the policy did, failures included, as a LeRobot dataset with next.success, next.reward and "
+        "next.done: a new folder; on a cluster a path that all nodes share.",
+        flag="eval.record_dataset",
+    )
+    advantage: Literal["positive", "negative"] | None = option(
+        None,
+        "What instructions end with, for a policy that was trained with --recap.labels: positive.",
+        flag="policy.advantage",
+    )
+    # v = v(without) + guidance (v(with) - v(without)), of the velocities with and without the label.
+    guidance: float = option(
+        1.0,
+        "With --policy.advantage: how far predictions go beyond those without it (classifier-free guidance); 1: not.",
+        flag="policy.guidance",
+        min=0,
+    )
+    use_gpu: bool | None = option(
+        None, "Decide on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
+    )
+
+
+@dataclass
+class RecordConfig(EnvironmentOptions):
+    """The recording: demonstrations to write as a dataset (record.py)."""
+
+    episodes: int = option(50, "Episodes to play, of each task.", min=1)
+    # Far from the default seeds of evaluations, so that those are held out.
+    seed: int = option(100_000, "The first episode's seed, the next one's is one more.", min=0)
+    root: str | None = option(None, "The dataset's folder; on a cluster a path that all nodes share.")
+
+
+# `--help` lists the bases from the last one on.
+@dataclass
+class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOptions, RunPolicyOptions, JobOptions):
+    """A run of `vla.py`."""
+
+    dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    ema: EmaOptions = field(default_factory=EmaOptions)
+    scaling: ScalingOptions = field(default_factory=ScalingOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    peft: PeftOptions = field(default_factory=PeftOptions)
+    sample_weighting: SampleWeightingOptions = field(default_factory=SampleWeightingOptions)
+    recap: RecapOptions = field(default_factory=RecapOptions)
+
+    @property
+    def roots(self) -> list[str]:
+        listed = [part.strip() for part in (self.dataset.root or "").split(",")]
+        return list(self.dataset.mixture or ()) or [root for root in listed if root]
+
+    @property
+    def hub_repo_id(self) -> str | None:
+        """Where the trained policy is pushed to; None: it is not."""
+        return None if self.push_to_hub is False else self.policy_repo_id
+
+    def is_evaluated(self, step: int, steps: int) -> bool:
+        """Whether the checkpoint of a step is to play in the environment, in a run of so many steps."""
+        if self.env_type is None:
+            return False
+        return step == steps or (self.env_eval_freq > 0 and step % self.env_eval_freq == 0)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.grad_accum * self.scaling.num_workers
+
+    @property
+    def augments(self) -> bool:
+        """Whether frames that are trained on are changed."""
+        return self.train.augmentation != "none" or self.dataset.image_transforms.enable
+
+    @property
+    def planned_in_bf16(self) -> bool:
+        """Whether steps are planned to compute in bfloat16: every GPU that can hold a VLA knows it."""
+        return self.train.precision == "bf16" or (self.train.precision == "auto" and bool(self.scaling.use_gpu))
+
+    @property
+    def takes_average(self) -> bool:
+        """Whether the averaged weights are what is measured and exported."""
+        return self.ema.enable and self.ema.export
+
+    @property
+    def best_kept(self) -> int:
+        """Checkpoints to keep for their loss, besides the newest: the best one also if it is to be exported."""
+        return max(self.keep_best, int(self.export == "best"))
+
+    def most_checkpoints(self, steps: int) -> int:
+        """Checkpoints that a run of so many steps has at once: an old one is deleted when the next one is there.
+
+        Those of --save_freq, and one where the run is stopped; not those that are yet to play.
+        """
+        kept = self.keep_checkpoints + self.best_kept + 1
+        return kept if self.save_every_s is not None else min(kept, math.ceil(steps / self.save_freq) + 1)
+
+    @property
+    def rows_multiple(self) -> int:
+        """Rows that any number of workers this run may have can share evenly, in whole micro-batches."""
+        most = self.scaling.num_workers
+        return self.batch_size * math.lcm(*range(self.scaling.min_workers or most, most + 1))
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the run is the demo's on a dataset of the user's."""
+        return self.preset == "demo" and bool(self.roots or self.dataset.repo_id)
+
+    def resolve_steps(self, rows_per_epoch: int) -> int:
+        """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS.
+
+        Of a rehearsal on one's own dataset that says neither: REHEARSAL_EPOCHS, within REHEARSAL_STEPS.
+        """
+        if self.steps is not None:
+            steps = self.steps
+        elif self.is_rehearsal and self.num_epochs is None:
+            least, most = REHEARSAL_STEPS
+            steps = max(least, min(most, math.ceil(REHEARSAL_EPOCHS * rows_per_epoch / self.global_batch_size)))
+        else:
+            steps = math.ceil((self.num_epochs or 1.0) * rows_per_epoch / self.global_batch_size)
+        cap = os.environ.get("MAX_TRAIN_STEPS")
+        if cap is not None:
+            if not cap.isdigit() or int(cap) < 1:
+                raise ValueError(f"MAX_TRAIN_STEPS={cap!r} in the environment: expected a positive number")
+            steps = min(steps, int(cap))
+        return steps
+
+
+@dataclass
+class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyOptions, JobOptions):
+    """What `grpo.py` has otherwise than `vla.py`."""
+
+    grpo: GrpoOptions = field(default_factory=GrpoOptions)
+    train: StepOptions = field(default_factory=StepOptions)
+    scaling: WorkerOptions = field(default_factory=WorkerOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+
+    # What is published for PI0.5; imitation's is several times that.
+    lr: float | None = option(5e-6, "Learning rate after the warm-up.", above=0)
+    save_freq: int = option(10, "Iterations between checkpoints.", min=1)
+
+    def training(self) -> Config:
+        """The options that `training/` reads: these, and defaults of those that GRPO does not have.
+
+        Without the environment: the workers play in it themselves (--grpo.eval_every).
+        """
+        bases = (CheckpointOptions, LearningOptions, PolicyOptions, JobOptions)
+        shared = {of.name: getattr(self, of.name) for base in bases for of in fields(base)}
+        train, scaling = TrainOptions(**vars(self.train)), ScalingOptions(**vars(self.scaling))
+        return Config(**shared, train=train, scaling=scaling, eval=self.eval)
+
+
+@dataclass
+class ValueConfig(LogOptions, LengthOptions, RunPolicyOptions, JobOptions):
+    """What `value.py` has otherwise than `vla.py`."""
+
+    dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    outcome: OutcomeOptions = field(default_factory=OutcomeOptions)
+    value: ValueOptions = field(default_factory=ValueOptions)
+    train: StepOptions = field(default_factory=StepOptions)
+    scaling: ScalingOptions = field(default_factory=ScalingOptions)
+
+    # Of a small head on features that stay.
+    lr: float | None = option(1e-3, "Peak learning rate.", above=0)
+
+    def training(self) -> Config:
+        """The options that training reads: these, and defaults of those that a value function does not have."""
+        bases = (LogOptions, LengthOptions, RunPolicyOptions, JobOptions)
+        shared = {of.name: getattr(self, of.name) for base in bases for of in fields(base)}
+        train = TrainOptions(**vars(self.train))
+        return Config(**shared, dataset=self.dataset, scaling=self.scaling, train=train, warmup_frac=WARMUP_FRAC)
+
+
+# What each preset sets; any flag overrides. Those of GPUs are in cards.py.
+PRESETS: dict[str, dict[str, str]] = {
+    "demo": {
+        "output_dir": "outputs/demo",
+        "train.mode": "full",
+        "scaling.num_workers": "2",
+        "scaling.cpus_per_worker": "0.5",
+        "batch_size": "32",
+        "steps": "300",
+        "lr": "1e-3",
+        "warmup_frac": "0.05",
+        "log_freq": "20",
+        "save_freq": "100",
+        "dataset.eval_split": "0.1",
+    },
+    **{preset: dict(card.flags) for preset, card in OF_PRESET.items()},
+}
+GRPO_PRESETS: dict[str, dict[str, str]] = {
+    # benchmarks/results/ has five seeds of it.
+    "demo": {
+        "output_dir": "outputs/grpo",
+        "env.type": "two_bins",
+        "env.episode_length": "30",
+        "eval.n_episodes": "100",
+        "train.mode": "full",
+        "scaling.num_workers": "2",
+        "scaling.cpus_per_worker": "0.5",
+        "batch_size": "32",
+        "lr": "1e-4",
+        "grpo.iterations": "60",
+        "grpo.noise_level": "0.6",
+        "grpo.dual_clip": "null",
+        "grpo.target_kl": "0.0016667",  # 0.05 for the 10 x 3 executed dimensions together
+        "grpo.env_actors": "2",
+        "grpo.envs_per_actor": "32",
+        "grpo.env_actor_cpus": "0.25",
+    },
+    **{preset: dict(card.grpo_flags) for preset, card in OF_PRESET.items()},
+}
+VALUE_PRESETS: dict[str, dict[str, str]] = {
+    "demo": {
+        "scaling.num_workers": "2",
+        "scaling.cpus_per_worker": "0.5",
+        "batch_size": "32",
+        # After 200 the AUROC is between 0.74 and 1, by seed; after 600 it is 1.
+        "steps": "600",
+        "log_freq": "20",
+        "save_freq": "100",
+        "dataset.eval_split": "0.1",
+        # What the tiny policy sees does not tell the bin that was named from the other until its backbone trains too.
+        "value.backbone": "true",
+        "value.backbone_lr": "3e-4",
+    },
+}

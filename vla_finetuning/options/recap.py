@@ -1,0 +1,58 @@
+"""Learning from labelled frames: advantages in prompts, and the value function that labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vla_finetuning.options.fields import option
+
+
+@dataclass
+class RecapOptions:
+    """Advantages as text in the prompt (docs/recap.md)."""
+
+    labels: str | None = option(
+        None,
+        "The labels.parquet of a run of value.py: prompts say `Advantage: positive` or `Advantage: negative` of each "
+        "frame. evaluate.py --policy.advantage positive asks for the better behaviour.",
+    )
+    # RECAP's; what is trained without a label is what guidance (--policy.guidance) starts from.
+    dropout: float = option(
+        0.3, "Share of rows whose prompt has no label, drawn by seed and place in the stream.", min=0, max=1
+    )
+
+
+@dataclass
+class OutcomeOptions:
+    """Which episodes succeeded, and which frames a person corrected."""
+
+    success: str = option(
+        "next.success",
+        "Which episodes succeeded: those in which this column reaches --outcome.threshold in any frame, or @FILE.",
+        form="a column of the frames, as next.success, or @FILE (.csv, .parquet, .json: episode_index, success)",
+    )
+    threshold: float = option(
+        1.0, "The value of that column from which on an episode is a success; true counts as 1.", above=0
+    )
+    intervention: str = option(
+        "is_intervention",
+        "A column of the frames, true where a person corrected the robot; those frames are positive. It may be absent.",
+    )
+
+
+@dataclass
+class ValueOptions:
+    """The value function of value.py, and the labels that it gives (docs/recap.md). Defaults are RECAP's."""
+
+    bins: int = option(201, "Bins of the distribution of returns, from -1 to 0.", min=2)
+    backbone: bool = option(
+        False, "Train the policy's vision and language model with the value function; otherwise they stay as they are."
+    )
+    backbone_lr: float = option(2.5e-5, "Peak learning rate of these; --lr is the head's.", above=0)
+    failure_penalty: float = option(
+        1.0, "What a failed episode ends with, in lengths of the longest episode of its task.", min=0
+    )
+    horizon: int = option(50, "Frames after which an advantage asks the value function again.", min=1)
+    positive: float = option(
+        0.3, "Share of the frames of each task that are positive, besides corrections.", above=0, max=1
+    )

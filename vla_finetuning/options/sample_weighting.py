@@ -1,0 +1,32 @@
+"""Weights of rows in the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vla_finetuning.options.fields import option
+
+
+@dataclass
+class SampleWeightingOptions:
+    """Weights of rows in the loss, as lerobot-train has them (run/row_weights.py)."""
+
+    type: Literal["rabc", "uniform"] | None = option(
+        None,
+        "rabc: weigh rows by the progress that a reward model saw; any other option of this group asks for it. "
+        "uniform: all alike, as when absent.",
+    )
+    progress_path: str | None = option(
+        None,
+        "A parquet file of this machine, or hf://datasets/USER/NAME/FILE; the dataset's sarm_progress.parquet when "
+        "absent.",
+    )
+    head_mode: Literal["sparse", "dense"] = option("sparse", "Column of that file: progress_sparse or progress_dense.")
+    kappa: float = option(0.01, "Progress within an action chunk above which the row weighs 1.")
+    epsilon: float = option(1e-6, "Added to what weights are divided by.", above=0)
+    extra_params: dict[str, Any] = option(
+        {},
+        "Weight of frames whose progress is not known.",
+        form="""JSON, as '{"fallback_weight": 1.0}'""",
+    )

@@ -1,0 +1,73 @@
+"""The run's share of the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from vla_finetuning.options.fields import option
+
+Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
+
+
+@dataclass
+class WorkerOptions:
+    """What the run may use of the cluster."""
+
+    num_workers: int = option(
+        1,
+        "Training processes, one GPU each where there are GPUs. 2,8: as many as there is capacity for, at least 2 and "
+        "at most 8; a step's rows stay those of 8 workers.",
+        form="a whole number, or the least and the most, as 2,8",
+        min=1,
+    )
+    min_workers: int | None = option(
+        None, "The least number of workers; --scaling.num_workers 2,8 sets it.", flag=None, min=1
+    )
+    use_gpu: bool | None = option(
+        None, "Train on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
+    )
+    accelerator_type: str | None = option(
+        None,
+        "Ray's name of the GPU type that workers need, e.g. L4 or H100. Ray calls both sizes A100; A100-40G and "
+        "A100-80G are of nodes that were started with these names.",
+    )
+    strategy: Strategy = option(
+        "ddp",
+        "How what trains is spread over workers. ddp: a replica on each. fsdp2: a shard of "
+        "parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). "
+        "fsdp2_reshard: parameters are whole only where they are computed with (as ZeRO-3). hsdp: as fsdp2 among the "
+        "workers of a node, with a replica on every node, so that nothing but gradients travels between nodes. "
+        "--resume may change it.",
+    )
+    shard_workers: int | None = option(
+        None, "hsdp: how many workers hold a replica together; those of a node when absent.", min=1
+    )
+    cpus_per_worker: float = option(
+        1.0, "CPUs that each training process holds; the other CPUs of a node decode.", above=0
+    )
+    max_failures: int = option(
+        3,
+        "Number of times that the worker group is started anew after failures before the run gives up; -1: no limit. "
+        "Preempted nodes do not count.",
+        min=-1,
+    )
+
+    def decided(self, gpus_found: int) -> Self:
+        """With `use_gpu` decided where it is absent: true if a type of GPU is asked for, or there are any."""
+        if self.use_gpu is not None:
+            return self
+        return replace(self, use_gpu=self.accelerator_type is not None or gpus_found > 0)
+
+
+@dataclass
+class ScalingOptions(WorkerOptions):
+    """What the run may use of the cluster, to train and to decode."""
+
+    # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
+    find_unused_parameters: bool = option(
+        False,
+        "Let DDP search, every step, for parameters without a gradient, where PI0.5 is changed to leave out some of "
+        "what trains. Other policies are searched in any case.",
+    )
+    cpus_per_read_task: float = option(1.0, "CPUs (and decoder threads) of a read task.", above=0)

@@ -1,0 +1,87 @@
+"""How a step is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vla_finetuning.options.fields import option
+
+TrainMode = Literal["heads", "expert", "full"]
+Attention = Literal["eager", "sdpa"]
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+@dataclass
+class StepOptions:
+    """How a step is computed."""
+
+    mode: TrainMode = option(
+        "expert",
+        "What trains: the action projections (heads), the whole action expert, or everything that the loss can reach "
+        "(full).",
+    )
+    precision: Precision = option(
+        "auto",
+        "auto: bf16 autocast on GPUs that have it, otherwise fp32; of act, diffusion, vqbet and multi_task_dit fp32 as "
+        "in LeRobot, unless --policy.use_amp. Weights that train are fp32 always.",
+    )
+    attention: Attention = option(
+        "sdpa",
+        "Attention of PI0.5, PI0 and SmolVLA: PyTorch's fused kernels (sdpa), or as LeRobot writes it (eager): the "
+        "same up to rounding, with the attention weights in memory.",
+    )
+    activation_checkpointing: bool = option(
+        False,
+        "PI0.5, PI0, SmolVLA: keep only what enters each layer, and compute the layer again in backward. Same result, "
+        "less memory, slower.",
+    )
+    compile: bool = option(
+        False,
+        "PI0.5, PI0, SmolVLA: torch.compile the layers, on GPUs where that works. Same up to rounding; they are "
+        "compiled before the first step, for every length of prompts.",
+    )
+    deterministic: bool = option(False, "Use deterministic kernels only: runs repeat bit by bit.")
+    max_nonfinite: int = option(
+        10,
+        "End the run when more steps than this had a loss or gradient that is not finite; such steps are skipped.",
+        min=0,
+    )
+
+
+@dataclass
+class TrainOptions(StepOptions):
+    """How a step is computed, and on what changes of a row."""
+
+    # "openpi": a crop of 0.95 resized, a turn of up to 5 degrees, brightness, contrast and saturation.
+    augmentation: Literal["none", "openpi"] = option(
+        "none",
+        "Change training frames as openpi does: crop, rotation and colours; cameras with `wrist` in their name: "
+        "colours only. --dataset.image_transforms.enable is the other way.",
+    )
+    # LeRobot's PI0.5 and openpi count them, so the default does.
+    mask_padding: bool = option(False, "Leave padded action steps out of the loss.")
+    pad_loss: Literal["own", "lerobot"] = option(
+        "own",
+        "Of robots that differ in one run. own: a row's loss is the mean over the dimensions of its own robot's "
+        "action. lerobot: over those of the widest one, as the policy itself counts padding.",
+    )
+    # Two workers then equal one with twice the batch, where the policy draws by row.
+    exact_mean: bool = option(
+        False,
+        "ACT, SmolVLA, PI0-FAST: divide the loss by the valid action steps or tokens of the whole step; without, as "
+        "lerobot-train, each worker's micro-batch by its own. A step's micro-batches are then in memory at once.",
+    )
+    # Another estimator of the same loss, with less variance: images and language are computed once for all draws.
+    noise_draws: int = option(
+        1,
+        "PI0.5, PI0, SmolVLA: draws of noise and time for each row. Images and language are computed once for all "
+        "draws; rows are still batch_size.",
+        min=1,
+    )
+    # Its vision tower is four fifths of a step.
+    feature_cache: str | None = option(
+        None,
+        "SmolVLA, where its vision does not train: a folder on each node's own disk that caches what its vision tower "
+        "makes of each frame, for later epochs and for runs from the same weights.",
+    )
