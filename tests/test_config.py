@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from vla_finetuning.environment import Timeouts, cache_gb
-from vla_finetuning.options.command_line import PROGRAMS, page, parse_args, parse_evaluate, parse_grpo, parse_record
+from vla_finetuning.options.command_line import (
+    PROGRAMS,
+    page,
+    parse_args,
+    parse_evaluate,
+    parse_grpo,
+    parse_record,
+    parse_value,
+)
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import PRESETS, Config
 
@@ -131,7 +139,10 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--scaling.min_workers=2"], "did you mean --scaling.num_workers"),
         ([*DATA, "--keep_best_by=loss"], "did you mean --keep_best[?]"),
         ([*DATA, "--push_to_hub"], "did you mean --policy.push_to_hub"),
-        ([*DATA, "--dataset.revision=main"], "--dataset.revision=main is of a dataset on the Hub"),
+        (
+            [*DATA, "--dataset.revision=main"],
+            "--dataset.revision=main: it is of a dataset on the Hub; give --dataset.repo_id",
+        ),
         (["stray"], "'stray' belongs to no flag"),
         (["--preset", "x"], "--preset x: expected one of demo"),
         ([*DATA, "--batch_size", "many"], "batch_size"),
@@ -154,23 +165,26 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
             "--dataset.drop_n_last_frames=-1: expected a whole number, at least 0",
         ),
         ([*DATA, "--dataset.eval_split=1"], "--dataset.eval_split=1"),
-        ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root, --dataset.repo_id and --dataset.mixture"),
-        ([*DATA, '--dataset.mixture={"/a": 1}'], "--dataset.root, --dataset.repo_id and --dataset.mixture"),
+        ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root=/d with --dataset.repo_id=a/b: give one of them"),
+        ([*DATA, '--dataset.mixture={"/a": 1}'], "--dataset.root=/d with --dataset.mixture={.*}: give one of them"),
         ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 0}'], "the weight of /b is 0"),
         ([*DATA, "--dataset.exclude_episodes=bad.json"], r"expected episodes \(3,7,20:30\) or @FILE"),
         ([*DATA, "--dataset.image_size=[224]"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.image_size=224"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2: expected a number, at least 0 and at most 1"),
         ([*DATA, "--dataset.shuffle_window=0"], "shuffle_window=0: expected a whole number, at least 1"),
-        ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
-        ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
+        (
+            [*DATA, "--policy.type=pi05"],
+            "--policy.type=pi05 with --policy.path=/p: the pretrained policy knows its type",
+        ),
+        ([*DATA, "--steps=3", "--num_epochs=1"], "--steps=3 with --num_epochs=1: give one of them"),
         (DATA[1:], "which data"),
         ([DATA[0], DATA[2]], "which policy"),
         (DATA[:2], "where to"),
         ([*DATA[:2], "--output_dir=http://b/x"], "expected a path, s3://BUCKET/FOLDER or gs:"),
         (["--resume"], "--resume: say which run"),
-        ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped does nothing without --dataset.on_error skip"),
-        ([*DATA, "--recap.dropout=0.1"], "--recap.dropout does nothing without --recap.labels"),
+        ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped=0.1 does nothing without --dataset.on_error=skip"),
+        ([*DATA, "--recap.dropout=0.1"], "--recap.dropout=0.1 does nothing without --recap.labels"),
         ([*DATA, "--env.task=a"], "--env.task=a: in which environment"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),
         ([*DATA, "--env.type=pusht", "--keep_best=1,success", "--export=best"], "leave one of them out"),
@@ -185,6 +199,85 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
 def test_what_is_wrong_is_said(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(flags)
+
+
+GRPO = ["--policy.path=/p", "--env.type=two_bins", "--output_dir=/o"]
+BOTH = ["--dataset.image_transforms.enable", "--train.augmentation=openpi"]
+MIXTURE = ["--policy.path=/p", "--output_dir=/o", "--dataset.mixture"]
+ONE_ROBOT_UNNAMED = '{"/a": {"robot": "x"}, "/b": 1}'
+TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
+A_TYPE_OF_GPU = ["--scaling.use_gpu=false", "--scaling.accelerator_type=L4"]
+
+
+@pytest.mark.parametrize(
+    ("parse", "flags", "message"),
+    [
+        (parse_args, [*DATA, *BOTH], "enable=true with --train.augmentation=openpi: give one of them"),
+        (parse_args, [*DATA, BOTH[1], "--train.feature_cache=/f"], "/f with --train.augmentation=openpi: frames then"),
+        (parse_args, [*DATA, BOTH[0], "--train.feature_cache=/f"], "/f with --dataset.image_tra.*=true: frames then"),
+        (parse_args, [*DATA, "--train.exact_mean", "--sample_weighting.kappa=1"], "with --sample_weighting.type=rabc"),
+        (parse_args, [*DATA, '--sample_weighting.extra_params={"a": 1}'], "has .'a'.; RA-BC takes fallback_weight"),
+        (parse_args, [*DATA, "--policy.push_to_hub"], "=true: to which repository[?] give --policy.repo_id"),
+        (parse_args, [*DATA, *A_TYPE_OF_GPU], "L4 with --scaling.use_gpu=false: it is a type of GPU"),
+        (parse_args, [*DATA, "--scaling.strategy=hsdp", "--scaling.num_workers=2,4"], "a fixed number of workers"),
+        (parse_args, [*DATA, "--scaling.shard_workers=2"], "=2 with --scaling.strategy=ddp: .*leave it out"),
+        (parse_args, [*DATA, "--eval_steps=2"], "--eval_steps=2: no episode is held out .*; give --dataset.eval_split"),
+        (parse_args, [*DATA, "--dataset.max_skipped=0"], "max_skipped=0 does nothing without"),
+        (parse_args, [*MIXTURE, ONE_ROBOT_UNNAMED], "/b names no robot, others are of x"),
+        (parse_args, [*MIXTURE, '{"/a": {"episodes": [1]}}', "--dataset.episodes=2"], "episodes, and episodes of /a"),
+        (
+            parse_args,
+            [*MIXTURE, '{"/a": {"exclude_episodes": [1]}}', "--dataset.exclude_episodes=2"],
+            "exclude_episodes, and exclude_episodes of /a",
+        ),
+        (
+            parse_grpo,
+            [*GRPO, "--grpo.demonstrations=/d"],
+            "=/d with --grpo.method=grpo: only imitation takes them",
+        ),
+        (parse_grpo, [*GRPO, "--grpo.resample=1", "--grpo.method=filtered"], "every success, .*; leave it out"),
+        (parse_grpo, [*GRPO, "--scaling.num_workers=2,4"], "groups are shared out evenly among a fixed number"),
+        (parse_grpo, [*GRPO, *A_TYPE_OF_GPU], "it is a type of GPU"),
+        (parse_grpo, [*GRPO, "--grpo.record_dataset=s3://b/x"], "--grpo.record_dataset=s3://b/x: .* written to a disk"),
+        (parse_grpo, GRPO[1:], "which policy[?] .* trained by imitation"),
+        (parse_grpo, [GRPO[0], GRPO[2], "--env.task=a"], "in which environment"),
+        (parse_grpo, GRPO[:2], "where to[?] give --output_dir s3://BUCKET/FOLDER, or a path"),
+        (parse_evaluate, GRPO[1:], "which policy[?] give --policy.path FOLDER_OR_HUB_ID$"),
+        (parse_evaluate, [GRPO[0], GRPO[2]], "in which environment"),
+        (parse_evaluate, GRPO[:2], "where to[?] give --output_dir FOLDER or .*; given again, it goes on there"),
+        (parse_evaluate, [*GRPO[:2], "--output_dir=http://b/x"], "expected a path, s3://BUCKET/FOLDER or gs:"),
+        (parse_evaluate, [*GRPO, "--eval.record_dataset=s3://b/x"], "--eval.record_dataset=s3://b/x: .* to a disk"),
+        (parse_record, ["--env.type=metaworld"], "what and where to"),
+        (parse_record, ["--root=/d"], "what and where to"),
+        (parse_value, [DATA[0], DATA[2]], "what is the value function to see with"),
+        (parse_value, [*DATA, "--scaling.strategy=fsdp2"], "value functions are not sharded"),
+        (parse_value, [*DATA, "--dataset.on_error=skip"], "a frame that cannot be read has no value"),
+        (parse_value, [*DATA, "--scaling.num_workers=4,2"], "the least and the most, in that order"),
+        (parse_value, DATA[1:], "which data"),
+        (parse_value, DATA[:2], "where to"),
+        (parse_value, [*MIXTURE, TWO_ROBOTS], "a value function learns from datasets of one robot"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(parse, flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse(flags)
+
+
+def test_an_option_without_effect_does_not_end_a_run_that_is_resumed(tmp_path):
+    started = parse_args([*DATA, f"--output_dir={tmp_path}", "--dataset.on_error=skip", "--dataset.max_skipped=0.5"])
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(started.to_json()))
+    again = parse_args([f"--output_dir={tmp_path}", "--resume", "--dataset.on_error=stop"])
+    assert (again.dataset.on_error, again.dataset.max_skipped) == ("stop", 0.5)
+
+
+def test_every_condition_names_an_option_and_a_value_that_it_takes():
+    """A condition on a name that no program has would never hold, or always."""
+    known = {of.name: of for program in PROGRAMS for of in program.flags.values()}
+    of_options = [[*of.requires, *of.conflicts, *([of.only_with] if of.only_with else [])] for of in known.values()]
+    conditions = [condition for listed in of_options for condition in listed]
+    assert len(conditions) > 20
+    for name, equals, text in (condition.partition("=") for condition in conditions):
+        assert name in known and (not equals or known[name].read(text) != known[name].default), name
 
 
 SECRET = "wJalr/XUtn+FEMI/canary"

@@ -181,5 +181,7 @@ def test_any_option_of_adapters_asks_for_them():
         "v_proj",
     ]
     assert not parse_args(given).peft.enabled
-    with pytest.raises(ValueError, match="--policy.type=act with --peft: .*start from a pretrained policy"):
+    with pytest.raises(
+        ValueError, match="--policy.type=act with --peft.method_type=lora: .*start from a pretrained policy"
+    ):
         parse_args([*given[:2], "--policy.type=act", "--peft.r=8"])

@@ -213,7 +213,7 @@ def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):
     [
         ({"eval_steps": -1}, "--eval_steps=-1: expected a whole number, at least 0"),
         ({"eval_steps": 5, "dataset.eval_split": 0}, "no episode is held out .*give --dataset.eval_split"),
-        ({"max_eval_samples": 5}, "is of the held-out loss: give --eval_steps too"),
+        ({"max_eval_samples": 5}, "it is of the held-out loss, .*; give --eval_steps"),
         ({"export": "best"}, "which is not measured; give --eval_steps"),
         ({"export": "worst"}, "--export=worst: expected one of last, best"),
         ({"ema.decay": 1}, "--ema.decay=1: expected a number, above 0 and below 1"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vla_finetuning.options.fields import option
 
@@ -34,10 +34,30 @@ class LogOptions(CheckpointOptions):
     )
     log_freq: int = option(50, "Steps between lines of metrics.jsonl.", min=1)
     eval_steps: int = option(
-        0, "Steps between measurements of the loss on held-out episodes (--dataset.eval_split); 0: never.", min=0
+        0,
+        "Steps between measurements of the loss on held-out episodes (--dataset.eval_split); 0: never.",
+        min=0,
+        requires={"dataset.eval_split": "no episode is held out to compute a loss on"},
     )
     # Shared among the tasks and evenly spaced in each.
-    max_eval_samples: int = option(0, "Rows that the held-out loss is measured on, at most; 0: all.", min=0)
+    max_eval_samples: int = option(
+        0,
+        "Rows that the held-out loss is measured on, at most; 0: all.",
+        min=0,
+        requires={"eval_steps": "it is of the held-out loss, which is not measured"},
+    )
+
+    @property
+    def best_kept(self) -> int:
+        """Checkpoints to keep for their loss, besides the newest."""
+        return self.keep_best
+
+    def check(self, config: Any) -> None:
+        if self.eval_steps and self.best_kept and self.save_freq % self.eval_steps:
+            raise ValueError(
+                f"--save_freq={self.save_freq} with --eval_steps={self.eval_steps}: checkpoints at steps without a "
+                "held-out loss cannot be compared with the best; give a --save_freq that is a multiple of --eval_steps"
+            )
 
 
 @dataclass
@@ -65,4 +85,26 @@ class BestCheckpointOptions(LogOptions):
     export: Literal["last", "best"] = option(
         "last",
         "What becomes of OUTPUT_DIR/pretrained_model: the last step, or the best checkpoint by the held-out loss.",
+        requires={"eval_steps": "the best by the held-out loss, which is not measured"},
     )
+
+    @property
+    def best_kept(self) -> int:
+        """Checkpoints to keep for their loss, besides the newest: the best one also if it is to be exported."""
+        return max(self.keep_best, int(self.export == "best"))
+
+    def check(self, config: Any) -> None:
+        if config.env_type is None:
+            if self.keep_best_by == "success":
+                raise ValueError("--keep_best=N,success: in which environment? give --env.type two_bins")
+            return
+        if self.keep_best_by == "success" and self.export == "best":
+            raise ValueError(
+                "--export=best with --keep_best=N,success: the best to export has the lowest held-out loss, and may "
+                "not be among the checkpoints; leave one of them out"
+            )
+        if self.env_eval_freq % self.save_freq:
+            raise ValueError(
+                f"--env_eval_freq={self.env_eval_freq} with --save_freq={self.save_freq}: what plays are checkpoints; "
+                "give a multiple of --save_freq, or 0 for the last one only"
+            )

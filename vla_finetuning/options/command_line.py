@@ -16,17 +16,16 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vla_finetuning.bucket import place
-from vla_finetuning.checks import check_evaluate, check_grpo, check_record, check_run, check_value
 from vla_finetuning.files import MAX_JSON_BYTES, read_regular
 from vla_finetuning.lerobot_train import answer
 from vla_finetuning.options.credentials import refuse_credentials
-from vla_finetuning.options.fields import Option, did_you_mean, leaves, options_of, set_option
+from vla_finetuning.options.fields import Option, check, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.options.job import CONFIG_NAME, OF_A_START
 from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import (
@@ -69,7 +68,6 @@ class Program[C]:
     command: str
     summary: str
     kind: type[C]
-    check: Callable[[C], None]
     first: tuple[str, ...]
     presets: Mapping[str, Mapping[str, str]]
 
@@ -82,7 +80,7 @@ class Program[C]:
     def parse(self, argv: Sequence[str]) -> C:
         """Command line to a checked configuration. Raises ValueError naming the flag, what was found and what to do."""
         config = _parse(argv, self)
-        self.check(config)
+        check(config)
         return config
 
     def help(self) -> str:
@@ -110,7 +108,6 @@ VLA = Program(
     command="vla.py",
     summary="Fine-tune a vision-language-action policy on LeRobot datasets.",
     kind=Config,
-    check=check_run,
     first=(
         *("preset", "dataset.root", "dataset.repo_id", "policy.path", "output_dir", "steps", "batch_size"),
         *("scaling.num_workers", "dataset.eval_split", "resume", "dry_run"),
@@ -121,7 +118,6 @@ GRPO = Program(
     command="grpo.py",
     summary="Let a policy learn from success alone: GRPO for PI0.5 in an environment.",
     kind=GrpoConfig,
-    check=check_grpo,
     first=(
         *("preset", "policy.path", "env.type", "output_dir", "grpo.iterations", "grpo.groups", "grpo.group_size"),
         *("batch_size", "scaling.num_workers", "resume", "dry_run"),
@@ -132,7 +128,6 @@ EVALUATE = Program(
     command="evaluate.py",
     summary="Have a policy play episodes in an environment; --compare A B compares the folders of two evaluations.",
     kind=EvaluateConfig,
-    check=check_evaluate,
     first=("policy.path", "env.type", "eval.n_episodes", "output_dir"),
     presets={},
 )
@@ -140,7 +135,6 @@ RECORD = Program(
     command="record.py",
     summary="Record demonstrations in an environment, as a LeRobot v3 dataset.",
     kind=RecordConfig,
-    check=check_record,
     first=("env.type", "root", "episodes"),
     presets={},
 )
@@ -148,7 +142,6 @@ VALUE = Program(
     command="value.py",
     summary="Learn what every frame of a dataset is worth, and label which actions were good (docs/recap.md).",
     kind=ValueConfig,
-    check=check_value,
     first=(
         *("preset", "policy.path", "dataset.root", "outcome.success", "output_dir", "steps", "batch_size"),
         *("scaling.num_workers", "dataset.eval_split", "resume", "dry_run"),

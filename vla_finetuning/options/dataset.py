@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vla_finetuning.options.fields import option
+from vla_finetuning.options.mixture import members, robots
 
 MissingCameras = Literal["error", "mask"]
 OnError = Literal["stop", "skip"]
@@ -15,7 +16,9 @@ OnError = Literal["stop", "skip"]
 class ImageTransformOptions:
     """LeRobot's image transforms, for frames that are trained on; done on the device (policies/augment.py)."""
 
-    enable: bool = option(False, "Change training frames by LeRobot's image transforms.")
+    enable: bool = option(
+        False, "Change training frames by LeRobot's image transforms.", conflicts={"train.augmentation": ""}
+    )
     max_num_transforms: int = option(
         3, "Number of transforms applied to each camera of each row, drawn by their weights.", min=1
     )
@@ -24,6 +27,7 @@ class ImageTransformOptions:
         {},
         "The transforms; LeRobot's own when empty.",
         form="""JSON, as '{"dark": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.9]}}}'""",
+        only_with="dataset.image_transforms.enable",
     )
 
 
@@ -34,11 +38,18 @@ class DatasetOptions:
     root: str | None = option(
         None,
         "A LeRobot dataset (v3.0, v2.1 or v2.0): a local folder, s3://..., gs://..., or several separated by commas.",
+        conflicts={"dataset.repo_id": "", "dataset.mixture": ""},
     )
     repo_id: str | None = option(
-        None, "A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json."
+        None,
+        "A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.",
+        conflicts={"dataset.mixture": ""},
     )
-    revision: str | None = option(None, "Branch, tag or commit of --dataset.repo_id; the newest when absent.")
+    revision: str | None = option(
+        None,
+        "Branch, tag or commit of --dataset.repo_id; the newest when absent.",
+        requires={"dataset.repo_id": "it is of a dataset on the Hub"},
+    )
     mixture: dict[str, float | dict[str, Any]] | str = option(
         {},
         "Datasets and their weights, instead of root. Each gives every epoch rows in proportion to its weight, "
@@ -148,6 +159,7 @@ class DatasetOptions:
         "of an epoch's. A run that skips more ends.",
         min=0,
         max=1,
+        only_with="dataset.on_error=skip",
     )
     shuffle_window: int = option(512, "Rows shuffled among themselves, bounded by memory (docs/data_engine.md).", min=1)
     # Worth it where a node's share of the dataset fits and is read twice.
@@ -178,3 +190,23 @@ class DatasetOptions:
         flag=None,
         min=1,
     )
+
+    def check(self, config: Any) -> None:
+        if isinstance(self.image_size, list) and not (len(self.image_size) == 2 and min(self.image_size) > 0):
+            raise ValueError(
+                f"--dataset.image_size={self.image_size}: expected auto, stored, or [height, width] in pixels"
+            )
+        if isinstance(self.exclude_episodes, str) and not self.exclude_episodes.startswith("@"):
+            raise ValueError(
+                f"--dataset.exclude_episodes={self.exclude_episodes}: expected episodes (3,7,20:30) or @FILE"
+            )
+        mixture = members(self.mixture)
+        robots(mixture)
+        for name in ("episodes", "exclude_episodes"):
+            listed = [member.root for member in mixture if getattr(member, name) is not None]
+            if getattr(self, name) is not None and listed:
+                raise ValueError(f"--dataset.{name}, and {name} of {listed[0]} in --dataset.mixture: give one of them")
+        if config.preset != "demo" and not (self.root or self.repo_id or self.mixture):
+            raise ValueError(
+                "which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo"
+            )

@@ -15,7 +15,12 @@ class EnvironmentOptions:
     """The environment."""
 
     env_type: str | None = option(None, "An environment, as LeRobot names it: two_bins, metaworld.", flag="env.type")
-    env_options: list[str] = option([], "An option of the environment itself: --env.task reach-v3.", flag="env.*")
+    env_options: list[str] = option(
+        [],
+        "An option of the environment itself: --env.task reach-v3.",
+        flag="env.*",
+        requires={"env.type": "in which environment?"},
+    )
 
 
 @dataclass
@@ -47,3 +52,12 @@ class EvalOptions:
     videos: int = option(
         10, "Failed episodes that the page shows at most, and half as many of the others; 0: none.", min=0
     )
+
+
+def check_recorded(root: str | None, flag: str) -> None:
+    """Raises ValueError where a dataset of played episodes is not to be written to a disk."""
+    if root is not None and "://" in root:
+        raise ValueError(
+            f"{flag}={root}: datasets are written to a disk; give a path (on a cluster, one that all nodes share), and "
+            "copy the folder to the bucket when it is done"
+        )

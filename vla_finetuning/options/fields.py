@@ -1,9 +1,12 @@
 """An option of a program: a dataclass field with its sentence for `--help`, its bounds, and how text becomes its value.
 
     batch_size: int = option(8, "Rows of a micro-batch on each worker.", min=1)
+    eval_steps: int = option(0, "Steps between ...", requires={"dataset.eval_split": "no episode is held out"})
 
-The field's type says which values there are: `Literal` for a choice, `int | None` where it may be absent. Knows no
-option, and needs no package.
+The field's type says which values there are: `Literal` for a choice, `int | None` where it may be absent. What an
+option needs of another, or contradicts, is declared with it (`requires`, `conflicts`, `only_with`); what takes
+arithmetic, or more than two options, is the method `check(config)` of the group that owns it, or of the program. Knows
+no option, and needs no package.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import difflib
 import json
 import math
 import types
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -31,6 +34,11 @@ class Option:
         help: sentences for people. form: what is expected, where the type does not say it.
         min, above, max, below: bounds of a number; `above` and `below` are not among its values.
         section: of `--help`, one line.
+        requires, conflicts: conditions that must hold, or must not, where the option is not at its default, and why;
+            after a semicolon what to do, where that is not to give the condition, or leave one of the two out.
+            A condition is another flag that is not at its default, "eval_steps", or one with a value,
+            "dataset.on_error=skip". Conditions on flags that a program lacks do not apply to it.
+        only_with: the condition without which the option does nothing. A run that is resumed may have it all the same.
     """
 
     name: str | None
@@ -44,6 +52,20 @@ class Option:
     max: float | None
     below: float | None
     section: str
+    requires: Mapping[str, str] = field(default_factory=dict)
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    only_with: str | None = None
+
+    def is_given(self, value: Any) -> bool:
+        """Return whether a value is another than the default, and asks for something."""
+        return value != self.default and value is not None and value is not False
+
+    def shown(self, value: Any) -> str:
+        """The flag with a value, as it is typed."""
+        if self.name and self.name.endswith(".*"):
+            return value[0].replace("--", f"--{self.name[:-1]}", 1) if value else f"--{self.name}"
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f"--{self.name or self.path}={f'{value:.10g}' if isinstance(value, float) else text}"
 
     @property
     def is_bool(self) -> bool:
@@ -93,10 +115,14 @@ def option(
     above: float | None = None,
     max: float | None = None,
     below: float | None = None,
+    requires: Mapping[str, str] | None = None,
+    conflicts: Mapping[str, str] | None = None,
+    only_with: str | None = None,
 ) -> Any:
     """A dataclass field that is an option; see `Option`. `flag`: its name where that is not the field's."""
     bounds = {"min": min, "above": above, "max": max, "below": below}
-    metadata = {"help": help, "flag": flag, "form": form, **bounds}
+    rules = {"requires": requires or {}, "conflicts": conflicts or {}, "only_with": only_with}
+    metadata = {"help": help, "flag": flag, "form": form, **bounds, **rules}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -132,6 +158,63 @@ def _options(kind: type, prefix: str, section: str | None) -> Iterator[Option]:
 
 def _title(kind: type) -> str:
     return (kind.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def check(config: Any) -> None:
+    """Refuse options that contradict each other. Raises ValueError naming them, why, and what to do.
+
+    Each group is checked by its own `check(config)`, and by those of the groups that it inherits from.
+    """
+    listed = options_of(type(config))
+    known = {of.name or of.path: of for of in listed}
+    for group in _groups(config):
+        for kind in type(group).__mro__:
+            if "check" in vars(kind):
+                vars(kind)["check"](group, config)
+    for of in listed:
+        if of.is_given(value := get_option(config, of.path)):
+            _check_rules(config, of, of.shown(value), known)
+
+
+def _groups(config: Any) -> Iterator[Any]:
+    """A configuration, and the groups of options within it."""
+    yield config
+    for of in fields(config):
+        if is_dataclass(group := getattr(config, of.name)):
+            yield from _groups(group)
+
+
+def _check_rules(config: Any, of: Option, shown: str, known: Mapping[str, Option]) -> None:
+    for condition, why in of.requires.items():
+        if not _holds(config, condition, known, absent=True):
+            name, equals, _ = condition.partition("=")
+            found = f" with {known[name].shown(get_option(config, known[name].path))}" if equals else ""
+            remedy = "" if ";" in why else f"{' ' if why.endswith('?') else '; '}give --{condition}"
+            raise ValueError(f"{shown}{found}: {why}{remedy}")
+    for condition, why in of.conflicts.items():
+        if _holds(config, condition, known, absent=False):
+            other = known[condition.partition("=")[0]]
+            reason = why if ";" in why else f"{why}; leave one of them out" if why else "give one of them"
+            raise ValueError(f"{shown} with {other.shown(get_option(config, other.path))}: {reason}")
+    if of.only_with and not config.resume and not _holds(config, of.only_with, known, absent=True):
+        raise ValueError(f"{shown} does nothing without --{of.only_with}: give both, or neither")
+
+
+def _holds(config: Any, condition: str, known: Mapping[str, Option], absent: bool) -> bool:
+    """Return whether a condition holds; `absent` where the program has no such flag."""
+    name, equals, text = condition.partition("=")
+    if name not in known:
+        return absent
+    of = known[name]
+    value = get_option(config, of.path)
+    return value == of.read(text) if equals else of.is_given(value)
+
+
+def get_option(config: Any, path: str) -> Any:
+    """The value at a path of fields, `dataset.root`."""
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
 
 
 def set_option(config: Any, path: str, value: Any) -> None:

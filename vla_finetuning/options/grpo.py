@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from vla_finetuning.options.environment import check_recorded
 from vla_finetuning.options.fields import option
 
 Method = Literal["grpo", "ppo", "filtered"]
@@ -27,6 +28,7 @@ class GrpoOptions:
         None,
         "A LeRobot dataset, whose rows are half of each minibatch of --grpo.method filtered: a policy that imitates "
         "its own samples alone loses precision.",
+        requires={"grpo.method=filtered": "only imitation takes them"},
     )
     iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
     groups: int = option(16, "Groups of an iteration.", min=1)
@@ -36,6 +38,10 @@ class GrpoOptions:
         "Times that groups whose returns are all equal are replaced by groups that begin elsewhere (dynamic sampling). "
         "The episodes count.",
         min=0,
+        conflicts={
+            "grpo.method=filtered": "it learns from every success, also of groups whose returns are all equal; "
+            "leave it out",
+        },
     )
     reward: Reward = option(
         "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
@@ -69,6 +75,7 @@ class GrpoOptions:
         0.0,
         "Weight of the divergence from the policy that the run started from. Above 0 a second replica is held.",
         min=0,
+        conflicts={"grpo.method=filtered": "imitation has no such term; leave it out"},
     )
     warmup: int = option(3, "Iterations over which the learning rate rises; after that it stays.", min=0)
     eval_every: int = option(
@@ -96,3 +103,31 @@ class GrpoOptions:
         "next.reward and next.done when the run is done: a new folder; on a cluster a path that all nodes share.",
     )
     record_every: int = option(1, "Iterations from one recorded one to the next, with --grpo.record_dataset.", min=1)
+
+    def check(self, config: Any) -> None:
+        check_recorded(self.record_dataset, "--grpo.record_dataset")
+        workers, strategy = config.scaling, config.scaling.strategy
+        if config.train.compile:
+            raise ValueError(
+                "--train.compile=true: decisions come in batches of any size, and each size would be compiled; leave "
+                "it out"
+            )
+        if config.lr is None:
+            raise ValueError(
+                "--lr=null: imitation's own rate is far too high for learning from success; give a number, as 5e-6"
+            )
+        if workers.min_workers is not None:
+            raise ValueError(
+                f"--scaling.num_workers {workers.min_workers},{workers.num_workers}: groups are shared out evenly "
+                "among a fixed number of workers; give one number"
+            )
+        if self.groups % workers.num_workers:
+            raise ValueError(
+                f"--grpo.groups={self.groups} with --scaling.num_workers={workers.num_workers}: workers play equally "
+                f"many groups; give {-(-self.groups // workers.num_workers) * workers.num_workers}"
+            )
+        if strategy != "ddp":
+            raise ValueError(
+                f"--scaling.strategy={strategy}: a worker that holds a shard of the parameters cannot act by itself, "
+                "and workers decide at different times; use --scaling.strategy=ddp with --train.mode=expert or heads"
+            )

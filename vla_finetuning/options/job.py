@@ -39,6 +39,9 @@ class JobOptions:
         None, "What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.", above=0
     )
 
+    def check(self, config: Any) -> None:
+        check_output(self.output_dir)
+
     @property
     def folder(self) -> Path:
         """The run's own folder, `output_dir`, on a disk or in a bucket."""
@@ -55,3 +58,15 @@ class RunOptions:
     record_rows: bool = option(
         False, "Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`."
     )
+
+
+def check_output(output_dir: str | None) -> None:
+    """Raises ValueError where a folder to write to is missing, or of no kind that is known."""
+    if output_dir is None:
+        raise ValueError(
+            "where to? give --output_dir s3://BUCKET/FOLDER, or a path (on a cluster, one that all nodes share)"
+        )
+    try:
+        place(output_dir)
+    except ValueError as error:
+        raise ValueError(f"--output_dir={error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vla_finetuning.options.fields import option
 
@@ -34,6 +34,12 @@ class PeftOptions:
         "besides, OUTPUT_DIR/adapter has them alone, for LeRobot and PEFT to put onto the policy that the run started "
         "from.",
     )
+
+    def check(self, config: Any) -> None:
+        if self.method_type is not None and self.method_type.lower() != "lora":
+            raise ValueError(
+                f"--peft.method_type={self.method_type}: expected lora; of PEFT's other methods none is tried"
+            )
 
     @property
     def enabled(self) -> bool:

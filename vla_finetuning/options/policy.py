@@ -39,6 +39,13 @@ class RunPolicyOptions(PolicyOptions):
     """The policy, and how data meets it."""
 
     policy_type: str | None = option(
-        None, "A policy type to start from random weights, instead of --policy.path.", flag="policy.type"
+        None,
+        "A policy type to start from random weights, instead of --policy.path.",
+        flag="policy.type",
+        conflicts={
+            "policy.path": "the pretrained policy knows its type",
+            "peft.method_type": "adapters beside random weights learn next to nothing; start from a pretrained "
+            "policy, --policy.path",
+        },
     )
     tolerance_s: float = option(1e-4, "Seconds that a video frame may lie from its row's timestamp.", above=0)

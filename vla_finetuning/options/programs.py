@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from vla_finetuning.cards import OF_PRESET
 from vla_finetuning.options.checkpoints import BestCheckpointOptions, CheckpointOptions, LogOptions
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.ema import EmaOptions
-from vla_finetuning.options.environment import EnvironmentOptions, EvalOptions
+from vla_finetuning.options.environment import EnvironmentOptions, EvalOptions, check_recorded
 from vla_finetuning.options.fields import option
 from vla_finetuning.options.grpo import GrpoOptions
-from vla_finetuning.options.job import MAX_SEED, JobOptions, RunOptions
+from vla_finetuning.options.job import MAX_SEED, JobOptions, RunOptions, check_output
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.policy import PolicyOptions, RunPolicyOptions
 from vla_finetuning.options.push import PushOptions
@@ -71,6 +71,16 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
         None, "Decide on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
     )
 
+    def check(self, config: Any) -> None:
+        if self.policy_path is None:
+            raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID")
+        if self.env_type is None:
+            raise ValueError("in which environment? give --env.type two_bins")
+        if self.output_dir is None:
+            raise ValueError("where to? give --output_dir FOLDER or s3://BUCKET/FOLDER; given again, it goes on there")
+        check_output(self.output_dir)
+        check_recorded(self.record_dataset, "--eval.record_dataset")
+
 
 @dataclass
 class RecordConfig(EnvironmentOptions):
@@ -80,6 +90,12 @@ class RecordConfig(EnvironmentOptions):
     # Far from the default seeds of evaluations, so that those are held out.
     seed: int = option(100_000, "The first episode's seed, the next one's is one more.", min=0)
     root: str | None = option(None, "The dataset's folder; on a cluster a path that all nodes share.")
+
+    def check(self, config: Any) -> None:
+        if self.env_type is None or self.root is None:
+            raise ValueError("what and where to? give --env.type metaworld --env.task reach-v3 --root FOLDER")
+        if self.seed > MAX_SEED - self.episodes:
+            raise ValueError(f"--seed={self.seed}: must be at most {MAX_SEED - self.episodes}, for as many episodes")
 
 
 # `--help` lists the bases from the last one on.
@@ -96,6 +112,10 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     peft: PeftOptions = field(default_factory=PeftOptions)
     sample_weighting: SampleWeightingOptions = field(default_factory=SampleWeightingOptions)
     recap: RecapOptions = field(default_factory=RecapOptions)
+
+    def check(self, config: Any) -> None:
+        if self.preset != "demo" and not (self.policy_path or self.policy_type):
+            raise ValueError("which policy? give --policy.path lerobot/pi05_base, a folder, or use --preset demo")
 
     @property
     def roots(self) -> list[str]:
@@ -132,11 +152,6 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         """Whether the averaged weights are what is measured and exported."""
         return self.ema.enable and self.ema.export
 
-    @property
-    def best_kept(self) -> int:
-        """Checkpoints to keep for their loss, besides the newest: the best one also if it is to be exported."""
-        return max(self.keep_best, int(self.export == "best"))
-
     def most_checkpoints(self, steps: int) -> int:
         """Checkpoints that a run of so many steps has at once: an old one is deleted when the next one is there.
 
@@ -148,8 +163,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     @property
     def rows_multiple(self) -> int:
         """Rows that any number of workers this run may have can share evenly, in whole micro-batches."""
-        most = self.scaling.num_workers
-        return self.batch_size * math.lcm(*range(self.scaling.min_workers or most, most + 1))
+        return self.batch_size * self.scaling.common_multiple
 
     @property
     def is_rehearsal(self) -> bool:
@@ -188,6 +202,14 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
     # What is published for PI0.5; imitation's is several times that.
     lr: float | None = option(5e-6, "Learning rate after the warm-up.", above=0)
     save_freq: int = option(10, "Iterations between checkpoints.", min=1)
+
+    def check(self, config: Any) -> None:
+        if self.policy_path is None and self.preset != "demo":
+            raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID: what vla.py has trained by imitation")
+        if self.env_type is None:
+            raise ValueError("in which environment? give --env.type two_bins")
+        if any(option.startswith("--type=") for option in self.policy_options):
+            raise ValueError("--policy.type starts from random weights, which succeed at nothing; give --policy.path")
 
     def training(self) -> Config:
         """The options that `training/` reads: these, and defaults of those that GRPO does not have.

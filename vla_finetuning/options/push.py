@@ -16,6 +16,7 @@ class PushOptions:
         None,
         "Push the trained policy to the Hugging Face Hub; --policy.repo_id asks for it.",
         flag="policy.push_to_hub",
+        requires={"policy.repo_id": "to which repository?"},
     )
     policy_repo_id: str | None = option(None, "Where the trained policy is pushed: USER/NAME.", flag="policy.repo_id")
     policy_private: bool | None = option(None, "Make a private repository there.", flag="policy.private")

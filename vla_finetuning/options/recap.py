@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vla_finetuning.options.fields import option
+from vla_finetuning.options.mixture import members, robots
 
 
 @dataclass
@@ -18,7 +20,11 @@ class RecapOptions:
     )
     # RECAP's; what is trained without a label is what guidance (--policy.guidance) starts from.
     dropout: float = option(
-        0.3, "Share of rows whose prompt has no label, drawn by seed and place in the stream.", min=0, max=1
+        0.3,
+        "Share of rows whose prompt has no label, drawn by seed and place in the stream.",
+        min=0,
+        max=1,
+        only_with="recap.labels",
     )
 
 
@@ -56,3 +62,19 @@ class ValueOptions:
     positive: float = option(
         0.3, "Share of the frames of each task that are positive, besides corrections.", above=0, max=1
     )
+
+    def check(self, config: Any) -> None:
+        if config.policy_path is None:
+            raise ValueError("what is the value function to see with? give --policy.path FOLDER_OR_HUB_ID")
+        if config.scaling.strategy != "ddp":
+            raise ValueError(
+                f"--scaling.strategy={config.scaling.strategy}: value functions are not sharded; use "
+                "--scaling.strategy=ddp"
+            )
+        if len(robots(members(config.dataset.mixture))) > 1:
+            raise ValueError("--dataset.mixture: a value function learns from datasets of one robot; name those of one")
+        if config.dataset.on_error == "skip":
+            raise ValueError(
+                "--dataset.on_error=skip: a frame that cannot be read has no value, and no label; leave its episode "
+                "out by --dataset.exclude_episodes"
+            )

@@ -30,3 +30,7 @@ class SampleWeightingOptions:
         "Weight of frames whose progress is not known.",
         form="""JSON, as '{"fallback_weight": 1.0}'""",
     )
+
+    def check(self, config: Any) -> None:
+        if unknown := sorted(self.extra_params.keys() - {"fallback_weight"}):
+            raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")

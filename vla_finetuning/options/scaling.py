@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from vla_finetuning.options.fields import option
 
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
+# Strategies whose number of workers does not change while they train, and why.
+FIXED_WORKERS = {
+    "fsdp2_reshard": "workers gather parameters together in every micro-batch, so none may have more of those than "
+    "another",
+    "hsdp": "every node must have as many workers as another, which a number that changes does not keep",
+}
 
 
 @dataclass
@@ -31,6 +38,7 @@ class WorkerOptions:
         None,
         "Ray's name of the GPU type that workers need, e.g. L4 or H100. Ray calls both sizes A100; A100-40G and "
         "A100-80G are of nodes that were started with these names.",
+        conflicts={"scaling.use_gpu=false": "it is a type of GPU"},
     )
     strategy: Strategy = option(
         "ddp",
@@ -41,7 +49,10 @@ class WorkerOptions:
         "--resume may change it.",
     )
     shard_workers: int | None = option(
-        None, "hsdp: how many workers hold a replica together; those of a node when absent.", min=1
+        None,
+        "hsdp: how many workers hold a replica together; those of a node when absent.",
+        min=1,
+        requires={"scaling.strategy=hsdp": "it is for --scaling.strategy=hsdp; leave it out"},
     )
     cpus_per_worker: float = option(
         1.0, "CPUs that each training process holds; the other CPUs of a node decode.", above=0
@@ -52,6 +63,33 @@ class WorkerOptions:
         "Preempted nodes do not count.",
         min=-1,
     )
+
+    def check(self, config: Any) -> None:
+        least, most = self.min_workers, self.num_workers
+        if least is not None:
+            found = f"--scaling.num_workers {least},{most}"
+            if least > most:
+                raise ValueError(f"{found}: the least and the most, in that order")
+            if config.batch_size * self.common_multiple > 2**31:
+                raise ValueError(
+                    f"{found}: too many different numbers of workers to share data evenly among any of them; choose a "
+                    "narrower range"
+                )
+            if why := FIXED_WORKERS.get(self.strategy):
+                raise ValueError(
+                    f"--scaling.strategy={self.strategy} {found}: {why}; use a fixed number of workers, or "
+                    "--scaling.strategy=fsdp2"
+                )
+        if self.strategy == "hsdp" and self.shard_workers is not None and most % self.shard_workers:
+            raise ValueError(
+                f"--scaling.shard_workers={self.shard_workers} --scaling.num_workers={most}: the workers do not divide "
+                f"into replicas; give a divisor of {most}"
+            )
+
+    @property
+    def common_multiple(self) -> int:
+        """The least number of rows that any number of workers this run may have can share evenly."""
+        return math.lcm(*range(self.min_workers or self.num_workers, self.num_workers + 1))
 
     def decided(self, gpus_found: int) -> Self:
         """With `use_gpu` decided where it is absent: true if a type of GPU is asked for, or there are any."""

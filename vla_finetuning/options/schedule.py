@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vla_finetuning.options.fields import option
 
@@ -26,7 +27,9 @@ class LearningOptions:
 class LengthOptions(LearningOptions):
     """How long and how fast the policy learns."""
 
-    steps: int | None = option(None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1)
+    steps: int | None = option(
+        None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1, conflicts={"num_epochs": ""}
+    )
     num_epochs: float | None = option(
         None,
         "Length of the run in passes over the data, instead of --steps; 1 when both are absent, and with --preset demo "
@@ -63,6 +66,28 @@ class ScheduleOptions(LengthOptions):
     final_lr_frac: float | None = option(
         None, "Share of the peak that this cosine ends at; instead of the policy's own schedule.", min=0, max=1
     )
+
+    def check(self, config: Any) -> None:
+        """Refuse two ways to say the same, and half of what stands in for the policy's preset."""
+        optimizer, scheduler = (
+            {option.removeprefix("--").partition("=")[0] for option in options}
+            for options in (self.optimizer_options, self.scheduler_options)
+        )
+        short = [f"--{name}" for name in ("warmup_frac", "final_lr_frac") if getattr(self, name) is not None]
+        if short and scheduler:
+            raise ValueError(f"{short[0]} and --scheduler.{min(scheduler)}: give one of them")
+        if self.lr is not None and "lr" in optimizer:
+            raise ValueError("--lr and --optimizer.lr: give one of them")
+        if not self.use_policy_training_preset:
+            if "type" not in optimizer:
+                raise ValueError(
+                    "--use_policy_training_preset=false: with which optimizer? give --optimizer.type adamw"
+                )
+            if not short and "type" not in scheduler:
+                raise ValueError(
+                    "--use_policy_training_preset=false: with which schedule? give --scheduler.type "
+                    "cosine_decay_with_warmup, or --warmup_frac"
+                )
 
 
 # Where only the other one is given.

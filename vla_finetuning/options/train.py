@@ -71,6 +71,7 @@ class TrainOptions(StepOptions):
         False,
         "ACT, SmolVLA, PI0-FAST: divide the loss by the valid action steps or tokens of the whole step; without, as "
         "lerobot-train, each worker's micro-batch by its own. A step's micro-batches are then in memory at once.",
+        conflicts={"sample_weighting.type=rabc": "losses are then means over rows, so it has no effect"},
     )
     # Another estimator of the same loss, with less variance: images and language are computed once for all draws.
     noise_draws: int = option(
@@ -84,4 +85,8 @@ class TrainOptions(StepOptions):
         None,
         "SmolVLA, where its vision does not train: a folder on each node's own disk that caches what its vision tower "
         "makes of each frame, for later epochs and for runs from the same weights.",
+        conflicts=dict.fromkeys(
+            ("dataset.image_transforms.enable", "train.augmentation"),
+            "frames then differ in every epoch, and so do their features",
+        ),
     )
