@@ -87,7 +87,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     run, worker = ray.get(loop_config["run"]), RayWorker()
     if train(run, worker).finished and worker.rank == 0:
         checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
-        export(run.policy, checkpoint, run.job.output_dir, run.rows.drawn)
+        export(run.policy, checkpoint, run.job.output_dir, run.drawn)
 
 
 def train(

@@ -21,11 +21,12 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import Attention, Precision, TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import why_not
 from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.loading import FeatureMatch
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.processors import to_float
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
 from vla_finetuning.training.parallel import keeps_casts
@@ -134,8 +135,7 @@ def prepared_spec(
         train=run.train,
         adapters=run.peft,
         recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, short=None),
-        cameras=CAMERAS,
-        stats=None,
+        robots=(Robot("", config, FeatureMatch(tuple(config.image_features), (), {}), rename_map={}),),
         seed=0,
         prompts=prompt_lengths(config),
         device=device,

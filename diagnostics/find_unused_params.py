@@ -243,7 +243,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 
 def _with_stats(run: Run) -> Run:
     """Statistics that are missing are computed, which takes a pass over the data, and Ray."""
-    if not run.missing_stats:
+    if not any(robot.missing_stats for robot in run.robots):
         return run
     started_ray = not ray.is_initialized()
     try:

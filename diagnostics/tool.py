@@ -166,14 +166,17 @@ def scratch_run(run: Run) -> Iterator[Run]:
 
 def with_any_stats(run: Run) -> Run:
     """The run with made-up statistics in the place of those that are to be computed, which takes a pass and Ray."""
-    if not run.missing_stats:
-        return run
     made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
-    features, known = run.rows.metas[0].features, run.rows.metas[0].stats
-    stats = {key: dict(known.get(key, {})) for key in {*known, *run.missing_stats}}
-    for key in run.missing_stats:
-        stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
-    return replace(run, policy=replace(run.policy, stats=stats), missing_stats={})
+    robots = list(run.robots)
+    for number, robot in enumerate(robots):
+        if robot.missing_stats:
+            meta = run.rows.metas[robot.datasets[0]]
+            stats = {key: dict(meta.stats.get(key, {})) for key in {*meta.stats, *robot.missing_stats}}
+            for key in robot.missing_stats:
+                shape = meta.features[key].shape
+                stats[key] |= {name: np.full(shape, value, np.float32) for name, value in made_up.items()}
+            robots[number] = replace(robot, stats=stats, missing_stats={})
+    return replace(run, policy=replace(run.policy, robots=tuple(robots)))
 
 
 def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:

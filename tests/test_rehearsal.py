@@ -84,7 +84,7 @@ def test_a_rehearsal_takes_the_names_that_its_error_proposes_and_trains(cache, t
     flags += ["--steps=2", "--log_freq=1", "--dataset.statistics=stored", "--scaling.num_workers=1"]
     run = rehearse(tmp_path, f"--dataset.root={root}", *flags)
     assert inputs_of(run) == {"observation.images.base_0_rgb": (3, 48, 64), "observation.state": (4,)}
-    assert run.policy.rename_map == {} and {"red", "blue"} <= words_of(run)
+    assert run.robots[0].rename_map == {} and {"red", "blue"} <= words_of(run)
     assert "observation.images.base_0_rgb  48x64x3  ->  observation.images.base_0_rgb" in describe(run)
     train(run)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -98,7 +98,7 @@ def test_a_rehearsal_joins_the_state_and_names_cameras_as_it_is_told(cache, tmp_
     flags = [f"--rename_map={names}", "--dataset.state_features=joint_position,gripper_position"]
     run = rehearse(tmp_path, f"--dataset.root={root}", *flags)
     assert inputs_of(run) == {"observation.images.base_0_rgb": (3, 48, 64), "observation.state": (4,)}
-    assert run.policy.rename_map == {TOP: "observation.images.base_0_rgb"} and run.match.camera_keys == (TOP,)
+    assert run.robots[0].rename_map == {TOP: "observation.images.base_0_rgb"} and run.rows.camera_keys == (TOP,)
 
 
 def test_a_rehearsal_sees_the_cameras_and_instructions_that_were_chosen(cache, tmp_path):

@@ -86,12 +86,12 @@ def test_a_run_of_relative_actions(tmp_path, monkeypatch):
     flags = {"policy.use_relative_actions": "true", "policy.relative_exclude_joints": json.dumps(EXCLUDED)}
     flags |= {"dataset.statistics": "lerobot"}
     run = in_process.resolved((folder, root, base), **flags, **{"policy.chunk_size": CHUNK, "policy.n_action_steps": 2})
-    assert run.missing_stats["action"] >= {"q01", "q99"} and not run.policy.stats
+    assert run.robots[0].missing_stats["action"] >= {"q01", "q99"} and not run.robots[0].stats
     assert "predicts 2 of 3 dimensions of an action relative to the state" in describe(run)
     monkeypatch.setattr(relative_actions, "over_files", one_after_the_other)
     run = with_stats(run)
     names = load_metadata(root).features["action"].names
-    assert_same(run.policy.stats["action"], lerobots(root, names))
+    assert_same(run.robots[0].stats["action"], lerobots(root, names))
 
     data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     source = data.read(stream=(0, run.rows.last_row))

@@ -418,11 +418,14 @@ def test_exit_statuses_and_the_table(setting, run, monkeypatch, one_step, capsys
 
 def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step):
     plant(monkeypatch, item)
-    stats = {key: {name: v for name, v in values.items() if name != "q01"} for key, values in run.policy.stats.items()}
+    stats = {
+        key: {name: v for name, v in values.items() if name != "q01"} for key, values in run.robots[0].stats.items()
+    }
     metas = tuple(replace(meta, stats=stats) for meta in run.rows.metas)
     missing = {"action": {"q01"}, "observation.state": {"q01"}}
-    without = replace(run, rows=replace(run.rows, metas=metas), policy=replace(run.policy, stats={}))
-    assert places(audit_syncs.audit(replace(without, missing_stats=missing))) == {"item": 2}
+    policy = run.policy.select_robot(replace(run.robots[0], stats={}, missing_stats=missing))
+    without = replace(run, rows=replace(run.rows, metas=metas), policy=policy)
+    assert places(audit_syncs.audit(without)) == {"item": 2}
 
 
 def watched_functions():

@@ -189,7 +189,7 @@ def train(
         save(output / "trained.safetensors", optimizer.named())
         save(output / "average.safetensors", optimizer.named_average())
         if not of_value:
-            export(run.policy, exported_checkpoint(run.job, best=False), output, run.rows.drawn)
+            export(run.policy, exported_checkpoint(run.job, best=False), output, run.drawn)
 
 
 def program(name: str, output: Path, options: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     commit(folder, replace(run.job.start, step=run.job.steps), write_pieces(folder, taken))
     assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
 
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.rows.drawn)
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.drawn)
     outputs = {}
     meta = LeRobotDatasetMetadata("local/test", root=setting[1])
     for name in ("pretrained_model", "adapter"):

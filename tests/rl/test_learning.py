@@ -259,7 +259,7 @@ def test_instructions_that_begin_with_a_robot_do_so_here_too(base, tmp_path):
     with mock.patch.object(Player, "prepare", heard):
         train(run)
     assert set(said) == {"arm: "}
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.scene.drawn)
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, {"": run.scene.drawn})
     exported = json.loads((run.job.output_dir / "pretrained_model" / "robot.json").read_text())
     assert exported["instructions_begin_with"] == "arm: "
     with pytest.raises(ValueError, match="--grpo.demonstrations: instructions of policy .* begin with 'arm: '"):
@@ -348,7 +348,7 @@ def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
 def test_what_was_learned_is_exported(base, tmp_path):
     run = resolved(base, tmp_path / "run", **{"grpo.iterations": 1})
     learned, _ = train(run)
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.scene.drawn)
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, {"": run.scene.drawn})
     exported = load_file(tmp_path / "run" / "pretrained_model" / "model.safetensors")
     names = [name for name in exported if name in learned]
     assert names and all(torch.equal(exported[name], learned[name]) for name in names)

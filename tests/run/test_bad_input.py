@@ -475,12 +475,12 @@ def test_statistics_that_one_of_two_datasets_lacks(ray_cluster, root, base, fold
     (second / "meta/stats.json").unlink()
     changes = {"dataset.root": f"{root},{second}", "dataset.statistics": "lerobot"}
     resolved = resolve(parse_args(flags(root, base, tmp_path / "out", **changes)), gpus_found=0)
-    assert resolved.missing_stats.keys() == {"observation.state", "action"}
+    assert resolved.robots[0].missing_stats.keys() == {"observation.state", "action"}
     completed = with_stats(resolved)
-    assert not completed.missing_stats
+    assert not completed.robots[0].missing_stats
     for key in ("observation.state", "action"):
         for name in ("q01", "q99"):
-            np.testing.assert_allclose(completed.policy.stats[key][name], expected[key][name], rtol=1e-6)
+            np.testing.assert_allclose(completed.robots[0].stats[key][name], expected[key][name], rtol=1e-6)
 
 
 def test_a_dry_run_looks_at_tracker_and_hub(refused, monkeypatch):

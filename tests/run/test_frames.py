@@ -141,12 +141,12 @@ def test_statistics_are_of_the_frames_that_do_not_idle(setting, monkeypatch, dro
     rows = [all_rows(setting[0] / name, ["action"])["action"][left] for name in ("dataset", "other")]
     run = run_of(setting, *exact)
     assert "over all frames of the training episodes that --dataset.skip_idle leaves" in describe(run)
-    found = with_stats(run).policy.stats["action"]
+    found = with_stats(run).robots[0].stats["action"]
     for name, q in (("q01", 0.01), ("q99", 0.99)):
         np.testing.assert_array_equal(found[name], np.quantile(rows[0], q, axis=0, method="inverted_cdf"))
     mixture = json.dumps({str(setting[0] / "dataset"): 1, str(setting[0] / "other"): 3})
     mixed = run_of(setting, *exact, f"--dataset.mixture={mixture}")
-    found = with_stats(mixed).policy.stats["action"]
+    found = with_stats(mixed).robots[0].stats["action"]
     weights = np.repeat(np.array(mixed.rows.identity["rows_per_source"]) / len(left), len(left))
     both = np.concatenate(rows)
     for name, q in (("q01", 0.01), ("q99", 0.99)):

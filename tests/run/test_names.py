@@ -112,12 +112,12 @@ def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings, st
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values)
-    assert own.missing_stats == plain.missing_stats and own.policy.rename_map == {}
+    assert own.robots[0].missing_stats == plain.robots[0].missing_stats and own.robots[0].rename_map == {}
     if statistics == "stored":
-        assert own.policy.stats.keys() == plain.policy.stats.keys()
-        for key, values in plain.policy.stats.items():
+        assert own.robots[0].stats.keys() == plain.robots[0].stats.keys()
+        for key, values in plain.robots[0].stats.items():
             for name, value in values.items():
-                np.testing.assert_array_equal(own.policy.stats[key][name], value)
+                np.testing.assert_array_equal(own.robots[0].stats[key][name], value)
     assert json.loads(json.dumps(own.config.rename_map)) == json.loads(MAP), "what a resumed run is started with"
 
 
@@ -145,7 +145,7 @@ def test_names_that_are_well_known_are_proposed_and_work(settings):
         resolved(own)
     flag = re.search(r"--rename_map '(.*)' gives them LeRobot's names", str(refused.value))[1]
     assert json.loads(flag) == json.loads(MAP)
-    assert resolved(own, rename_map=flag).match.dataset_keys
+    assert resolved(own, rename_map=flag).robots[0].match.dataset_keys
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_a_state_in_several_features_is_that_of_one(settings, split, statistics)
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values)
-    assert joined.missing_stats == plain.missing_stats
-    assert joined.policy.stats.keys() >= {"observation.state", "action"}
-    for name, value in plain.policy.stats["observation.state"].items():
-        np.testing.assert_array_equal(joined.policy.stats["observation.state"][name], value, err_msg=name)
+    assert joined.robots[0].missing_stats == plain.robots[0].missing_stats
+    assert joined.robots[0].stats.keys() >= {"observation.state", "action"}
+    for name, value in plain.robots[0].stats["observation.state"].items():
+        np.testing.assert_array_equal(joined.robots[0].stats["observation.state"][name], value, err_msg=name)
     assert joined.rows.metas[0].features["observation.state"].names == ("joint_0", "joint_1", "joint_2", "joint_3")
 
 

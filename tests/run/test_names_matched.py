@@ -149,7 +149,7 @@ def test_names_of_features_that_no_member_of_a_mixture_has_are_refused(setting):
         given = in_process.flags(setting_of_mixture, **flags, **more)
         return in_process.resolve(parse_args([flag for flag in given if not flag.startswith("--dataset.root")]), 0)
 
-    assert plan().match.dataset_keys
+    assert plan().robots[0].match.dataset_keys
     with pytest.raises(ValueError, match='--rename_map has "observation.images.frnt".*did you mean'):
         plan(rename_map='{"observation.images.frnt": "observation.images.top"}')
     with pytest.raises(ValueError, match="--dataset.state_features joints: the datasets' features are"):

@@ -54,10 +54,10 @@ def policy_images(run, rows):
     """The images that reach the policy's vision tower, float32 (N, 3, H, W); and what came out of the read task."""
     source = run.rows.source(stream=(0, run.rows.last_row))
     (batch,) = source.read_rows(rows, len(rows))
-    (camera,) = run.match.camera_keys
+    (camera,) = run.rows.camera_keys
     assert batch[camera].shape[1:] == source.example()[camera].shape[1:]
-    pre, _ = make_processors(run.policy.folder, run.policy.config, run.policy.stats, {})
-    prepared = Prepare(pre, run.match.camera_keys, {}, run.policy.config)(batch)
+    pre, _ = make_processors(run.policy.folder, run.policy.config, run.robots[0].stats, {})
+    prepared = Prepare(pre, run.rows.camera_keys, {}, run.policy.config)(batch)
     inputs = {k: torch.from_numpy(v.copy()) for k, v in prepared.items()}
     family_of(run.policy.config).check_batch(inputs, run.policy.config)
     policy = load_policy(run.policy.folder, run.policy.config)
@@ -291,7 +291,7 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
         expected = aggregate_stats(weighted)
         for key in VECTORS:
             for name in ("q01", "q99", "mean", "std"):
-                np.testing.assert_allclose(found.policy.stats[key][name], expected[key][name], err_msg=name)
+                np.testing.assert_allclose(found.robots[0].stats[key][name], expected[key][name], err_msg=name)
     # What a run is saved as, it is resumed as.
     (folder / "out").mkdir(exist_ok=True)
     (folder / "out" / "config.json").write_text(json.dumps(run.config.to_json()))
@@ -342,10 +342,10 @@ def test_datasets_whose_features_have_other_names(setting, second, other_names):
     for other, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
         run = plan(setting, mixture_flag({root: 1, other: 2}), "--dataset.statistics=stored", *flags, root=False)
         source = run.rows.source(stream=(0, run.rows.last_row))
-        pre, _ = make_processors(run.policy.folder, run.policy.config, run.policy.stats, run.config.rename_map)
-        prepare = Prepare(pre, run.match.camera_keys, run.config.rename_map, run.policy.config)
+        pre, _ = make_processors(run.policy.folder, run.policy.config, run.robots[0].stats, run.config.rename_map)
+        prepare = Prepare(pre, run.rows.camera_keys, run.config.rename_map, run.policy.config)
         rows.append(prepare(next(iter(source.read_rows(range(20), 20)))))
-        assert run.match.camera_keys == ("observation.images.top",)
+        assert run.rows.camera_keys == ("observation.images.top",)
     assert rows[0].keys() == rows[1].keys() and set(rows[0]["dataset_index"]) == {0, 1}
     for key, values in rows[0].items():
         np.testing.assert_array_equal(rows[1][key], values, err_msg=key)
@@ -397,8 +397,8 @@ def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
     rows = [next(iter(run.rows.source(stream=(0, 66)).read_rows(range(66), 66))) for run in runs]
     for run, found in zip(runs, rows, strict=True):
         np.testing.assert_array_equal(found["action"], rows[0]["action"])
-        for name, value in runs[0].policy.stats["action"].items():
-            np.testing.assert_allclose(run.policy.stats["action"][name], value, err_msg=name)
+        for name, value in runs[0].robots[0].stats["action"].items():
+            np.testing.assert_allclose(run.robots[0].stats["action"][name], value, err_msg=name)
 
 
 def test_datasets_in_different_units(setting, second, tmp_path):
@@ -412,7 +412,7 @@ def test_datasets_in_different_units(setting, second, tmp_path):
     with pytest.raises(ValueError, match=message):
         plan(setting, both, root=False)
     flags = ["--dataset.mixed_ranges=true", "--dataset.statistics=stored"]
-    assert plan(setting, both, *flags, root=False).policy.stats["action"]["q99"].max() > 10
+    assert plan(setting, both, *flags, root=False).robots[0].stats["action"]["q99"].max() > 10
 
 
 def test_names_that_do_not_go_together(setting, other_names):

@@ -39,7 +39,7 @@ from vla_finetuning.run import push
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.matching import policy_data
-from vla_finetuning.run.resolve import of_robot, resolve, with_stats
+from vla_finetuning.run.resolve import resolve, select_robot, with_stats
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.feed import Collate, drop_absent_cameras
@@ -197,7 +197,7 @@ def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path, monkeyp
         scaled = 2 * (relative - stats["q01"]) / (stats["q99"] - stats["q01"]) - 1
         np.testing.assert_allclose(prepared["action"], scaled, rtol=1e-3, atol=1e-3)
 
-        spec = run.policy.of_robot(run.policy.robots[number])
+        spec = run.policy.select_robot(run.robots[number].by_own_names())
         save_pretrained(spec.start(), *spec.processors(), tmp_path / name)
         saved = PreTrainedConfig.from_pretrained(tmp_path / name, cli_overrides=["--device=cpu"])
         pre, post = make_pre_post_processors(saved, pretrained_path=str(tmp_path / name))
@@ -242,7 +242,7 @@ def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp
     whole = ~rows["action_is_pad"].any(axis=1)
     assert 0 < whole.sum() < len(whole)
     chunks = (rows["action"] - rows["observation.state"][:, None, :5])[whole].reshape(-1, 5)
-    stats = run.policy.stats["action"]
+    stats = run.robots[0].stats["action"]
     for name, expected in (("min", chunks.min(0)), ("max", chunks.max(0)), ("mean", chunks.mean(0))):
         np.testing.assert_allclose(stats[name], expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(stats["q99"], np.quantile(chunks, 0.99, axis=0), atol=0.02 * np.ptp(chunks))
@@ -314,7 +314,7 @@ def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_si
             torch.testing.assert_close(together[mine], apart, rtol=2e-5, atol=2e-6)
 
         in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
-        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.rows.drawn)
+        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.drawn)
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert all(lines[-1]["loss_by_robot"][name] > 0 for name in ("arm", "gantry"))
         for name, state, action, cameras in (("arm", 6, 5, [TOP]), ("gantry", 4, 3, [TOP, WRIST])):
@@ -333,7 +333,7 @@ def test_the_notebook_shows_one_of_the_robots(folder, tmp_path, capsys):
     flags = ("--dataset.eval_split=0.3", "--dataset.robot_in_prompt=true", f"--output_dir={tmp_path}")
     run = with_stats(mixed(folder, *flags))
     for robot in run.policy.robots:
-        own = run.policy.of_robot(robot)
+        own = run.policy.select_robot(robot.by_own_names())
         save_pretrained(run.policy.start(), *own.processors(), tmp_path / "pretrained_model" / robot.name, own.config)
     evaluate_run(run, frames=4)
     cells = {cell.id: cell.source for cell in nbformat.read(ROOT / "README.ipynb", as_version=4).cells}
@@ -405,8 +405,8 @@ def test_the_order_of_members_is_no_matter(folder):
 def test_a_mixture_of_one_is_that_dataset(folder):
     mixture = {"members": [MIXTURE["members"][0]]}
     one, plain = mixed(folder, mixture=mixture), alone(folder, "gantry")
-    assert one.rows.identity == plain.rows.identity and not one.robots
-    assert one.policy.rename_map == plain.policy.rename_map
+    assert one.rows.identity == plain.rows.identity and len(one.robots) == 1
+    assert one.robots[0].rename_map == plain.robots[0].rename_map
     found, expected = read(one, range(20))[1], read(plain, range(20))[1]
     assert found.keys() == expected.keys()
     for key, values in expected.items():
@@ -427,10 +427,10 @@ def test_every_dataset_gives_its_share(folder):
 def test_statistics_are_each_robots(folder):
     run = mixed(folder)
     for robot, own in zip(run.policy.robots, (alone(folder, "arm"), alone(folder, "gantry")), strict=True):
-        for key, stats in own.policy.stats.items():
+        for key, stats in own.robots[0].stats.items():
             if key in robot.stats:
                 np.testing.assert_array_equal(robot.stats[key]["q01"], stats["q01"])
-    view = of_robot(run, "arm")
+    view = select_robot(run, run.robots[0])
     assert view.policy.config.output_features["action"].shape == (5,)
     assert list(view.policy.config.image_features) == [BASE]
 

@@ -56,10 +56,10 @@ def edit_stats(root, edit):
 
 def test_what_describes_the_data_is_used(setting):
     run = in_process.resolved(setting)
-    assert run.config.dataset.statistics == "stored" and not run.missing_stats
+    assert run.config.dataset.statistics == "stored" and not run.robots[0].missing_stats
     stored = load_metadata(setting[1]).stats
     for key in VECTORS:
-        np.testing.assert_array_equal(run.policy.stats[key]["q99"], stored[key]["q99"])
+        np.testing.assert_array_equal(run.robots[0].stats[key]["q99"], stored[key]["q99"])
     plan = describe(run)
     assert "Statistics   those in meta/stats.json\n" in plan and "46 rows of 4 of the 4 training episodes" in plan
     assert "action: of the values, 0.0% lie outside q01..q99 of meta/stats.json" in plan
@@ -67,7 +67,7 @@ def test_what_describes_the_data_is_used(setting):
 
 def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
     run = in_process.resolved(averaged(setting))
-    assert run.config.dataset.statistics == "exact" and run.missing_stats.keys() == set(VECTORS)
+    assert run.config.dataset.statistics == "exact" and run.robots[0].missing_stats.keys() == set(VECTORS)
     plan = describe(run)
     assert "those stored do not describe" in plan and "LeRobot averages the episodes' quantiles" in plan
     assert "--dataset.statistics=stored trains with them" in plan
@@ -78,17 +78,17 @@ def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
     assert f"action: of the values, {share.mean():.1%} lie outside" in plan
     run = with_stats(run)
     for key in VECTORS:
-        assert_numpys(run.policy.stats[key], rows_of(meta, key, range(4)))
+        assert_numpys(run.robots[0].stats[key], rows_of(meta, key, range(4)))
 
 
 @pytest.mark.parametrize("asked", ["stored", "lerobot"])
 def test_whoever_asks_for_them_gets_them_with_a_warning(setting, asked):
     run = in_process.resolved(averaged(setting), **{"dataset.statistics": asked})
-    assert not run.missing_stats and run.config.dataset.statistics == asked
+    assert not run.robots[0].missing_stats and run.config.dataset.statistics == asked
     stored = load_metadata(averaged(setting)[1]).stats
     for key in VECTORS:
         for name, value in stored[key].items():
-            np.testing.assert_array_equal(run.policy.stats[key][name], value)
+            np.testing.assert_array_equal(run.robots[0].stats[key][name], value)
     assert "WARNING: they do not describe" in describe(run) and "--dataset.statistics=exact" in describe(run)
 
 
@@ -100,7 +100,7 @@ def test_exact_is_of_the_training_episodes(setting):
     run = with_stats(run)
     meta = load_metadata(setting[1])
     for key in VECTORS:
-        assert_numpys(run.policy.stats[key], rows_of(meta, key, train))
+        assert_numpys(run.robots[0].stats[key], rows_of(meta, key, train))
 
 
 def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
@@ -110,7 +110,7 @@ def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
     with pytest.raises(ValueError, match="statistic 'q99' of 'action' is not finite"):
         in_process.resolved(changed)
     run = with_stats(in_process.resolved(changed, **{"dataset.statistics": "exact"}))
-    assert_numpys(run.policy.stats["action"], rows_of(load_metadata(root), "action", range(4)))
+    assert_numpys(run.robots[0].stats["action"], rows_of(load_metadata(root), "action", range(4)))
 
 
 def test_what_is_missing(setting, tmp_path):
@@ -137,8 +137,8 @@ def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path)
     (copy / "meta/stats.json").write_text((setting[1] / "meta/stats.json").read_text())  # these would be used now
     again = resolve(parse_args(["--resume", f"--output_dir={run.job.output_dir}"]), gpus_found=0)
     assert again.config.dataset.statistics == "exact"
-    for name, value in run.policy.stats["action"].items():
-        np.testing.assert_array_equal(with_stats(again).policy.stats["action"][name], value)
+    for name, value in run.robots[0].stats["action"].items():
+        np.testing.assert_array_equal(with_stats(again).robots[0].stats["action"][name], value)
 
 
 def test_a_run_does_not_go_on_with_other_statistics(setting, tmp_path, monkeypatch):
@@ -146,14 +146,14 @@ def test_a_run_does_not_go_on_with_other_statistics(setting, tmp_path, monkeypat
     run = in_process.resolved(setting, output_dir=tmp_path)
 
     def held(**changes):
-        stats = {key: dict(values) for key, values in run.policy.stats.items()}
+        stats = {key: dict(values) for key, values in run.robots[0].stats.items()}
         for name, change in changes.items():
             stats["action"][name] = stats["action"][name] * change
-        hold_statistics(run.job, replace(run.policy, stats=stats))
+        hold_statistics(run.job, run.policy.select_robot(replace(run.robots[0], stats=stats)))
         return json.loads((tmp_path / "statistics.json").read_text())
 
     first = held()
-    assert first["action"]["q99"] == run.policy.stats["action"]["q99"].tolist()
+    assert first["action"]["q99"] == run.robots[0].stats["action"]["q99"].tolist()
     assert held(q99=2.0) != first  # nothing was trained yet
     held()
     monkeypatch.setattr(statistics, "latest_checkpoint", lambda folder: folder / "step_00000003")
@@ -178,13 +178,13 @@ def test_several_datasets_together(setting):
         rows = [rows_of(meta, key, episodes) for meta, episodes in zip(metas, run.rows.train_episodes, strict=True)]
         counts = run.rows.identity["rows_per_source"]
         weights = np.repeat([count / len(own) for count, own in zip(counts, rows, strict=True)], list(map(len, rows)))
-        assert_numpys(found.policy.stats[key], np.concatenate(rows), weights)
+        assert_numpys(found.robots[0].stats[key], np.concatenate(rows), weights)
     by_frames = resolve(
         parse_args([*flags, f"--dataset.mixture={mixture}", "--dataset.mixture_stats=frames"]), gpus_found=0
     )
     for run in (by_frames, resolve(parse_args([*flags, f"--dataset.root={root},{other}"]), gpus_found=0)):
         rows = [rows_of(meta, "action", meta.episode_index) for meta in metas]
-        assert_numpys(with_stats(run).policy.stats["action"], np.concatenate(rows))
+        assert_numpys(with_stats(run).robots[0].stats["action"], np.concatenate(rows))
 
 
 def test_datasets_in_other_units_are_refused_once_that_is_known(setting):
@@ -207,7 +207,7 @@ def test_relative_actions(setting):
         )
         for e in range(4)
     ]
-    assert_numpys(run.policy.stats["action"], np.concatenate(rows).astype(np.float64))
+    assert_numpys(run.robots[0].stats["action"], np.concatenate(rows).astype(np.float64))
 
 
 def test_the_export_carries_what_was_trained_with(setting, tmp_path):
@@ -242,7 +242,7 @@ def test_dimensions_that_never_change(setting, tmp_path):
     assert "action: motor_0 never changes there; it is normalised by 1% of its value" in describe(run)
     run = with_stats(run)
     for key in VECTORS:
-        found = run.policy.stats[key]
+        found = run.robots[0].stats[key]
         np.testing.assert_allclose(found["q01"][:2], [0.3 - CONSTANT_RANGE, 2.0], rtol=1e-6)
         np.testing.assert_allclose(found["q99"][:2], [0.3 + CONSTANT_RANGE, 7.0], rtol=1e-6)
     data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)

@@ -161,7 +161,7 @@ def plainly(run, batches):
     loss, autocast = build_model(run.policy, torch.device("cpu"))
     assert autocast is None
     params = [parameter for parameter in loss.parameters() if parameter.requires_grad]
-    config, names = run.policy.config, run.rows.robots
+    config, names = run.policy.config, [robot.name for robot in run.robots]
     optimizer = torch.optim.AdamW(params, betas=(0.9, 0.95), eps=1e-8, weight_decay=config.optimizer_weight_decay)
     patches, expected = 16, []
     for window in WINDOWS:

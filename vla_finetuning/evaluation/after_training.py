@@ -13,6 +13,7 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME
+from vla_finetuning.run.record import errors_by_robot
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell, tell_error, tell_text
 
@@ -24,7 +25,7 @@ def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:
         return 0
     try:
         errors = cluster.call_there(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
-        for name, of in errors["robots"].items() if run.robots else [("", errors)]:
+        for name, of in errors_by_robot(errors).items():
             tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
         if is_demo(run.config, run.policy):
             scores, films = try_demo(run.job, run.policy)

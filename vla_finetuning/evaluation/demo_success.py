@@ -62,7 +62,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     """
     exported = fetched_for_good(job.output_dir / "pretrained_model")
     env, trained = env_config("two_bins"), load_policy_config(exported)
-    options: dict[str, Any] = {"env": env, "trusted": policy.trusted, "opening": policy.opening}
+    options: dict[str, Any] = {"env": env, "trusted": policy.trusted, "opening": policy.robots[0].opening}
     options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {"trained": PolicySource(exported, trained, **options)}
     conditions = {
@@ -77,7 +77,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         conditions["untrained"] = Condition("untrained")
     shapes = saved_shapes(exported, trained)
     for source in sources.values():
-        check_fits(source.config, env, policy.rename_map, shapes)  # by which the processors rename
+        check_fits(source.config, env, policy.robots[0].rename_map, shapes)  # by which the processors rename
     beside = SideBySide(
         conditions,
         sources,

@@ -66,12 +66,10 @@ class Evaluator:
         self._makers = task_makers(self._env)
         self._robot = _robot_for(run, self._env)
         self._run = run = self._of_robot(run)
-        for number in range(len(run.rows.metas)) if self._robot is None else run.robots[self._robot].datasets:
-            meta = run.rows.metas[number]
+        (robot,) = run.robots
+        for meta in [run.rows.metas[number] for number in robot.datasets]:
             check_drawn(how_drawn(meta), self._env, meta.root)
-        renamed = run.config.rename_map if self._robot is None else run.policy.rename_map  # as the processors
-        match = run.match if self._robot is None else run.robots[self._robot].match
-        check_fits(run.policy.config, self._env, renamed, match.trained)
+        check_fits(robot.config, self._env, robot.rename_map, robot.match.trained)  # named as the processors do
         self._failed: dict[int, str] = {}
         self._stop, self._training = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,10 +102,8 @@ class Evaluator:
             self._training.clear()
 
     def _of_robot(self, run: Run) -> Run:
-        """The run with the policy of the robot that the environment shows."""
-        if self._robot is None:
-            return run
-        return replace(run, policy=run.policy.of_robot(run.policy.robots[self._robot]))
+        """The run with the policy of the robot that the environment shows, by its own names."""
+        return replace(run, policy=run.policy.select_robot(run.robots[self._robot].by_own_names()))
 
     def close(self) -> None:
         """Stop playing; a resumed run plays the rest."""
@@ -240,22 +236,22 @@ class Evaluator:
             processors=run.policy.processors(config),
             device="cuda" if run.job.use_gpu else "cpu",
             trusted=run.policy.trusted,
-            opening=run.policy.opening,
+            opening=run.robots[0].opening,
             advantage=None if run.rows.positive is None else "positive",
             weights=weights,
         )
 
 
-def _robot_for(run: Run, env: EnvConfig) -> int | None:
-    """Which of a run's robots an environment shows; None where the run has one.
+def _robot_for(run: Run, env: EnvConfig) -> int:
+    """Find which of a run's robots an environment shows.
 
     Raises:
         ValueError: none, or several.
     """
-    if not run.robots:
-        return None
+    if not run.policy.mixes_robots:
+        return 0
     refused = {}
-    for number, robot in enumerate(run.policy.robots):
+    for number, robot in enumerate(robot.by_own_names() for robot in run.robots):
         try:
             check_fits(robot.config, env, robot.rename_map, own_shapes(robot.config))
         except ValueError as error:

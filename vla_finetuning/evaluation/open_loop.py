@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
-from vla_finetuning.run.resolve import Run, of_robot
+from vla_finetuning.run.resolve import Run, select_robot
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.run.statistics import relative_actions
 
@@ -305,8 +304,9 @@ def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, 
 
 def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.ndarray:
     """What a policy must beat. Statistics of relative actions know of no mean: that of the batches, which is harder."""
-    if relative_actions(spec.config) is None and spec.stats is not None:
-        return spec.stats[ACTION]["mean"]
+    stats = spec.robots[0].stats
+    if relative_actions(spec.config) is None and stats is not None:
+        return stats[ACTION]["mean"]
     return np.concatenate([batch[ACTION][:, 0] for batch in batches]).mean(0)
 
 
@@ -325,17 +325,13 @@ def evaluate_run(
         that}}` of those with held-out episodes. Also written to `evaluation.json`.
     """
     folder = fetched_for_good(run.job.output_dir / "pretrained_model")
-    if run.robots:
-        parts = {data.name: (of_robot(run, data.name), data.rename_map) for data in run.robots}
-        errors: dict[str, Any] = {
-            "robots": {
-                name: _errors_of(part, folder / name, frames, rows_that_fit, {new: old for old, new in names.items()})
-                for name, (part, names) in parts.items()
-                if part.rows.any_held_out
-            }
-        }
-    else:
-        errors = _errors_of(run, folder, frames, rows_that_fit)
+    views = {robot.name: select_robot(run, robot) for robot in run.robots}
+    of_robots = {
+        name: _errors_of(view, folder / name, frames, rows_that_fit)
+        for name, view in views.items()
+        if view.rows.any_held_out
+    }
+    errors: dict[str, Any] = {"robots": of_robots} if run.policy.mixes_robots else of_robots[""]
     write_json(run.job.output_dir / EVALUATION_NAME, errors)
     return errors
 
@@ -345,16 +341,15 @@ def _errors_of(
     folder: Path,
     frames: int,
     rows_that_fit: Callable[..., int] | None,
-    own_names: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """`evaluate_run` of one robot, whose policy is in `folder`; `own_names`: the robot's for the run's, if others."""
-    job, rows, spec = run.job, run.rows, run.policy
+    """`evaluate_run` of the run's only robot, whose policy is in `folder`."""
+    job, rows, spec, (robot,) = run.job, run.rows, run.policy, run.robots
     source = rows.held_out(check_files=True)
     batches = []
     for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH):
         read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
         if read.any():
-            task = np.array([f"{spec.opening}{text}" for text in batch[TASK]], object)
+            task = np.array([f"{robot.opening}{text}" for text in batch[TASK]], object)
             batches.append({key: values[read] for key, values in {**batch, TASK: task}.items()})
     if not batches:
         raise ValueError("none of the held-out episodes can be read")
@@ -362,7 +357,7 @@ def _errors_of(
     options: dict[str, Any] = {
         "mean_action": _mean_action(spec, batches),
         "other_instruction": other_instructions(
-            f"{spec.opening}{task}"
+            f"{robot.opening}{task}"
             for meta, episodes in zip(rows.metas, rows.episodes, strict=True)
             for task in tasks_of(meta, episodes)
         ),
@@ -376,7 +371,7 @@ def _errors_of(
     with remote_code(spec.trusted):
         trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
     trained, options["at_once"] = _placed(spec, trained, autocast, device, rows_that_fit)
-    named = [{own_names.get(key, key): values for key, values in batch.items()} for batch in batches]
+    named = [{robot.own_names.get(key, key): values for key, values in batch.items()} for batch in batches]
     errors = {"trained": open_loop_errors(trained, pre, post, named, **options)}
     del trained
     if spec.folder is not None:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
@@ -339,6 +339,13 @@ class FeatureMatch:
     def trained(self) -> dict[str, tuple[int, ...]]:
         """What the policy is trained on: the dataset's shapes by the policy's keys, masked cameras not among them."""
         return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the match with other names for features of the dataset."""
+        rows = tuple(replace(row, dataset_key=names.get(row.dataset_key or "", row.dataset_key)) for row in self.rows)
+        deltas = {names.get(key, key): seconds for key, seconds in self.delta_timestamps.items()}
+        cameras = tuple(names.get(key, key) for key in self.camera_keys)
+        return replace(self, camera_keys=cameras, rows=rows, delta_timestamps=deltas)
 
     def table(self) -> list[str]:
         """The rows as aligned lines of text."""

@@ -277,7 +277,9 @@ class PreparedRobot:
 
 
 class PrepareRobots:
-    """`Prepare` for blocks with rows of several robots: each row by its own robot's pipeline, at its own width.
+    """`Prepare` for blocks of a run's rows: each row by its own robot's pipeline, at its own width.
+
+    Rows of a run's only robot get no columns besides those of its pipeline.
 
     Args:
         robots: in any order. robot_of: the robot of each dataset, by its number in `robots`.
@@ -303,10 +305,12 @@ class PrepareRobots:
         Args:
             batch: as for `Prepare`; vectors of all rows are as long as the longest.
         Returns:
-            As `Prepare`, with vectors of the same length, zeros after a robot's own. Also `CAMERA_is_present` bool (N,)
-            of each camera, `action_dims` bool (N, A), the dimensions of a row's robot, and its number `robot_index`
-            int64 (N,).
+            As `Prepare`; of several robots, with vectors of the same length, zeros after a robot's own. These also have
+            `CAMERA_is_present` bool (N,) of each camera, `action_dims` bool (N, A), the dimensions of a row's robot,
+            and its number `robot_index` int64 (N,).
         """
+        if len(self._robots) == 1:
+            return self._robots[0].prepare(batch)
         robot = self._robot_of[batch["dataset_index"]]
         columns = {key: _pictures(batch, key) for key in self._cameras}
         rest = {key: value for key, value in batch.items() if key not in columns}

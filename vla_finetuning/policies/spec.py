@@ -14,7 +14,7 @@ from lerobot.processor import PolicyProcessorPipeline
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.loading import fetch_pretrained, load_policy, new_policy
+from vla_finetuning.policies.loading import FeatureMatch, fetch_pretrained, load_policy, new_policy
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
 from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters
@@ -37,25 +37,61 @@ class ValueSpec:
 
 @dataclass(frozen=True)
 class Robot:
-    """What of a policy belongs to one of the robots that it is trained on.
+    """One of the robots that a policy is trained on: its data, how they are the policy's, and its statistics.
+
+    Rows of a run's only robot have the names of its dataset; of robots that differ, the policy's.
 
     Attributes:
-        name: with the robot's control mode, if it has several; names the folder of its policy.
+        name: with the robot's control mode, if it has several; names the folder of its policy. Empty for the only one.
         config: LeRobot's, fitted to the robot: its cameras, its widths.
-        stats: its normalisation statistics, by the policy's keys.
-        rename_map: its own key -> policy key.
-        widths: of its state and action, by the policy's keys.
-        cameras: those that it has, by the policy's keys.
-        opening: what its instructions begin with.
+        match: how its features are the policy's, by its own names.
+        rename_map: names that rows have -> the policy's.
+        own_names: names that rows have -> the robot's own, where these differ.
+        datasets: their numbers (`dataset_index`), ascending.
+        stats: normalisation statistics by the names that rows have; None: those of the folder's own processors.
+        missing_stats: names of the statistics still to be computed, by feature, without which `stats` is empty.
+        statistics: which statistics these are, and how they describe the data, in words.
+        opening: what its instructions begin with, where they name the robot.
     """
 
     name: str
     config: PreTrainedConfig
-    stats: Stats
+    match: FeatureMatch
     rename_map: dict[str, str]
-    widths: dict[str, int]
-    cameras: tuple[str, ...]
+    own_names: dict[str, str] = field(default_factory=dict)
+    datasets: tuple[int, ...] = ()
+    stats: Stats | None = None
+    missing_stats: dict[str, set[str]] = field(default_factory=dict)
+    statistics: tuple[str, ...] = ()
     opening: str = ""
+
+    @property
+    def label(self) -> str:
+        """What text about it begins with; nothing for the only robot."""
+        return f"{self.name}: " if self.name else ""
+
+    @property
+    def match_of_rows(self) -> FeatureMatch:
+        """The match by the names that rows have."""
+        return self.match.renamed({own: name for name, own in self.own_names.items()})
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Return the cameras that it has, by the names that rows have."""
+        return self.match_of_rows.camera_keys
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Return the entries of its state and action, by the names that rows have."""
+        match = self.match_of_rows
+        shapes = {row.dataset_key: row.dataset_shape for row in match.rows}
+        return {key: shape[0] for key, shape in shapes.items() if key and shape and key not in match.camera_keys}
+
+    def by_own_names(self) -> Robot:
+        """Return the robot as it is without the others: what rows have is called as in its datasets."""
+        stats = self.stats and {self.own_names.get(key, key): values for key, values in self.stats.items()}
+        rename_map = self.rename_map | {own: name for name, own in self.own_names.items()}
+        return replace(self, stats=stats, rename_map=rename_map, own_names={})
 
 
 @dataclass(frozen=True)
@@ -63,14 +99,12 @@ class PolicySpec:
     """The policy of a run. Pickled in flight to training workers.
 
     Attributes:
-        config: LeRobot's, fitted to the dataset.
+        config: LeRobot's, fitted to the datasets; of robots that differ with the cameras of all and the widest action.
         folder: a LeRobot pretrained folder of the driver's node, or None to start from random weights.
         base: identity of the weights that the run starts from (path, revision, digest).
         train, adapters, image_transforms: what the run asks for. seed: of random weights, draws and augmentation.
         recipe: optimizer and learning rate.
-        cameras: number of cameras in a batch.
-        stats: normalisation statistics by dataset key; None: those of the folder's own processors.
-        rename_map: dataset (or environment) key -> policy key.
+        robots: at least one; each has its own processors.
         trusted: whether code that comes with the policy may run.
         average: decay of the average of what trains; None for no average.
         export_average: whether the average is what is evaluated and exported.
@@ -79,9 +113,6 @@ class PolicySpec:
         value: for a value function on what the policy sees, instead of the policy itself; None for a policy.
         flops_by_prompt: forward and backward of a row, counted, by the length of its prompt; empty where the policy is
             not built on the driver.
-        opening: what instructions begin with, where they name the robot.
-        robots: of a mixture of several; none where the dataset's is the only one. `config` then has the cameras of all
-            and the widest action, and each robot its own processors (`of_robot`).
     """
 
     config: PreTrainedConfig
@@ -90,11 +121,9 @@ class PolicySpec:
     train: TrainOptions
     adapters: PeftOptions
     recipe: Recipe
-    cameras: int
-    stats: Stats | None
+    robots: tuple[Robot, ...]
     seed: int
     image_transforms: ImageTransformOptions = field(default_factory=ImageTransformOptions)
-    rename_map: dict[str, str] = field(default_factory=dict)
     trusted: bool = False
     average: float | None = None
     export_average: bool = False
@@ -102,22 +131,31 @@ class PolicySpec:
     prompts: tuple[int, ...] = ()
     flops_by_prompt: dict[int, int] = field(default_factory=dict)
     value: ValueSpec | None = None
-    opening: str = ""
-    robots: tuple[Robot, ...] = ()
 
-    def of_robot(self, robot: Robot, renamed: bool = False) -> PolicySpec:
-        """The policy for one of its robots alone. `renamed`: for rows whose features have the policy's names."""
-        own = replace(self, config=robot.config, opening=robot.opening, robots=())
-        if renamed:
-            return replace(own, stats=robot.stats, rename_map={})
-        names = {name: key for key, name in robot.rename_map.items()}
-        stats = {names.get(key, key): values for key, values in robot.stats.items()}
-        return replace(own, stats=stats, rename_map=robot.rename_map)
+    @property
+    def mixes_robots(self) -> bool:
+        """Whether rows are of robots that differ."""
+        return len(self.robots) > 1
+
+    @property
+    def robot_of(self) -> tuple[int, ...]:
+        """Return the robot of each dataset, by its number."""
+        pairs = [(dataset, number) for number, robot in enumerate(self.robots) for dataset in robot.datasets]
+        return tuple(number for _, number in sorted(pairs))
+
+    def select_robot(self, robot: Robot) -> PolicySpec:
+        """Return the policy of one robot alone."""
+        return replace(self, config=robot.config, robots=(robot,))
+
+    @property
+    def cameras(self) -> int:
+        """Return the number of cameras in a batch."""
+        return len({camera for robot in self.robots for camera in robot.cameras})
 
     @property
     def fewest_cameras(self) -> int:
         """Of a batch: all, unless a robot has fewer."""
-        return min((len(robot.cameras) for robot in self.robots), default=self.cameras)
+        return min(len(robot.cameras) for robot in self.robots)
 
     @property
     def shared_folder(self) -> Path | None:
@@ -147,14 +185,13 @@ class PolicySpec:
         return with_float32_masters(policy)
 
     def processors(self, config: PreTrainedConfig | None = None) -> Processors:
-        """The policy's pre- and postprocessor; of several robots, one's. `config` replaces the policy's own."""
-        if self.robots:
-            return self.of_robot(self.robots[0], renamed=True).processors(config)
-        config, folder = config or self.config, self.folder_here()
-        if self.stats is None:
+        """The first robot's pre- and postprocessor; `config` replaces its own."""
+        robot, folder = self.robots[0], self.folder_here()
+        config = config or robot.config
+        if robot.stats is None:
             assert folder is not None
             return load_processors(folder, config, trusted=self.trusted)
-        return make_processors(folder, config, self.stats, self.rename_map, trusted=self.trusted)
+        return make_processors(folder, config, robot.stats, robot.rename_map, trusted=self.trusted)
 
     @property
     def augments(self) -> bool:

@@ -50,6 +50,7 @@ from vla_finetuning.run.folder import (
 )
 from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import BUCKET_POLL_S, COMMON_METRICS
+from vla_finetuning.run.record import errors_by_robot
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 PACKAGES = ("ray", "lerobot", "torch", "av")
@@ -237,7 +238,7 @@ def _key_figures(
     if metrics:
         found.append(("loss", _g(metrics["loss"][-1])))
     if evaluation is not None:
-        for robot, of in _of_robots(evaluation):
+        for robot, of in errors_by_robot(evaluation).items():
             trained, whose = of["trained"], f", {robot}" if robot else ""
             if baseline := trained["mean_action"]["mse"]:
                 found.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
@@ -401,11 +402,6 @@ def _metrics_table(metrics: Metrics) -> list[list[str]] | None:
     return [keys, *([_g(metrics[key][row]) for key in keys] for row in rows)]
 
 
-def _of_robots(evaluation: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The errors of each robot with its name, which is empty where there is one."""
-    return list(evaluation["robots"].items()) if "robots" in evaluation else [("", evaluation)]
-
-
 def _held_out_of_each(
     evaluation: Mapping[str, Any], names: list[str] | None, facts: Mapping[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
@@ -419,7 +415,7 @@ def _held_out_of_each(
                 of_robots.get(robot, {}).get("fps") or next((d["fps"] for d in facts.get("datasets") or ()), None),
             ),
         )
-        for robot, of in _of_robots(evaluation)
+        for robot, of in errors_by_robot(evaluation).items()
     ]
 
 

@@ -40,7 +40,8 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     folder = fetched_for_good(job.output_dir / "pretrained_model")
     after = load_policy_config(folder)
     after.n_action_steps = policy.config.n_action_steps
-    options: dict[str, Any] = {"env": env, "rename_map": policy.rename_map, "opening": policy.opening}
+    (robot,) = policy.robots
+    options: dict[str, Any] = {"env": env, "rename_map": robot.rename_map, "opening": robot.opening}
     options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {
         "before": PolicySource(policy.folder, copy.deepcopy(policy.config), **options),

@@ -79,10 +79,8 @@ class GrpoState(LoopState):
         loss, self._autocast = build_model(policy, device)
         assert isinstance(loss, FlowLoss)  # the plan refuses others
         check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
-        processors = policy.processors()
-        player = Player(
-            loss.policy, *processors, env=run.scene.env, rename_map=policy.rename_map, opening=policy.opening
-        )
+        processors, (robot,) = policy.processors(), policy.robots
+        player = Player(loss.policy, *processors, env=run.scene.env, rename_map=robot.rename_map, opening=robot.opening)
         self.actor = Actor(
             loss,
             player,

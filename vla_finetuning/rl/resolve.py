@@ -30,10 +30,11 @@ from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.policies.counting import flops_by_prompt
+from vla_finetuning.policies.loading import FeatureMatch
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.policies.registry import family_of, types_that
-from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
 from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.run.base_policy import check_policy, resolve_policy
@@ -180,6 +181,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
     config = replace(config, policy_revision=base["revision"])
     training = config.training()
+    robot = Robot("", policy_config, FeatureMatch(cameras, (), {}), config.rename_map, opening=opening)
     policy = PolicySpec(
         config=policy_config,
         folder=folder,
@@ -187,14 +189,11 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         train=training.train,
         adapters=PeftOptions(),
         recipe=make_recipe(training, policy_config),
-        cameras=len(cameras),
-        stats=None,
+        robots=(robot,),
         seed=config.seed,
-        rename_map=config.rename_map,
         trusted=config.policy_trust_remote_code,
         parameters=check_policy(policy_config, folder, training.train),
         prompts=prompts,
-        opening=opening,
         flops_by_prompt=flops_by_prompt(policy_config, len(cameras), config.train.mode, steps, prompts),
     )
     policy.processors()

@@ -34,7 +34,7 @@ def describe(run: Run) -> str:
     lines = [
         *_datasets(config, rows),
         *_indented("Mixture", _mixture(run)),
-        *_indented("Statistics", list(run.statistics)),
+        *_indented("Statistics", [f"{robot.label}{line}" for robot in policy.robots for line in robot.statistics]),
         *_policy(config, policy),
         *_features(run),
         *(f"Note         {note}" for note in run.notes),
@@ -115,12 +115,15 @@ def _mixture(run: Run) -> list[str]:
 
 
 def _features(run: Run) -> list[str]:
-    """How features are the policy's; of robots that differ each one's."""
-    if not run.robots:
-        return ["Features     dataset -> policy", *(f"             {line}" for line in run.match.table())]
+    """How features are the policy's, of each robot."""
     lines = []
-    for data in run.robots:
-        lines += [f"Features     {data.name} -> policy", *(f"             {line}" for line in data.match.table())]
+    for robot in run.policy.robots:
+        lines += [
+            f"Features     {robot.name or 'dataset'} -> policy",
+            *(f"             {line}" for line in robot.match.table()),
+        ]
+    if not run.policy.mixes_robots:
+        return lines
     widest, own = run.policy.config.output_features["action"].shape[0], run.policy.train.pad_loss == "own"
     what = "its own dimensions" if own else f"all {widest} dimensions, as the policy counts padding"
     lines += [
@@ -134,16 +137,14 @@ def _features(run: Run) -> list[str]:
 
 def _policy(config: Config, policy: PolicySpec) -> list[str]:
     lines = [f"Policy       {policy.config.type}, {policy.base['path']}" + _at(policy.base["revision"])]
-    for name, its in [(f"{robot.name}: ", robot.config) for robot in policy.robots] or [("", policy.config)]:
-        if (relative := relative_actions(its)) is not None:
-            lines.append(
-                f"             {name}predicts {sum(relative.dimensions)} of {len(relative.dimensions)} dimensions of "
-                "an action relative to the state"
-            )
+    for robot in policy.robots:
+        if (relative := relative_actions(robot.config)) is not None:
+            relatively = f"{sum(relative.dimensions)} of {len(relative.dimensions)} dimensions of an action relative"
+            lines.append(f"             {robot.label}predicts {relatively} to the state")
             lines += [
-                f"             {name}relative_exclude_joints: {joint!r} "
+                f"             {robot.label}relative_exclude_joints: {joint!r} "
                 + (f"leaves {', '.join(dimensions)} absolute" if dimensions else "is in no name of a dimension")
-                for joint, dimensions in absolute_dimensions(its).items()
+                for joint, dimensions in absolute_dimensions(robot.config).items()
             ]
     if policy.parameters is not None:
         lines.append(

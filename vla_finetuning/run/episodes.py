@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -52,15 +53,19 @@ class ChosenEpisodes:
         return sum(self.rows_per_dataset(metas, dropped))
 
     def with_frames(
-        self, metas: Sequence[DatasetMetadata], config: Config, dropped: int, weights: Sequence[np.ndarray] | None
+        self,
+        metas: Sequence[DatasetMetadata],
+        seconds: float | None,
+        dropped: int,
+        weights: Sequence[np.ndarray] | None,
+        rename_map: Mapping[str, str],
     ) -> ChosenEpisodes:
         """With `frames`: what --dataset.skip_idle and the weights of episodes make of the episodes to train on."""
-        seconds = config.dataset.skip_idle
         if seconds is None and weights is None:
             return self
         frames, described, notes = [], [], list(self.notes)
         for number, (meta, train) in enumerate(zip(metas, self.train, strict=True)):
-            keys = movement_keys(meta, config.rename_map)
+            keys = movement_keys(meta, rename_map)
             weight = None if weights is None else weights[number]
             left = stretches_of(meta, train, dropped=dropped, keys=keys, skip_idle=seconds, weight=weight)
             if not len(left.episode):
@@ -83,11 +88,12 @@ def select(
     config: Config,
     dropped: int = 0,
     weights: Sequence[np.ndarray] | None = None,
+    rename_map: Mapping[str, str] = MappingProxyType({}),
 ) -> ChosenEpisodes:
     """What is trained on and held out. Reads the numbers of the training episodes if --dataset.skip_idle is given.
 
     `roots` are what flags name. Of each training episode the last `dropped` frames are left out. `weights` are those of
-    all episodes, by dataset (`data.episode_weights`).
+    all episodes, by dataset (`data.episode_weights`). `rename_map` has the policy's names for the datasets' features.
     """
     used = choose(metas, roots, config, weights)
     parts = [
@@ -95,7 +101,7 @@ def select(
     ]
     train, held_out, notes = zip(*parts, strict=True)
     chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))
-    return chosen.with_frames(metas, config, dropped, weights)
+    return chosen.with_frames(metas, config.dataset.skip_idle, dropped, weights, rename_map)
 
 
 def choose(

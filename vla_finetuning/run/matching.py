@@ -25,6 +25,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.spec import Robot
 from vla_finetuning.run.mixture import (
     check_alike,
     check_dimension_map,
@@ -34,7 +35,7 @@ from vla_finetuning.run.mixture import (
     ordered_by,
 )
 from vla_finetuning.run.preflight import check_camera_keys, observations_renamed
-from vla_finetuning.run.statistics import Names, relative_actions
+from vla_finetuning.run.statistics import relative_actions
 
 Metas = Sequence[DatasetMetadata]
 
@@ -53,58 +54,26 @@ class Base:
 
 
 @dataclass(frozen=True)
-class RobotData:
-    """A robot's datasets, and how they are the policy's.
-
-    Attributes:
-        name: empty where it is the only one. datasets: their numbers (`dataset_index`), ascending.
-        config: the policy's, fitted to this robot. match: by the robot's own names.
-        rename_map: its own names of observations -> the policy's.
-        missing_stats: statistics still to be computed.
-        statistics: which statistics these are, in words.
-    """
-
-    name: str
-    datasets: tuple[int, ...]
-    config: PreTrainedConfig
-    match: FeatureMatch
-    rename_map: dict[str, str]
-    missing_stats: Names
-    statistics: tuple[str, ...] = ()
-
-    @property
-    def match_by_policy(self) -> FeatureMatch:
-        """The match by the policy's names, which a mixture's rows have."""
-
-        def named(key: str) -> str:
-            return self.rename_map.get(key, key)
-
-        rows = tuple(
-            replace(row, dataset_key=None if row.dataset_key is None else named(row.dataset_key))
-            for row in self.match.rows
-        )
-        deltas = {named(key): seconds for key, seconds in self.match.delta_timestamps.items()}
-        return FeatureMatch(tuple(map(named, self.match.camera_keys)), rows, deltas)
-
-
-@dataclass(frozen=True)
 class Matched:
     """Datasets as the policy gets them.
 
     Attributes:
         metas: with the names and order of their robot; of several robots with the policy's names.
-        config: the policy's. match: of all of them. rename_map: of the features in `metas` -> the policy's.
-        robots: those that differ; none where there is one. robot_of: by dataset, its number among them.
+        config: the policy's. match: of all of them, by the names in `metas`.
+        robots: without statistics; at least one.
         window_steps: as of `data.options.Features`.
     """
 
     metas: tuple[DatasetMetadata, ...]
     config: PreTrainedConfig
     match: FeatureMatch
-    rename_map: dict[str, str]
-    robots: tuple[RobotData, ...] = ()
-    robot_of: tuple[int, ...] = ()
+    robots: tuple[Robot, ...]
     window_steps: tuple[int, ...] | None = None
+
+    @property
+    def rename_map(self) -> dict[str, str]:
+        """Names in `metas` -> the policy's, alike for all robots."""
+        return self.robots[0].rename_map
 
 
 def match_datasets(
@@ -143,8 +112,8 @@ def match_datasets(
         check_rates(metas, steps, members)
         metas, match, rename_map = _match_robot(config, metas, of, maps, base.config, base.name)
         check(base.config)
-        strided = tuple(steps) if set(steps) != {1} else None
-        return Matched(metas, base.config, match, rename_map, window_steps=strided)
+        robot = Robot("", base.config, match, rename_map, datasets=tuple(range(len(metas))))
+        return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
     data, found = [], list(metas)
     for name in robots:
@@ -157,14 +126,15 @@ def match_datasets(
             named, match, rename_map = _match_robot(lenient, own_metas, own, own_maps, fitted, base.name)
         except ValueError as error:
             raise ValueError(f"robot {name}: {error}") from error
-        rename_map = {key: name for key, name in rename_map.items() if key in match.dataset_keys}
-        data.append(RobotData(name, numbers, _of_its_own(fitted, match), match, rename_map, {}))
+        used = {key: name for key, name in rename_map.items() if key in match.dataset_keys}
+        own_names = {name: key for key, name in used.items()}
+        opening = f"{name}: " if config.dataset.robot_in_prompt else ""
+        data.append(Robot(name, _of_its_own(fitted, match), match, {}, own_names, numbers, opening=opening))
         for number, meta in zip(numbers, named, strict=True):
-            found[number] = _with_policy_names(meta, match, rename_map)
+            found[number] = _with_policy_names(meta, match, used)
     match = _join(config, base, data, found)
     check(base.config)
-    robot_of = tuple(next(n for n, one in enumerate(data) if number in one.datasets) for number in range(len(metas)))
-    return Matched(tuple(found), base.config, match, {}, tuple(data), robot_of, tuple(steps))
+    return Matched(tuple(found), base.config, match, tuple(data), tuple(steps))
 
 
 # ---- one robot -----------------------------------------------------------------------------------------------------
@@ -369,7 +339,7 @@ def policy_data(config: Config, metas: Metas, members: Sequence[Member], chosen:
     return PolicyData(features, sorted(tasks), of[0].fps or metas[0].fps)
 
 
-def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas) -> FeatureMatch:
+def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> FeatureMatch:
     """Fit the policy's configuration to all robots: the cameras that any has, and the widest vectors."""
     widest: dict[str, PolicyFeature] = {}
     for robot in robots:
@@ -401,8 +371,7 @@ def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas)
     deltas = {}
     for robot in robots:
         first = metas[robot.datasets[0]]
-        for key, seconds in robot.match.delta_timestamps.items():
-            name = robot.rename_map.get(key, key)
+        for name, seconds in robot.match_of_rows.delta_timestamps.items():
             if name in there:  # in frames of the first dataset
                 deltas[name] = [round(second * first.fps) / metas[0].fps for second in seconds]
     return FeatureMatch(tuple(key for key in base.config.image_features if key not in masked), rows, deltas)

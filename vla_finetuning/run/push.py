@@ -92,7 +92,7 @@ def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
 
 def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
     """Where the policy of each robot is pushed to; that of "" where there is one."""
-    return {robot: f"{repo_id}-{robot}" for robot in robots} or {"": repo_id}
+    return {robot: f"{repo_id}-{robot}" if robot else repo_id for robot in robots or ("",)}
 
 
 def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:

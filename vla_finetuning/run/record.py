@@ -63,7 +63,7 @@ def record_run(
         "rows_per_epoch": rows.per_epoch if rows else None,
         "mixing": asdict(rows.mixing) if rows else None,
         "action_names": dimension_names(rows.metas[0], "action") if rows else None,
-        "robots": None if rows is None or not rows.robots else _robots(rows),
+        "robots": _robots(policy, rows) if rows and policy.mixes_robots else None,
         "use_gpu": job.use_gpu,
         "hardware": {
             "nodes": sum(name.startswith("node:") and name != "node:__internal_head__" for name in cluster),
@@ -82,9 +82,9 @@ def record_run(
     write_json(job.output_dir / RUN_NAME, facts)
 
 
-def _robots(rows: Rows) -> dict[str, Any]:
+def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
     """Of each robot, by its name, what its actions are called, and its datasets' rate."""
-    first = {name: rows.metas[rows.robot_of.index(number)] for number, name in enumerate(rows.robots)}
+    first = {robot.name: rows.metas[robot.datasets[0]] for robot in policy.robots}
     return {name: {"action_names": dimension_names(meta, "action"), "fps": meta.fps} for name, meta in first.items()}
 
 
@@ -103,6 +103,11 @@ def code_revision() -> str:
     for path in sorted([*here.glob("*.py"), *here.glob("vla_finetuning/**/*.py")]):
         modules.update(path.read_bytes())
     return f"sha256:{modules.hexdigest()}"
+
+
+def errors_by_robot(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """What `evaluation.json` says of each robot, by its name: "" of the only one."""
+    return evaluation.get("robots", {"": evaluation})
 
 
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:

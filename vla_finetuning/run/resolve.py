@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode
@@ -33,7 +33,7 @@ from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.train import Precision, TrainOptions
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
-from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch
+from vla_finetuning.policies.loading import WEIGHTS_FILE
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.pipelines import check_prompts_differ
 from vla_finetuning.policies.processors import normalization_mode, required_stats
@@ -48,7 +48,7 @@ from vla_finetuning.run.folder import SKIPPED_NAME
 from vla_finetuning.run.holes import check_holes
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.labels import read_labels
-from vla_finetuning.run.matching import Base, Matched, RobotData, match_datasets, policy_data
+from vla_finetuning.run.matching import Base, Matched, match_datasets, policy_data
 from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_ranges
 from vla_finetuning.run.overruled import overruled
@@ -65,7 +65,6 @@ from vla_finetuning.run.rows import (
 )
 from vla_finetuning.run.statistics import (
     Mode,
-    Names,
     check_absolute_dimensions,
     computed_stats,
     decide,
@@ -86,22 +85,25 @@ class Run:
 
     Attributes:
         config: the options, with what was decided of them ("auto", paths made absolute).
-        match: how the dataset's features are the policy's.
-        missing_stats: statistics still to be computed (`with_stats`), without which `policy` has none.
-        statistics: which statistics these are, and how they describe the data, for the plan.
+        policy: its robots may lack statistics that are still to be computed (`with_stats`).
         notes: what differs from what was asked for, or from what it should be, for the plan.
-        robots: those that differ, each with its own statistics (`of_robot`); none where there is one.
     """
 
     config: Config
     job: Job
     policy: PolicySpec
     rows: Rows
-    match: FeatureMatch
-    missing_stats: Names = field(default_factory=dict)
-    statistics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    robots: tuple[RobotData, ...] = ()
+
+    @property
+    def robots(self) -> tuple[Robot, ...]:
+        """Return the robots that its datasets are of; at least one."""
+        return self.policy.robots
+
+    @property
+    def drawn(self) -> dict[str, dict[str, Any]]:
+        """How the simulator drew each robot's pictures (`Rows.drawn`), by the robot's name."""
+        return {robot.name: self.rows.drawn(robot.datasets) for robot in self.robots}
 
     @property
     def repositories(self) -> dict[str, str]:
@@ -121,7 +123,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config, roots = _located(config, roots)
     d = config.dataset
     metas = metas or load_datasets(config, roots)
-    asked_names, of_mixture = config.rename_map, members(d.mixture)
+    of_mixture = members(d.mixture)
     weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
     policy_path = _policy_path(config, metas, roots, weights)
     base = _base(config, policy_path)
@@ -130,31 +132,26 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config = replace(config, train=replace(config.train, precision=_precision(config.train, base.config)))
     recipe = make_recipe(config, base.config)
     matched = match_datasets(config, metas, of_mixture, robots(of_mixture), base, partial(_check_images, config))
-    metas, match = matched.metas, matched.match
-    check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots] or [matched.config])
-    config = replace(config, rename_map=matched.rename_map)
+    metas = matched.metas
+    check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots])
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
     overruling = overruled(config, base.config, base.folder, parameters)
     dropped = _dropped(config, base.config, matched.window_steps)
-    chosen = select(metas, roots, config, dropped, weights)
-    holes = check_holes(config, roots, metas, chosen, match.camera_keys)
+    chosen = select(metas, roots, config, dropped, weights, matched.rename_map)
+    holes = check_holes(config, roots, metas, chosen, matched.match.camera_keys)
     trained = chosen.rows(metas, dropped)
     config, smaller = _fitting_batch(config, trained)
     steps = config.resolve_steps(trained)
     config, rows = _rows(config, matched, chosen, dropped, steps)
     rows = replace(rows, weights=row_weights(config, metas, base.config))
     rows = _with_labels(config, rows)
-    config, found = _statistics(config, rows, matched)
-    cameras, train, flops = len(match.camera_keys), config.train, {}
+    config, with_statistics = _statistics(config, rows, matched.robots)
+    cameras, train, flops = len(rows.camera_keys), config.train, {}
     family = family_of(base.config)
     prompts = family.prompt_lengths(base.config, cameras)
     if prompts and family.from_config:
         features = train.feature_cache is not None
         flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft, features)
-    differing = tuple(
-        _robot(robot, rows, of.stats, config.dataset.robot_in_prompt)
-        for robot, of in zip(matched.robots, found, strict=False)
-    )
     spec = PolicySpec(
         config=base.config,
         folder=base.folder,
@@ -162,59 +159,33 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         train=config.train,
         adapters=config.peft,
         recipe=recipe,
-        cameras=cameras,
-        stats={} if differing else found[0].stats,
+        robots=with_statistics,
         seed=config.seed,
         image_transforms=config.dataset.image_transforms,
-        rename_map=config.rename_map,
         trusted=config.policy_trust_remote_code,
         average=config.ema.decay if config.ema.enable else None,
         export_average=config.takes_average,
         parameters=parameters,
         prompts=prompts,
         flops_by_prompt=flops,
-        robots=differing,
     )
-    for one in [spec.of_robot(robot) for robot in differing] or [spec]:
-        preprocessor, _ = one.processors()  # a tokenizer out of reach, or unfit, is reported
+    for robot in spec.robots:  # a tokenizer out of reach, or unfit, is reported
+        preprocessor, _ = spec.select_robot(_with_stand_in(robot, metas)).processors()
     tasks = {task for meta, episodes in zip(metas, rows.episodes, strict=True) for task in tasks_of(meta, episodes)}
     if family.reads_texts:
         for task in tasks:
             encode(task)  # one that is too long is reported
-    stats = [{} if of.missing else of.stats for of in found]
-    differing = tuple(replace(robot, stats=own) for robot, own in zip(differing, stats, strict=False))
-    spec = replace(spec, robots=differing, stats={} if differing else stats[0])
     if rows.positive is not None:
         check_prompts_differ(preprocessor, sorted(tasks) or [""], base.name)
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
-    config = replace(config, rename_map=asked_names)
-    robots_data = tuple(
-        replace(robot, missing_stats=of.missing, statistics=of.lines)
-        for robot, of in zip(matched.robots, found, strict=False)
-    )
-    lines = tuple(f"{one.name}: {line}" for one in robots_data for line in one.statistics) or found[0].lines
-    notes = (*overruling, *chosen.notes, *holes, *smaller)
-    missing = {} if differing else found[0].missing
-    return Run(config, job, spec, rows, match, missing, lines, notes, robots_data)
+    return Run(config, job, spec, rows, (*overruling, *chosen.notes, *holes, *smaller))
 
 
-def of_robot(run: Run, name: str) -> Run:
-    """The run as one of its robots sees it: its datasets, its policy; what they are trained with stays.
-
-    `run.robots` has the names.
-    """
-    number = [robot.name for robot in run.robots].index(name)
-    data, rows = run.robots[number], run.rows.of_datasets(run.robots[number].datasets)
-    policy = run.policy.of_robot(run.policy.robots[number], renamed=True)
-    return replace(
-        run,
-        policy=policy,
-        rows=rows,
-        match=data.match_by_policy,
-        missing_stats=data.missing_stats,
-        statistics=data.statistics,
-        robots=(),
-    )
+def select_robot(run: Run, robot: Robot) -> Run:
+    """Return the run as one of its robots sees it: its datasets, its policy; what they are trained with stays."""
+    rows = run.rows.of_datasets(robot.datasets)
+    policy = run.policy.select_robot(replace(robot, datasets=tuple(range(len(rows.metas)))))
+    return replace(run, policy=policy, rows=rows)
 
 
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
@@ -246,30 +217,19 @@ def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
 
 def with_stats(run: Run) -> Run:
     """Compute the statistics that are missing, in a Ray Data pass, cached beside the run."""
-    if run.robots:
-        return _with_stats_of_robots(run)
-    if not run.missing_stats:
-        return run
-    relative, cache_dir = relative_actions(run.policy.config), node_folder(run.job.output_dir) / "stats"
-    metas, joint = computed_stats(run.config, run.rows, run.missing_stats, relative, cache_dir)
-    rows, match = replace(run.rows, metas=metas), run.match
-    stats = finished_stats(run.config.dataset, run.policy.config, metas, match.camera_keys, match.dataset_keys, joint)
-    return replace(run, rows=rows, policy=replace(run.policy, stats=stats), missing_stats={})
-
-
-def _with_stats_of_robots(run: Run) -> Run:
-    parts = [with_stats(of_robot(run, data.name)) for data in run.robots]
-    metas = list(run.rows.metas)
-    for data, part in zip(run.robots, parts, strict=True):
-        for number, meta in zip(data.datasets, part.rows.metas, strict=True):
-            metas[number] = meta
-    differing = tuple(
-        replace(robot, stats=part.policy.stats or {}) for robot, part in zip(run.policy.robots, parts, strict=True)
-    )
-    complete = tuple(replace(robot, missing_stats={}) for robot in run.robots)
-    return replace(
-        run, rows=replace(run.rows, metas=tuple(metas)), policy=replace(run.policy, robots=differing), robots=complete
-    )
+    metas, robots, cache_dir = list(run.rows.metas), list(run.robots), node_folder(run.job.output_dir) / "stats"
+    for number, robot in enumerate(robots):
+        if not robot.missing_stats:
+            continue
+        rows, match = run.rows.of_datasets(robot.datasets), robot.match_of_rows
+        relative = relative_actions(robot.config)
+        computed, joint = computed_stats(run.config, rows, robot.missing_stats, relative, cache_dir)
+        options, keys = run.config.dataset, match.dataset_keys
+        stats = finished_stats(options, robot.config, computed, match.camera_keys, keys, joint)
+        robots[number] = replace(robot, stats=stats, missing_stats={})
+        for dataset, meta in zip(robot.datasets, computed, strict=True):
+            metas[dataset] = meta
+    return replace(run, rows=replace(run.rows, metas=tuple(metas)), policy=replace(run.policy, robots=tuple(robots)))
 
 
 def make_job(
@@ -365,7 +325,7 @@ def _rows(config: Config, matched: Matched, chosen: ChosenEpisodes, dropped: int
         columns=match.dataset_keys,
         delta_timestamps=match.delta_timestamps,
         tolerance_s=config.tolerance_s,
-        padded=bool(matched.robots),
+        padded=len(matched.robots) > 1,
         window_steps=matched.window_steps,
     )
 
@@ -398,8 +358,9 @@ def _rows(config: Config, matched: Matched, chosen: ChosenEpisodes, dropped: int
     cache = frame_cache_of(d, decoded_bytes, reads_again=stream[1] > per_epoch)
     check_global_shuffle(d, cache, decoded_bytes)
     identity = source.plan.identity()
-    if matched.robots:
-        identity["robots"] = [matched.robots[number].name for number in matched.robot_of]
+    if features.padded:
+        of_dataset = {number: robot.name for robot in matched.robots for number in robot.datasets}
+        identity["robots"] = [of_dataset[number] for number in range(len(metas))]
     if matched.window_steps is not None:
         identity["window_steps"] = list(matched.window_steps)
     rows = Rows(
@@ -419,10 +380,8 @@ def _rows(config: Config, matched: Matched, chosen: ChosenEpisodes, dropped: int
         cached_bytes=decoded_bytes,
         distinct_frames=source.distinct_frames,
         epoch_ends=() if d.episode_weights is None else tuple(source.plan.epoch_ends(stream[1])),
-        rename_map=config.rename_map,
+        rename_map=matched.rename_map,
         described=chosen.described,
-        robots=tuple(robot.name for robot in matched.robots),
-        robot_of=matched.robot_of,
     )
     return config, rows
 
@@ -436,75 +395,49 @@ def _with_labels(config: Config, rows: Rows) -> Rows:
     return replace(rows, positive=PerFrame(labels), label_dropout=config.recap.dropout, identity=identity)
 
 
-class _Found(NamedTuple):
-    """Statistics of a robot: what is to be computed, in words what they are, and their values.
-
-    Values from 0 to 1 while some are missing, for processors to be tried with.
-    """
-
-    missing: Names
-    lines: tuple[str, ...]
-    stats: Stats
-    mode: Mode
-
-
-def _statistics(config: Config, rows: Rows, matched: Matched) -> tuple[Config, list[_Found]]:
-    """The statistics of each robot, or of the only one; and the options with what "auto" became."""
-    views: list[tuple[Rows, FeatureMatch, PreTrainedConfig]] = [(rows, matched.match, matched.config)]
-    if matched.robots:
-        views = [(rows.of_datasets(one.datasets), one.match_by_policy, one.config) for one in matched.robots]
-    found = [_statistics_of(config, *view) for view in views]
-    mode = "exact" if any(of.mode == "exact" for of in found) else found[0].mode
+def _statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tuple[Config, tuple[Robot, ...]]:
+    """The robots with their statistics, as far as these are known; and the options with what "auto" became."""
+    views = [(rows.of_datasets(robot.datasets), robot) for robot in robots]
+    found, modes = zip(*(_with_statistics(config, *view) for view in views), strict=True)
+    mode: Mode = "exact" if "exact" in modes else modes[0]
     config = replace(config, dataset=replace(config.dataset, statistics=mode))
-    pairs = zip(found, views, strict=True)
-    return config, [of if of.mode == mode else _statistics_of(config, *view) for of, view in pairs]
+    again = zip(found, modes, views, strict=True)
+    return config, tuple(of if own == mode else _with_statistics(config, *view)[0] for of, own, view in again)
 
 
-def _statistics_of(config: Config, rows: Rows, match: FeatureMatch, policy_config: PreTrainedConfig) -> _Found:
-    d, metas, keys = config.dataset, rows.metas, match.dataset_keys
-    needed = needed_stats(policy_config, metas[0], match.camera_keys, keys, d.use_imagenet_stats, rows.any_held_out)
+def _with_statistics(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode]:
+    d, metas, match, policy_config = config.dataset, rows.metas, robot.match_of_rows, robot.config
+    keys, cameras = match.dataset_keys, match.camera_keys
+    needed = needed_stats(policy_config, metas[0], cameras, keys, d.use_imagenet_stats, rows.any_held_out)
     relative = relative_actions(policy_config)
     missing = missing_stats(metas, needed, () if relative is None else ("action",))
     for meta in metas if d.statistics != "exact" else ():
         check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
-    decision = decide(config, metas, rows.train_episodes, needed, missing, relative)
+    decision = decide(config, metas, rows.train_episodes, needed, missing, relative, rows.rename_map)
     if decision.described and not d.mixed_ranges:
         check_ranges(metas, keys)
     if decision.statistics == "exact":
         missing = exact_needed(metas[0].features, needed)
-    d = replace(d, statistics=decision.statistics)
-    if missing:
-        required = required_stats(policy_config, {key: metas[0].features[key] for key in keys})
-        stats = _stand_in(required, metas[0])
-    else:
+    stats: Stats = {}
+    if not missing:
         joint = joint_stats(config, metas, rows.identity["rows_per_source"])
-        stats = finished_stats(d, policy_config, metas, match.camera_keys, keys, joint)
-    return _Found(missing, decision.lines, stats, decision.statistics)
+        d = replace(d, statistics=decision.statistics)
+        stats = finished_stats(d, policy_config, metas, cameras, keys, joint)
+    return replace(robot, stats=stats, missing_stats=missing, statistics=decision.lines), decision.statistics
 
 
-def _stand_in(needed: Names, meta: DatasetMetadata) -> Stats:
-    """Statistics with which processors can be made before the dataset's own are computed: 0 to 1."""
-    low = {"min", "mean", "q01", "q10"}
+def _with_stand_in(robot: Robot, metas: Metas) -> Robot:
+    """The robot, with statistics of 0 to 1 in the place of missing ones, for its processors to be tried."""
+    if not robot.missing_stats:
+        return robot
+    low, meta = {"min", "mean", "q01", "q10"}, metas[robot.datasets[0]]
+    needed = required_stats(robot.config, {key: meta.features[key] for key in robot.match_of_rows.dataset_keys})
     shapes = {key: (3, 1, 1) if key in meta.camera_keys else meta.features[key].shape for key in needed}
-    return {
+    stats = {
         key: {name: np.full(shapes[key], 0.0 if name in low else 1.0) for name in names}
         for key, names in needed.items()
     }
-
-
-def _robot(data: RobotData, rows: Rows, stats: Stats, in_prompt: bool) -> Robot:
-    """What of the policy is a robot's."""
-    features, match = rows.metas[data.datasets[0]].features, data.match_by_policy
-    vectors = [key for key in match.dataset_keys if key not in match.camera_keys]
-    return Robot(
-        name=data.name,
-        config=data.config,
-        stats=stats,
-        rename_map=data.rename_map,
-        widths={key: features[key].shape[0] for key in vectors},
-        cameras=match.camera_keys,
-        opening=f"{data.name}: " if in_prompt else "",
-    )
+    return replace(robot, stats=stats)
 
 
 def _stream(config: Config, steps: int) -> tuple[int, int]:

@@ -36,15 +36,14 @@ class HeldOutRows:
         positions: int64 (N,), ascending. task: int64 (N,), indices into `tasks`. tasks: the instructions of the
             held-out episodes, the first of each episode.
         held_out: number of all held-out rows.
-        robot: int64 (N,), indices into `robots`. robots: names of those that differ; none where there is one.
+        dataset: int64 (N,), `dataset_index`.
     """
 
     positions: np.ndarray
     task: np.ndarray
     tasks: tuple[str, ...]
     held_out: int
-    robot: np.ndarray
-    robots: tuple[str, ...]
+    dataset: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class Rows:
         label_dropout: share of rows whose prompt says nothing all the same.
         rename_map: dataset key -> policy key.
         described: what is left of each dataset's training episodes, as lines; empty where all frames are.
-        robots: names of those that differ; none where there is one. robot_of: the robot of each dataset, by its number.
     """
 
     metas: tuple[DatasetMetadata, ...]
@@ -97,11 +95,11 @@ class Rows:
     label_dropout: float = 0.0
     rename_map: Mapping[str, str] = field(default_factory=dict)
     described: tuple[tuple[str, ...], ...] = ()
-    robots: tuple[str, ...] = ()
-    robot_of: tuple[int, ...] = ()
 
     def of_datasets(self, numbers: Sequence[int]) -> Rows:
-        """The rows of some of the datasets alone, of one robot: without padding, weights or labels."""
+        """The rows of a robot's datasets alone; of some of them without padding, weights or labels."""
+        if len(numbers) == len(self.metas):
+            return self
 
         def pick[T](column: Sequence[T]) -> tuple[T, ...]:
             return tuple(column[number] for number in numbers)
@@ -139,8 +137,6 @@ class Rows:
             described=pick(self.described) if self.described else (),
             weights=None,
             positive=None,
-            robots=(),
-            robot_of=(),
         )
 
     @property
@@ -190,17 +186,9 @@ class Rows:
     def any_held_out(self) -> bool:
         return any(len(episodes) for episodes in self.eval_episodes)
 
-    @property
-    def drawn(self) -> dict[str, Any]:
-        """How the simulator drew the datasets' pictures; empty where they come from none, or differ.
-
-        Of robots that differ, that of each by its name.
-        """
-        if self.robots:
-            numbers = np.array(self.robot_of)
-            of_each = [np.flatnonzero(numbers == robot).tolist() for robot in range(len(self.robots))]
-            return {name: self.of_datasets(own).drawn for name, own in zip(self.robots, of_each, strict=True)}
-        first, *others = map(how_drawn, self.metas)
+    def drawn(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """How the simulator drew the pictures of these datasets; empty where they come from none, or differ."""
+        first, *others = (how_drawn(self.metas[number]) for number in numbers)
         return first if all(other == first for other in others) else {}
 
     # ---- reading ----------------------------------------------------------------------------------------------------
@@ -307,20 +295,19 @@ class Rows:
         belong to the beginning of one episode.
         """
         tasks: dict[str, int] = {}
-        of_episode, lengths, robots = [], [], []
-        robot_of = self.robot_of or (0,) * len(self.metas)
-        for meta, episodes, robot in zip(self.metas, self.eval_episodes, robot_of, strict=True):
-            robots += [robot] * len(episodes)
+        of_episode, lengths, datasets = [], [], []
+        for number, (meta, episodes) in enumerate(zip(self.metas, self.eval_episodes, strict=True)):
+            datasets += [number] * len(episodes)
             for episode in episodes.tolist():
                 of_episode.append(tasks.setdefault((meta.episode_tasks[episode] or ("",))[0], len(tasks)))
                 lengths.append(int(meta.episode_length[episode]))
-        task, of_robot = (np.repeat(np.array(of, np.int64), lengths) for of in (of_episode, robots))
+        task, dataset = (np.repeat(np.array(of, np.int64), lengths) for of in (of_episode, datasets))
         positions = np.arange(len(task))
         if limit:
             of_each = [np.flatnonzero(task == number) for number in range(len(tasks))]
             chosen = [rows[evenly_spaced(len(rows), max(1, limit // len(tasks)))] for rows in of_each]
             positions = np.sort(np.concatenate(chosen))
-        return HeldOutRows(positions, task[positions], tuple(tasks), len(task), of_robot[positions], self.robots)
+        return HeldOutRows(positions, task[positions], tuple(tasks), len(task), dataset[positions])
 
 
 # ---- what is decided about reading, before the run -----------------------------------------------------------------

@@ -60,6 +60,7 @@ def decide(
     needed: Needed,
     missing: Needed,
     relative: RelativeActions | None,
+    rename_map: Mapping[str, str],
 ) -> Decision:
     """Choose the statistics where --dataset.statistics is "auto", and hold those stored against the data.
 
@@ -68,6 +69,7 @@ def decide(
     Args:
         episodes: those that are trained on, of each dataset.
         needed: `{feature: statistics}` that the policy is normalised by. missing: those that stats.json lacks.
+        rename_map: names that rows have -> the policy's.
     Raises:
         ValueError: "stored", and something is missing.
     """
@@ -76,7 +78,7 @@ def decide(
     vectors = {key: names & normalisers for key, names in exact_needed(metas[0].features, needed).items()}
     lines, badly = [], []
     for meta, chosen in zip(metas, episodes, strict=True):
-        movement = movement_of(meta, config.rename_map, config.dataset.skip_idle)
+        movement = movement_of(meta, rename_map, config.dataset.skip_idle)
         rows, read = sample_rows(meta, chosen, list(vectors), movement) if vectors else ({}, 0)
         where = f"{meta.root}: " if len(metas) > 1 else ""
         if read:
@@ -401,11 +403,12 @@ def hold_statistics(job: Job, policy: PolicySpec) -> None:
         ValueError: a run with a checkpoint would go on with other statistics.
     """
     path = job.output_dir / STATISTICS_NAME
-    stats_of = {f"{robot.name}/": robot.stats for robot in policy.robots} or {"": policy.stats or {}}
     own = {
-        f"{robot}{feature}": {name: np.asarray(value).tolist() for name, value in values.items()}
-        for robot, stats in stats_of.items()
-        for feature, values in stats.items()
+        f"{robot.name}/{feature}" if robot.name else feature: {
+            name: np.asarray(value).tolist() for name, value in values.items()
+        }
+        for robot in policy.robots
+        for feature, values in (robot.stats or {}).items()
     }
     known = read_json(path)
     if known and latest_checkpoint(job.checkpoints_dir) is not None:

@@ -79,33 +79,34 @@ def _policy_from(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, 
 def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[str, Any]) -> None:
     """Write `pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
 
-    Of several robots, `pretrained_model/ROBOT` for each, which share the weights. Adapters are merged into the weights
-    beside them, after they are written to `adapter` if that was asked for.
+    Of robots that differ, `pretrained_model/ROBOT` for each, which share the weights. Adapters are merged into the
+    weights beside them, after they are written to `adapter` if that was asked for.
 
     Args:
         checkpoint: whose policy it is; it has all of what trained, however that was sharded.
-        output_dir: the run's folder. drawn: how the simulator that the data is from drew its pictures, if any;
-            of several robots by their names.
+        output_dir: the run's folder. drawn: how the simulator that a robot's data is from drew its pictures, if any,
+            by the robot's name.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
-    robots = [(spec.of_robot(robot), robot.name) for robot in spec.robots] or [(spec, "")]
+    robots = [robot.by_own_names() for robot in spec.robots]
     if adapted is not None:
-        for own, name in robots if spec.adapters.export == "adapter" else ():
-            with _made_for(output_dir / "adapter" / name) as folder:
+        for robot in robots if spec.adapters.export == "adapter" else ():
+            own = spec.select_robot(robot)
+            with _made_for(output_dir / "adapter" / robot.name) as folder:
                 config = exported_config(own)
                 save_adapters(adapted, own.base["path"], own.base["revision"], *own.processors(), folder, config)
         merge(adapted)
     with _made_for(output_dir / "pretrained_model") as whole:
         written = None
-        for own, name in robots:
-            folder = whole / name
+        for robot in robots:
+            own, folder = spec.select_robot(robot), whole / robot.name
             save_pretrained(policy, *own.processors(), folder, exported_config(own), written)
             written = folder
-            if own.opening:
+            if robot.opening:
                 # Of a policy that goes on from one of several robots no name is known, and none is needed.
-                named = {"robot": name} if name else {}
-                write_json(folder / ROBOT_NAME, {**named, "instructions_begin_with": own.opening})
-            if shown := drawn.get(name) if name else drawn:
+                named = {"robot": robot.name} if robot.name else {}
+                write_json(folder / ROBOT_NAME, {**named, "instructions_begin_with": robot.opening})
+            if shown := drawn.get(robot.name):
                 # An evaluation in the simulator must show it the same pictures.
                 write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
 

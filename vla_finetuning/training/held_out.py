@@ -175,10 +175,10 @@ class HeldOutLoss:
             summary["eval_loss_by_task"] = {
                 self._rows.tasks[number]: _mean(losses[chosen & (task == number)]) for number in many.tolist()
             }
-        if self._rows.robots:
-            robot = np.repeat(self._rows.robot, self._per_row)
+        if self._spec.mixes_robots:
+            robot = np.repeat(np.array(self._spec.robot_of)[self._rows.dataset], self._per_row)
             summary["eval_loss_by_robot"] = {
-                name: _mean(losses[chosen & (robot == number)]) for number, name in enumerate(self._rows.robots)
+                one.name: _mean(losses[chosen & (robot == number)]) for number, one in enumerate(self._spec.robots)
             }
         if self._family.row_losses and self._spec.value is None:
             part = np.minimum((times * TIME_PARTS).astype(int), TIME_PARTS - 1)

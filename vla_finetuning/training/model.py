@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -157,27 +157,14 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
 
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     """The CPU half of the policy's preprocessor, or of each robot's, for the tasks that read rows."""
+    texts, robots = family_of(spec.config).reads_texts, []
+    for robot in spec.robots:
+        preprocessor, _ = spec.select_robot(robot).processors()
+        cameras = robot.cameras if spec.mixes_robots else rows.camera_keys
+        pipeline = Prepare(preprocessor, cameras, robot.rename_map, robot.config, trusted=spec.trusted, texts=texts)
+        robots.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening))
     prepare: Callable[[Columns], Columns]
-    prepare = _prepare_robots(spec, rows) if spec.robots else _prepare(spec, rows.camera_keys)
+    prepare = PrepareRobots(robots, spec.robot_of, rows.camera_keys, own_widths=spec.train.pad_loss == "own")
     if rows.positive is not None:
         prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, rows.label_dropout, spec.seed)
     return WithPosition(prepare) if spec.augments else prepare
-
-
-def _prepare(spec: PolicySpec, camera_keys: Sequence[str]) -> Prepare:
-    preprocessor, _ = spec.processors()
-    texts = family_of(spec.config).reads_texts
-    return Prepare(preprocessor, camera_keys, spec.rename_map, spec.config, trusted=spec.trusted, texts=texts)
-
-
-def _prepare_robots(spec: PolicySpec, rows: Rows) -> PrepareRobots:
-    robots = [
-        PreparedRobot(
-            _prepare(spec.of_robot(robot, renamed=True), robot.cameras),
-            frozenset(robot.cameras),
-            robot.widths,
-            robot.opening,
-        )
-        for robot in spec.robots
-    ]
-    return PrepareRobots(robots, rows.robot_of, rows.camera_keys, own_widths=spec.train.pad_loss == "own")
