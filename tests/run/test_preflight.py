@@ -24,6 +24,7 @@ from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
 from vla_finetuning.run.describe import describe
+from vla_finetuning.run.exported import result_problem
 from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, check_start, finish, own_folder
 from vla_finetuning.run.preflight import as_saved, examine
 from vla_finetuning.run.resolve import resolve
@@ -212,6 +213,13 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, t
     with own_folder(more, run.job.start, 9, 0):
         assert not (tmp_path / "run" / FINISHED_NAME).exists()
     assert json.loads((tmp_path / "run" / CONFIG_NAME).read_text())["steps"] == 9
+
+
+def test_the_policy_of_the_only_robot_is_not_in_a_folder_of_its_name(setting, tmp_path):
+    shutil.copytree(setting[2], tmp_path / "pretrained_model")
+    mixture = f'--dataset.mixture={{"{setting[1]}": {{"robot": "arm"}}}}'
+    config = parse_args([mixture, f"--policy.path={setting[2]}", f"--output_dir={tmp_path}"])
+    assert result_problem(config) is None
 
 
 @pytest.mark.parametrize(

@@ -520,7 +520,7 @@ def test_members_that_do_not_go_together(folder):
     ):
         with pytest.raises(ValueError, match=message):
             mixed(folder, mixture={"members": [{k: v for k, v in m.items() if v is not None} for m in mixture]})
-    assert robots(members({"a": 1, "b": 2})) == ()
+    assert robots(members({"a": 1, "b": 2})) == ("",)
 
 
 def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):

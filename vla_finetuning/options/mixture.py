@@ -83,12 +83,16 @@ def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
 
 
 def robots(found: tuple[Member, ...]) -> tuple[str, ...]:
-    """The robots of a mixture, sorted; none where its members name none. Raises ValueError unless all do, or none."""
+    """Return the robots that differ, sorted; one without a name where all datasets are of one robot.
+
+    Raises:
+        ValueError: some members name their robot, and some do not.
+    """
     named = sorted({member.robot for member in found if member.robot is not None})
     unnamed = [member.root for member in found if member.robot is None]
     if named and unnamed:
         raise ValueError(f"{FLAG}: {unnamed[0]} names no robot, others are of {', '.join(named)}; give it `robot`")
-    return tuple(named)
+    return tuple(named) if len(named) > 1 else ("",)
 
 
 def read_mixture(path: str) -> dict[str, Any]:

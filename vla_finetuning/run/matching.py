@@ -20,7 +20,7 @@ from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
 from vla_finetuning.data.selection import tasks_of
-from vla_finetuning.options.mixture import Member
+from vla_finetuning.options.mixture import Member, robots
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
@@ -79,8 +79,7 @@ class Matched:
 def match_datasets(
     config: Config,
     metas: Metas,
-    members: Sequence[Member],
-    robots: Sequence[str],
+    members: tuple[Member, ...],
     base: Base,
     check: Callable[[PreTrainedConfig], None],
 ) -> Matched:
@@ -88,7 +87,6 @@ def match_datasets(
 
     Args:
         members: what the mixture says of each dataset; none where it is none.
-        robots: that its members name.
         check: refuses what does not go with the fitted configuration.
     Raises:
         ValueError: datasets, rates or robots that do not go together, or not with the policy.
@@ -102,11 +100,11 @@ def match_datasets(
         ]
         alike = [named_alike([metas[n] for n in numbers], [maps[n] for n in numbers]) for numbers in groups]
         check_dimension_map(alike, config.dataset.dimension_map)
-    if len(robots) < 2:
+    if len(names := robots(members)) == 1:
         if config.dataset.robot_in_prompt:
             raise ValueError(
                 "--dataset.robot_in_prompt=true: instructions name their robot in a mixture of robots that differ, and "
-                f"this run has {'one' if robots else 'none'} by name; leave it out, or begin the dataset's own "
+                f"this run has {'one' if of[0].robot else 'none'} by name; leave it out, or begin the dataset's own "
                 "instructions with the name"
             )
         check_rates(metas, steps, members)
@@ -116,7 +114,7 @@ def match_datasets(
         return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
     data, found = [], list(metas)
-    for name in robots:
+    for name in names:
         numbers = tuple(number for number, member in enumerate(of) if member.robot == name)
         fitted = copy.deepcopy(base.config)
         own_metas, own, own_maps = [metas[n] for n in numbers], [of[n] for n in numbers], [maps[n] for n in numbers]

@@ -25,8 +25,8 @@ def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
     metas = load_datasets(config, [member.root for member in of])
     named = list(zip(of, metas, strict=True))
     misfits = [f"{meta.root}: {error}" for member, meta in named if (error := _error(window_step, meta, member.fps))]
-    for robot in robots(of) or (None,):
-        own = [(member, meta) for member, meta in named if robot is None or member.robot == robot]
+    for robot in robots(of):
+        own = [(member, meta) for member, meta in named if robot in ("", member.robot)]
         misfits += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _misfits(config, own)]
     return [*_datasets(named), "", *_cameras(named), "", *_dimensions(named)], misfits
 

@@ -28,7 +28,7 @@ from vla_finetuning.data.selection import of_each, tasks_of
 from vla_finetuning.data.statistics import check_stats
 from vla_finetuning.environment import CACHE_DIR, Timeouts
 from vla_finetuning.node_disk import node_folder
-from vla_finetuning.options.mixture import members, robots
+from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.train import Precision, TrainOptions
 from vla_finetuning.policies.augment import augmentation_of
@@ -123,7 +123,6 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config, roots = _located(config, roots)
     d = config.dataset
     metas = metas or load_datasets(config, roots)
-    of_mixture = members(d.mixture)
     weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
     policy_path = _policy_path(config, metas, roots, weights)
     base = _base(config, policy_path)
@@ -131,7 +130,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     check_policy_options(config, base.config)
     config = replace(config, train=replace(config.train, precision=_precision(config.train, base.config)))
     recipe = make_recipe(config, base.config)
-    matched = match_datasets(config, metas, of_mixture, robots(of_mixture), base, partial(_check_images, config))
+    matched = match_datasets(config, metas, members(d.mixture), base, partial(_check_images, config))
     metas = matched.metas
     check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots])
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
