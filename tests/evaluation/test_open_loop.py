@@ -185,7 +185,7 @@ def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind,
         differences = []
         for number, example in enumerate(errors["examples"]):
             now = example["frame_index"]
-            seed = int(np.random.SeedSequence((run.job.seed, number)).generate_state(1, np.uint64)[0])
+            seed = int(np.random.SeedSequence((run.policy.seed, number)).generate_state(1, np.uint64)[0])
             expected = post(lerobots_chunk(policy, pre, frames, now, steps, seed))[0]
             np.testing.assert_allclose(example["predicted"], expected.numpy(), rtol=1e-4, atol=1e-5)
             known = recorded[now : now + steps]

@@ -28,7 +28,7 @@ from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
 from util import DeviceMetrics
 from vla_finetuning.data import quantiles, relative_actions
-from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
+from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
@@ -409,6 +409,7 @@ def test_a_mixture_of_one_is_that_dataset(folder):
     assert one.robots[0].rename_map == plain.robots[0].rename_map
     found, expected = read(one, range(20))[1], read(plain, range(20))[1]
     assert found.keys() == expected.keys()
+    assert not [key for key in found if key in (ACTION_DIMS, ROBOT) or key.endswith(IS_PRESENT)]
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values, err_msg=key)
 

@@ -85,7 +85,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         EvalOptions(),
         count=SCENES,
         first_seed=FIRST_SEED,
-        seed=job.seed,
+        seed=policy.seed,
         use_gpu=job.use_gpu,
     )
     names = [name for name in LABELS if name in conditions]

@@ -65,7 +65,7 @@ class Evaluator:
         self._env = env_config(run.config.env_type or "", run.config.env_options)
         self._makers = task_makers(self._env)
         self._robot = _robot_for(run, self._env)
-        self._run = run = self._of_robot(run)
+        self._run = run = self._select_robot(run)
         (robot,) = run.robots
         for meta in [run.rows.metas[number] for number in robot.datasets]:
             check_drawn(how_drawn(meta), self._env, meta.root)
@@ -81,7 +81,7 @@ class Evaluator:
         Args:
             run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
         """
-        self._run = self._of_robot(run)
+        self._run = self._select_robot(run)
         stages, lacks = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
         if lacks is not None:
             if run.config.env_eval_freq:
@@ -101,7 +101,7 @@ class Evaluator:
         finally:
             self._training.clear()
 
-    def _of_robot(self, run: Run) -> Run:
+    def _select_robot(self, run: Run) -> Run:
         """The run with the policy of the robot that the environment shows, by its own names."""
         return replace(run, policy=run.policy.select_robot(run.robots[self._robot].by_own_names()))
 
@@ -175,11 +175,11 @@ class Evaluator:
         run, started = self._run, time.monotonic()
         checkpoint = run.job.checkpoints_dir / f"{PREFIX}{step:08d}"
         load_progress(checkpoint)
-        episodes = episode_list(["plain"], self._makers, options.n_episodes, run.config.seed)
+        episodes = episode_list(["plain"], self._makers, options.n_episodes, run.policy.seed)
         about = {
             "policy": {"path": str(run.job.output_dir), "step": step},
             "environment": {"type": run.config.env_type, "options": run.config.env_options},
-            "seed": run.config.seed,
+            "seed": run.policy.seed,
         }
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         book = Book(folder, about, episodes)
@@ -191,7 +191,7 @@ class Evaluator:
                 {"policy": source},
                 self._makers,
                 options,
-                seed=run.config.seed,
+                seed=run.policy.seed,
                 use_gpu=run.job.use_gpu,
                 written=book.write,
                 stopped=self._stop.is_set,

@@ -361,7 +361,7 @@ def _errors_of(
             for meta, episodes in zip(rows.metas, rows.episodes, strict=True)
             for task in tasks_of(meta, episodes)
         ),
-        "seed": job.seed,
+        "seed": spec.seed,
     }
     saved = load_policy_config(folder)
     saved.device = device.type

@@ -17,3 +17,8 @@ class EmaOptions:
         0.99, "Share of the average that stays at every step: 0.99 averages about the last 100 steps.", above=0, below=1
     )
     export: bool = option(True, "Measure and export the average; false: the weights themselves.")
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether the average is what is measured and exported."""
+        return self.enable and self.export

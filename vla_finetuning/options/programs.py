@@ -147,11 +147,6 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         """Whether steps are planned to compute in bfloat16: every GPU that can hold a VLA knows it."""
         return self.train.precision == "bf16" or (self.train.precision == "auto" and bool(self.scaling.use_gpu))
 
-    @property
-    def takes_average(self) -> bool:
-        """Whether the averaged weights are what is measured and exported."""
-        return self.ema.enable and self.ema.export
-
     def most_checkpoints(self, steps: int) -> int:
         """Checkpoints that a run of so many steps has at once: an old one is deleted when the next one is there.
 

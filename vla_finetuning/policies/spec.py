@@ -12,6 +12,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import PolicyProcessorPipeline
 
 from vla_finetuning.options.dataset import ImageTransformOptions
+from vla_finetuning.options.ema import EmaOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.loading import FeatureMatch, fetch_pretrained, load_policy, new_policy
@@ -102,12 +103,10 @@ class PolicySpec:
         config: LeRobot's, fitted to the datasets; of robots that differ with the cameras of all and the widest action.
         folder: a LeRobot pretrained folder of the driver's node, or None to start from random weights.
         base: identity of the weights that the run starts from (path, revision, digest).
-        train, adapters, image_transforms: what the run asks for. seed: of random weights, draws and augmentation.
+        train, adapters, image_transforms, ema: what the run asks for. seed: of random weights, draws and augmentation.
         recipe: optimizer and learning rate.
         robots: at least one; each has its own processors.
         trusted: whether code that comes with the policy may run.
-        average: decay of the average of what trains; None for no average.
-        export_average: whether the average is what is evaluated and exported.
         parameters: how many there are and which train; None for policies that are not built on the driver.
         prompts: lengths of prompts that a micro-batch may have, ascending; empty where prompts are not cut.
         value: for a value function on what the policy sees, instead of the policy itself; None for a policy.
@@ -125,8 +124,7 @@ class PolicySpec:
     seed: int
     image_transforms: ImageTransformOptions = field(default_factory=ImageTransformOptions)
     trusted: bool = False
-    average: float | None = None
-    export_average: bool = False
+    ema: EmaOptions = field(default_factory=EmaOptions)
     parameters: TrainableReport | None = None
     prompts: tuple[int, ...] = ()
     flops_by_prompt: dict[int, int] = field(default_factory=dict)
@@ -215,4 +213,4 @@ class PolicySpec:
         """Bytes of a checkpoint: what trains, Adam's two moments, and the average if there is one."""
         if self.parameters is None:
             return 0
-        return 4 * (3 + (self.average is not None)) * self.parameters.trainable
+        return 4 * (3 + self.ema.enable) * self.parameters.trainable

@@ -55,7 +55,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         run.config.eval,
         count=-(-FRESH_EPISODES // len(makers)),
         first_seed=FRESH_SEED,
-        seed=job.seed,
+        seed=policy.seed,
         use_gpu=job.use_gpu,
         number=lambda task, i: run.scene.eval_number(task, run.config.eval.n_episodes + i),
     )

@@ -208,7 +208,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         identity["demonstrations"] = demonstrations.identity
     if states:
         identity["reserved"] = {task: list(own.reserved) for task, own in states.items()}
-    job = make_job(training, policy, config.grpo.iterations, identity, config.train.mode, config.grpo.minibatch)
+    job = make_job(training, policy, config.grpo.iterations, identity, config.grpo.minibatch)
     return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env), states), demonstrations)
 
 

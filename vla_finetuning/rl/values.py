@@ -86,7 +86,7 @@ def resolve_value(config: ValueConfig, gpus_found: int) -> ValueRun:
     )
     spec = ValueSpec(config.value.bins, config.value.backbone_lr if config.value.backbone else None)
     policy = replace(policy, value=spec, flops_by_prompt={}, parameters=_count(policy, spec))
-    job = make_job(run.config, policy, run.job.steps, rows.identity, policy.what_trains)
+    job = make_job(run.config, policy, run.job.steps, rows.identity)
     training = replace(run, policy=policy, rows=rows, job=job)
     return ValueRun(config, training, success, corrected_frames(config.outcome, rows.metas), tasks, returns)
 

@@ -18,7 +18,6 @@ class Job:
     Attributes:
         output_dir: absolute; all nodes see it, on a disk that they share or in a bucket.
         steps: optimizer updates of the whole run; in GRPO iterations.
-        seed: of the stream of rows, of noise and of random weights.
         batch_size: rows of a worker's micro-batch.
         batches_per_step: micro-batches of an optimizer step, of all workers together.
         scaling: workers and what each of them holds; `use_gpu` is decided.
@@ -29,7 +28,6 @@ class Job:
 
     output_dir: Path
     steps: int
-    seed: int
     batch_size: int
     batches_per_step: int
     scaling: ScalingOptions

@@ -162,8 +162,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         seed=config.seed,
         image_transforms=config.dataset.image_transforms,
         trusted=config.policy_trust_remote_code,
-        average=config.ema.decay if config.ema.enable else None,
-        export_average=config.takes_average,
+        ema=config.ema,
         parameters=parameters,
         prompts=prompts,
         flops_by_prompt=flops,
@@ -176,7 +175,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
             encode(task)  # one that is too long is reported
     if rows.positive is not None:
         check_prompts_differ(preprocessor, sorted(tasks) or [""], base.name)
-    job = make_job(config, spec, steps, rows.identity, spec.what_trains)
+    job = make_job(config, spec, steps, rows.identity)
     return Run(config, job, spec, rows, (*overruling, *chosen.notes, *holes, *smaller))
 
 
@@ -194,23 +193,14 @@ def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
     Args:
         steps: optimizer updates; as many as before when None.
     """
+    steps = run.job.steps if steps is None else steps
     rows = replace(
         run.rows,
-        order=replace(
-            run.rows.order,
-            stream=_stream(config, run.job.steps if steps is None else steps),
-            rows_multiple=config.rows_multiple,
-        ),
+        order=replace(run.rows.order, stream=_stream(config, steps), rows_multiple=config.rows_multiple),
         reading=replace(run.rows.reading, skip_log=config.folder / SKIPPED_NAME),
     )
-    policy = replace(
-        run.policy,
-        train=config.train,
-        adapters=config.peft,
-        average=config.ema.decay if config.ema.enable else None,
-        export_average=config.takes_average,
-    )
-    job = make_job(config, policy, run.job.steps if steps is None else steps, rows.identity, policy.what_trains)
+    policy = replace(run.policy, train=config.train, adapters=config.peft, ema=config.ema)
+    job = make_job(config, policy, steps, rows.identity)
     return replace(run, config=config, job=job, policy=policy, rows=rows)
 
 
@@ -236,24 +226,22 @@ def make_job(
     policy: PolicySpec,
     steps: int,
     identity: dict[str, Any],
-    what_trains: str,
     global_batch_size: int | None = None,
 ) -> Job:
     """What a run of these options does.
 
     Args:
-        identity: of what the run trains on. what_trains: in words. global_batch_size: the options' when None.
+        identity: of what the run trains on. global_batch_size: the options' when None.
             A checkpoint with others does not resume.
     """
     weights = (policy.folder or node_folder(config.folder)) / WEIGHTS_FILE
     return Job(
         output_dir=config.folder,
         steps=steps,
-        seed=config.seed,
         batch_size=config.batch_size,
         batches_per_step=config.grad_accum * config.scaling.num_workers,
         scaling=config.scaling,
-        start=Progress(0, 0, identity, policy.base, what_trains, global_batch_size or config.global_batch_size),
+        start=Progress(0, 0, identity, policy.base, policy.what_trains, global_batch_size or config.global_batch_size),
         disk_bytes=config.most_checkpoints(steps) * policy.checkpoint_bytes
         + (weights.stat().st_size if weights.is_file() else 0),
         timeouts=Timeouts.from_environment(),

@@ -71,7 +71,7 @@ def _policy_from(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, 
         return {name: tensors[name.removeprefix(prefix)] for name in names}
 
     load_checkpoint(checkpoint, held(TRAINABLE))
-    if spec.export_average:  # of parameters; buffers are as they were
+    if spec.ema.is_exported:  # of parameters; buffers are as they were
         load_checkpoint(checkpoint, None, average=held(AVERAGE, "average."))
     return policy, adapted
 
@@ -162,7 +162,7 @@ def exported_checkpoint(job: Job, best: bool) -> Path:
 
 def describe_exported(config: Config, job: Job) -> str:
     """Say which weights were exported, if not the last step's."""
-    average = ", averaged weights (--ema.enable)" if config.takes_average else ""
+    average = ", averaged weights (--ema.enable)" if config.ema.is_exported else ""
     if config.export == "last":
         return average
     best = load_progress(exported_checkpoint(job, best=True))

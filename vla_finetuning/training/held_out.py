@@ -64,7 +64,7 @@ class HeldOut(Callback):
         if not self.wants_log(state) or (state.stop and not state.finished):
             return
         state.clock.mark("evaluation")
-        with state.optimizer.averaged() if state.run.config.takes_average else contextlib.nullcontext():
+        with state.optimizer.averaged() if state.run.policy.ema.is_exported else contextlib.nullcontext():
             line |= self._held_out.evaluate(state.loss, state.autocast)
         state.metrics.restart()  # the evaluation belongs to no step
 
@@ -176,9 +176,9 @@ class HeldOutLoss:
                 self._rows.tasks[number]: _mean(losses[chosen & (task == number)]) for number in many.tolist()
             }
         if self._spec.mixes_robots:
-            robot = np.repeat(np.array(self._spec.robot_of)[self._rows.dataset], self._per_row)
+            numbers = np.repeat(np.array(self._spec.robot_of)[self._rows.dataset], self._per_row)
             summary["eval_loss_by_robot"] = {
-                one.name: _mean(losses[chosen & (robot == number)]) for number, one in enumerate(self._spec.robots)
+                robot.name: _mean(losses[chosen & (numbers == n)]) for n, robot in enumerate(self._spec.robots)
             }
         if self._family.row_losses and self._spec.value is None:
             part = np.minimum((times * TIME_PARTS).astype(int), TIME_PARTS - 1)

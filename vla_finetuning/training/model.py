@@ -151,7 +151,7 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
         recipe.build(policy),
         schedule=recipe.schedule(steps),
         clip_norm=recipe.clip_norm,
-        decay=spec.average,
+        decay=spec.ema.decay if spec.ema.enable else None,
     )
 
 
