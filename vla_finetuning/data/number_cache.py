@@ -251,6 +251,17 @@ def _not_stored(stored: Records, spans: Sequence[Span], places: Sequence[np.ndar
     return wanted
 
 
+def describe_numbers() -> str:
+    """The plan's line about the cache of numbers."""
+    if size := numbers_gb():
+        return (
+            f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR}, and as much of encoded "
+            "images of data files (VLA_NUMBERS_GB=0: none)"
+        )
+    why = f"{NUMBERS_DIR} is memory (tmpfs); VLA_NUMBERS_DIR names another folder" if NUMBERS_GB else "VLA_NUMBERS_GB=0"
+    return f"Numbers      unpacked whenever rows of them are wanted, as images of data files are, on this node: {why}"
+
+
 def numbers_gb() -> float:
     """10^9 bytes of numbers that this node caches, at most; 0 where the default folder is memory (tmpfs)."""
     return 0.0 if NUMBERS_DIR == DEFAULT_NUMBERS_DIR and is_in_memory(Path(NUMBERS_DIR)) else NUMBERS_GB

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.fields import option
 from vla_finetuning.options.mixture import members, robots
 
@@ -210,3 +212,89 @@ class DatasetOptions:
             raise ValueError(
                 "which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo"
             )
+
+    def describe_cached_frames(self, folder: str | None, size: int, where: str, read_again: bool) -> list[str]:
+        """The plan's lines about cached frames. `folder`: None where none are cached. `size`: bytes of all frames."""
+        if self.frame_cache is None:
+            return []
+        if folder is not None:
+            return [f"             decoded once: {size / 1e9:.1f} GB of frames are cached in {folder}, {where}"]
+        if not size:
+            return ["             none are cached (--dataset.frame_cache=auto): there is no camera"]
+        if not read_again:
+            return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
+        return [
+            f"             decoded in every epoch: {size / 1e9:.1f} GB of frames are more than VLA_CACHE_GB="
+            f"{cache_gb(FRAME_CACHE_GB):g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
+            "(--dataset.frame_cache=DIR keeps what fits)"
+        ]
+
+    def describe_shuffling(self, mixing: Mixing, segment_rows: int, shards: int | None) -> list[str]:
+        """The plan's lines about shuffling. `segment_rows`: the most of a segment. `shards`: None: there is one."""
+        bounded = mixing.window_rows <= self.shuffle_window - segment_rows
+        lines = [
+            f"Shuffling    windows of {mixing.window_rows} rows"
+            + (f" (of {self.shuffle_window} asked for, as many as memory is meant for)" if bounded else "")
+            + f", {mixing.window_bytes / 2**20:.0f} MiB; segments of at most {mixing.segment_rows}",
+            f"             a global batch has rows of about {mixing.episodes:.1f} episodes; of "
+            f"{mixing.episodes_at_random:.1f} if all rows were shuffled",
+        ]
+        if shards is not None:
+            lines.append(
+                f"             {shards} shards, equally many rows of each in a batch: each node reads one, "
+                "for its own workers"
+            )
+        if self.global_shuffle:
+            lines.append("             from the second epoch on, all rows are shuffled (--dataset.global_shuffle)")
+        if mixing.advice:
+            lines.append(f"             POORLY MIXED: {mixing.advice}")
+        return lines
+
+
+class Mixing(Protocol):
+    """How well batches are mixed; see run/mixing.py."""
+
+    @property
+    def window_rows(self) -> int: ...
+    @property
+    def window_bytes(self) -> int: ...
+    @property
+    def segment_rows(self) -> int: ...
+    @property
+    def episodes(self) -> float: ...
+    @property
+    def episodes_at_random(self) -> float: ...
+    @property
+    def advice(self) -> str | None: ...
+
+
+def describe_image_size(size: Sequence[int] | None, row_bytes: int, stored_bytes: int | None) -> list[str]:
+    """The plan's lines about the size of frames; None: as stored. `row_bytes`, `stored_bytes`: of a row, and before."""
+    if size is None:
+        return ["Images       as stored, bit for bit as LeRobot reads them"]
+    smaller = f"; rows of {row_bytes / 1e6:.2f} MB"
+    if stored_bytes:
+        smaller += f" instead of {stored_bytes / 1e6:.2f}"
+    return [
+        f"Images       fitted into {'x'.join(map(str, size))} where they are decoded{smaller}",
+        "             what the policy would do itself, within one level of uint8 (--dataset.image_size=stored leaves "
+        "it to the policy)",
+    ]
+
+
+def describe_padding(chunk: int, short: int, episodes: int, share: float) -> list[str]:
+    """The plan's lines about padded action chunks, where `short` of the episodes are shorter than a chunk."""
+    if not short:
+        return []
+    return [
+        f"             an action chunk spans {chunk} frames, and {short} of {episodes} episodes are shorter: "
+        f"{share:.0%} of the steps of all chunks are padding"
+    ]
+
+
+def describe_share(weight: float, weights: float, drawn: int, per_epoch: int, frames: int) -> str:
+    """The plan's line about a dataset of a mixture: `drawn` rows of an epoch, of its own `frames`."""
+    return (
+        f"             weight {weight:g} of {weights:g}: {drawn} of an epoch's {per_epoch} rows, "
+        f"{drawn / frames:.2f} times its frames"
+    )

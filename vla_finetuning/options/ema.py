@@ -22,3 +22,10 @@ class EmaOptions:
     def is_exported(self) -> bool:
         """Whether the average is what is measured and exported."""
         return self.enable and self.export
+
+    def describe(self) -> list[str]:
+        """The plan's lines."""
+        if not self.enable:
+            return []
+        what = "it is measured and exported" if self.export else "in checkpoints; the weights are exported"
+        return [f"Average      of the weights that train, about the last {1 / (1 - self.decay):.0f} steps: {what}"]

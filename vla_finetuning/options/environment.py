@@ -54,6 +54,17 @@ class EvalOptions:
     )
 
 
+def describe_trial(environment: EnvironmentOptions, options: EvalOptions, every: int) -> list[str]:
+    """The plan's lines, where checkpoints play beside the training. `every`: steps; 0: at the end only."""
+    if environment.env_type is None:
+        return []
+    when = f"every {every} steps and at the end" if every else "at the end"
+    return [
+        f"Environment  {' '.join([environment.env_type, *environment.env_options])}: checkpoints play "
+        f"{options.n_episodes} episodes of each task, {when}, beside the training",
+    ]
+
+
 def check_recorded(root: str | None, flag: str) -> None:
     """Raises ValueError where a dataset of played episodes is not to be written to a disk."""
     if root is not None and "://" in root:

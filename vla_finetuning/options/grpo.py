@@ -131,3 +131,37 @@ class GrpoOptions:
                 f"--scaling.strategy={strategy}: a worker that holds a shard of the parameters cannot act by itself, "
                 "and workers decide at different times; use --scaling.strategy=ddp with --train.mode=expert or heads"
             )
+
+    def describe_objective(self) -> str:
+        """Return what the plan says of the method."""
+        clipped = f"ratio clipped to {1 - self.clip_low:g} .. {1 + self.clip_high:g}"
+        ends = (
+            f", an iteration's updates end at a KL of {self.target_kl:g} per executed dimension"
+            if self.target_kl
+            else ""
+        )
+        if self.method == "filtered":
+            return "imitation of the episodes that succeeded; --grpo.target_kl does not stop it" + (
+                f"; half of each minibatch from {self.demonstrations}" if self.demonstrations else ""
+            )
+        if self.method == "ppo":
+            moves = f"values move by {self.value_clip:g} an iteration at most, " if self.value_clip else ""
+            return (
+                f"decisions against a critic (rate {self.value_lr:g}, {moves}gamma {self.gamma:g}, lambda "
+                f"{self.gae_lambda:g}), {clipped}{ends}"
+            )
+        return clipped + (f", dual clip {self.dual_clip:g}" if self.dual_clip else "") + ends
+
+    def describe_recording(self, episodes: int) -> list[str]:
+        """The plan's lines about the dataset of what was learned from. `episodes`: of an iteration."""
+        if self.record_dataset is None:
+            return []
+        count = -(-self.iterations // self.record_every) * episodes
+        return [f"Dataset      {count:,} episodes that it learned from, in {self.record_dataset}, at the end"]
+
+    def describe_resampling(self, episodes: int) -> list[str]:
+        """The plan's lines about groups that are replaced. `episodes`: of an iteration."""
+        if not self.resample:
+            return []
+        most = self.iterations * episodes * (1 + self.resample)
+        return [f"             groups all alike are replaced, {self.resample} times at most: at most {most:,} episodes"]

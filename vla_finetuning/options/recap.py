@@ -27,6 +27,13 @@ class RecapOptions:
         only_with="recap.labels",
     )
 
+    def describe(self, positive_share: float, dropout: float) -> list[str]:
+        """The plan's lines. `dropout`: of this run, which may be another than the option."""
+        return [
+            f"Advantages   in prompts, of {self.labels}: {positive_share:.0%} of the training frames positive; "
+            f"{dropout:.0%} of the rows without"
+        ]
+
 
 @dataclass
 class OutcomeOptions:

@@ -34,3 +34,11 @@ class SampleWeightingOptions:
     def check(self, config: Any) -> None:
         if unknown := sorted(self.extra_params.keys() - {"fallback_weight"}):
             raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
+
+
+def describe_weights(frames: int, without: int, whole: int) -> list[str]:
+    """The plan's lines. `frames`: those with a weight, of which so many weigh 0 (`without`) and 1 (`whole`)."""
+    return [
+        f"Weighted     rows in the loss, by RA-BC: of {frames} frames {without} weigh 0 and {whole} weigh 1; each "
+        "micro-batch for itself, as lerobot-train"
+    ]

@@ -86,6 +86,12 @@ class WorkerOptions:
                 f"into replicas; give a divisor of {most}"
             )
 
+    def describe(self, use_gpu: bool, precision: str) -> list[str]:
+        """The plan's lines."""
+        workers = f"{self.min_workers} to {self.num_workers}" if self.min_workers else str(self.num_workers)
+        device = "GPU" if use_gpu else "CPU"
+        return [f"Hardware     {workers} {device} workers, {self.strategy}, {precision} precision"]
+
     @property
     def common_multiple(self) -> int:
         """The least number of rows that any number of workers this run may have can share evenly."""

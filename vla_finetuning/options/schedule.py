@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vla_finetuning.options.fields import option
+from vla_finetuning.options.scaling import WorkerOptions
 
 
 @dataclass
@@ -37,6 +38,19 @@ class LengthOptions(LearningOptions):
         above=0,
     )
     grad_accum: int = option(1, "Micro-batches of a step on each worker.", min=1)
+
+    def describe_steps(
+        self, workers: WorkerOptions, steps: int, rows_per_epoch: int, log_freq: int, equal_epochs: bool
+    ) -> list[str]:
+        """The plan's lines about batches and steps. `equal_epochs`: all epochs have so many rows."""
+        batch = self.batch_size * self.grad_accum * workers.num_workers
+        return [
+            f"Batch        {self.batch_size} rows x {self.grad_accum} micro-steps x {workers.num_workers} workers = "
+            f"{batch} per step" + (", with fewer workers too" if workers.min_workers else ""),
+            f"Steps        {steps} ({steps * batch / rows_per_epoch:.2f} epochs of {rows_per_epoch} rows"
+            f"{'' if equal_epochs else ' on average'}, {rows_per_epoch / batch:.1f} steps each); a line every "
+            f"{log_freq}",
+        ]
 
 
 @dataclass
@@ -97,3 +111,19 @@ WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
 REHEARSAL_STEPS, REHEARSAL_EPOCHS = (300, 1_000), 2.0
 # Rows per second of a rehearsal, by which its plan says about how long it takes: one camera of 480x640, 2 CPUs.
 REHEARSAL_ROWS_PER_S = 150
+
+
+def describe_rehearsal(rows: int) -> list[str]:
+    """The plan's lines about how long a rehearsal takes that trains on so many rows."""
+    return [
+        f"             about {rows / REHEARSAL_ROWS_PER_S / 60:.0f} minutes at the {REHEARSAL_ROWS_PER_S} rows/s of 2 "
+        "CPUs and a 480x640 camera; each line says what is left"
+    ]
+
+
+def describe_epochs(rows_per_epoch: int, batch: int, equal_epochs: bool) -> list[str]:
+    """The plan's lines about where epochs meet, in steps of `batch` rows."""
+    text = "             epochs follow each other without a gap"
+    if equal_epochs:
+        return [f"{text}: the last {rows_per_epoch % batch} rows of one share a step with the first of the next"]
+    return [f"{text}; a weight of 0.5 is every other epoch, so they are not equally long"]

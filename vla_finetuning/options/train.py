@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
+from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.fields import option
 
 TrainMode = Literal["heads", "expert", "full"]
@@ -90,3 +93,38 @@ class TrainOptions(StepOptions):
             "frames then differ in every epoch, and so do their features",
         ),
     )
+
+    def describe_augmentation(self, transforms: ImageTransformOptions, wrist: Sequence[str]) -> list[str]:
+        """The plan's lines about changed frames. `wrist`: the cameras of which only the colours change."""
+        each = "drawn for each camera of each row anew in every epoch, on the device"
+        if transforms.enable:
+            names = ", ".join(transforms.tfs) or "LeRobot's"
+            return [f"Augmented    by {transforms.max_num_transforms} of the transforms {names}; {each}"]
+        if self.augmentation == "openpi":
+            only = f"; only the colours of {', '.join(wrist)}" if wrist else "; no camera has 'wrist' in its name"
+            return [f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {each}"]
+        return [
+            "             not augmented, as in lerobot-train (--dataset.image_transforms.enable, --train.augmentation)"
+        ]
+
+    def describe_feature_cache(
+        self, frames: int, feature_bytes: Sequence[int], frame_bytes: int, precision: str, where: str, fits: bool
+    ) -> list[str]:
+        """The plan's lines about cached features of the vision tower.
+
+        Args:
+            frames: of each camera. feature_bytes: of a frame, by camera. frame_bytes: of all frames, decoded.
+            precision: of features. where: on which nodes. fits: whether all of them fit, in the disk and the limit.
+        """
+        size = frames * sum(feature_bytes)
+        each = f"{max(feature_bytes) / 1e3:.0f} kB a camera and frame, {precision}"
+        lines = [
+            f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({each})",
+            f"             are cached in {self.feature_cache}, {where}; the frames are {frame_bytes / 1e9:.1f} GB",
+        ]
+        if not fits:
+            lines.append(
+                f"             TOO MANY for VLA_CACHE_GB={cache_gb(FRAME_CACHE_GB):g}, or for its disk with a margin: "
+                "what does not fit is computed in every epoch"
+            )
+        return lines

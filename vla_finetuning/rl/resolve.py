@@ -222,18 +222,6 @@ def describe_grpo(run: GrpoRun) -> str:
     # Where all groups of a worker are replaced each time; those that were replaced are still held.
     per_worker *= 1 + g.resample
     held = per_worker * decisions * size
-    ends = f", an iteration's updates end at a KL of {g.target_kl:g} per executed dimension" if g.target_kl else ""
-    advantage = {
-        "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
-        + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
-        + ends,
-        "ppo": f"decisions against a critic (rate {g.value_lr:g}, "
-        + (f"values move by {g.value_clip:g} an iteration at most, " if g.value_clip else "")
-        + f"gamma {g.gamma:g}, lambda {g.gae_lambda:g}), ratio clipped to "
-        f"{1 - g.clip_low:g} .. {1 + g.clip_high:g}{ends}",
-        "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it"
-        + (f"; half of each minibatch from {g.demonstrations}" if g.demonstrations else ""),
-    }[g.method]
     tasks = len(scene.tasks)
     lines = [
         f"Policy       {policy.config.type}, {policy.base['path']}",
@@ -247,30 +235,21 @@ def describe_grpo(run: GrpoRun) -> str:
         f"CPUs each; cameras {', '.join(scene.cameras)}",
         f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, by their {g.reward}; "
         f"{g.iterations} iterations, {g.iterations * run.episodes:,} episodes",
-        *_describe_resampling(g, run.episodes),
+        *g.describe_resampling(run.episodes),
         f"Sampler      {g.flow_steps} steps, {g.random_steps} of them random, noise level {g.noise_level:g}",
-        f"Learning     {g.method}: {advantage}",
+        f"Learning     {g.method}: {g.describe_objective()}",
         f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
         f"once per worker; rate {config.lr:g}, after {g.warmup} iterations of warm-up; AdamW",
         f"Rollouts     at most {held / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "
         f"decisions of {size / 1e6:.2f} MB",
         f"Held out     {config.eval.n_episodes} episodes every {g.eval_every} iterations, by the deterministic sampler",
         *_describe_states(g, scene),
-        *_describe_recording(run),
+        *g.describe_recording(run.episodes),
         f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}, "
         f"in {job.checkpoints_dir}",
-        f"Hardware     {workers} {'GPU' if job.use_gpu else 'CPU'} workers, {config.scaling.strategy}, "
-        f"{config.train.precision} precision",
+        *config.scaling.describe(job.use_gpu, config.train.precision),
     ]
     return "\n".join(map(escaped, lines))
-
-
-def _describe_recording(run: GrpoRun) -> list[str]:
-    options = run.options
-    if options.record_dataset is None:
-        return []
-    count = -(-options.iterations // options.record_every) * run.episodes
-    return [f"Dataset      {count:,} episodes that it learned from, in {options.record_dataset}, at the end"]
 
 
 def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:
@@ -289,10 +268,3 @@ def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:
         held = f"{evaluated} are held out of training, for evaluation: the last {options.reserved_states} per task"
         return [*lines, f"             {held} ({INITIAL_STATES_NAME})"]
     return [*lines, "             none is held out: evaluation is on states that were trained"]
-
-
-def _describe_resampling(options: GrpoOptions, episodes: int) -> list[str]:
-    if not options.resample:
-        return []
-    most = options.iterations * episodes * (1 + options.resample)
-    return [f"             groups all alike are replaced, {options.resample} times at most: at most {most:,} episodes"]

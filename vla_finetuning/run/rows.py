@@ -96,6 +96,17 @@ class Rows:
     rename_map: Mapping[str, str] = field(default_factory=dict)
     described: tuple[tuple[str, ...], ...] = ()
 
+    def padding(self) -> tuple[int, int, int, float]:
+        """Frames of an action chunk; how many of how many training episodes are shorter; their steps of chunks beyond
+        the ends of episodes, as a share of all.
+        """
+        episodes = zip(self.metas, self.train_episodes, strict=True)
+        length = np.concatenate([meta.episode_length[numbers] for meta, numbers in episodes])
+        chunk = 1 + round(max(self.features.delta_timestamps.get("action", (0.0,))) * self.metas[0].fps)
+        beyond = np.minimum(length, chunk)  # frames of an episode whose chunk does not fit, and how far it reaches
+        padded = beyond * (chunk - beyond) + beyond * (beyond - 1) // 2
+        return chunk, int((length < chunk).sum()), len(length), padded.sum() / (length.sum() * chunk)
+
     def of_datasets(self, numbers: Sequence[int]) -> Rows:
         """The rows of a robot's datasets alone; of some of them without padding, weights or labels."""
         if len(numbers) == len(self.metas):
