@@ -602,10 +602,15 @@ class DeviceMetrics:
         self._grad_norm = result.grad_norm
 
     def add(self, name: str, value: Tensor | float) -> None:
-        """Add a value, 0-d, to the mean of this name."""
+        """Add a value, 0-d, to the mean of this name; one that is not finite counts in neither sum nor number."""
         sums = self.sums(name)
-        sums[0, 0] += value
-        sums[1, 0] += 1
+        if isinstance(value, Tensor):
+            finite = value.isfinite()
+            sums[0, 0] += torch.where(finite, value, torch.zeros_like(value))
+            sums[1, 0] += finite
+        elif math.isfinite(value):
+            sums[0, 0] += value
+            sums[1, 0] += 1
 
     def sums(self, name: str, labels: Sequence[str] = ()) -> Tensor:
         """Return float32 (2, labels or 1): sums and their counts, to be added to in place.
@@ -651,7 +656,7 @@ class DeviceMetrics:
         ranks = gathered.view(-1, len(mine)).tolist()
         by_rank = {name: [rank[number] for rank in ranks] for number, name in enumerate(names)}
         agreed = labelled + (plain if len(set(by_rank["digest"])) == 1 else [])
-        return {**self._summary(by_rank), **self._means(agreed, [rank[len(names) :] for rank in ranks])}, by_rank
+        return {**self._means(agreed, [rank[len(names) :] for rank in ranks]), **self._summary(by_rank)}, by_rank
 
     def _summary(self, by_rank: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         samples, elapsed_s = sum(by_rank["samples"]), max(by_rank["elapsed_s"])

@@ -128,8 +128,9 @@ def train(
         if state.save:
             for hook in hooks:
                 hook.on_save(state)
-    for hook in hooks:
-        hook.on_end(state)
+    with contextlib.ExitStack() as ends:  # each of them, whatever another one raises
+        for hook in reversed(hooks):
+            ends.callback(hook.on_end, state)
     return state
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from vla_finetuning.bucket import place
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.run.checkpoint import load_progress
-from vla_finetuning.run.folder import ROWS_NAME, attempts, checkpoint_to_resume
+from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
+from vla_finetuning.run.folder import ROWS_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
 from vla_finetuning.run.resolve import Run, resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
@@ -62,9 +62,9 @@ def check_rows(run: Run) -> list[Epoch]:
     """
     if not (run.job.output_dir / ROWS_NAME).is_dir():
         raise ValueError(f"{run.job.output_dir}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
-    newest = checkpoint_to_resume(run.job.output_dir)
+    newest = latest_checkpoint(run.job.checkpoints_dir)
     if newest is None:
-        raise ValueError(f"{run.job.output_dir}: no checkpoint yet, so nothing is trained for good")
+        raise ValueError(f"{run.job.output_dir}: no checkpoint that can be used, so no row is trained for good")
     progress = load_progress(newest)
     seen: dict[int, Counter[Row]] = defaultdict(Counter)
     skipped: Counter[int] = Counter()

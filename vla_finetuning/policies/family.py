@@ -32,6 +32,8 @@ UNUSED = "unused in training"
 TRAIN_OPTIONS = (
     *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
 )
+# Names that a policy's own numbers may not have: the loop logs something else under them.
+RESERVED_NAMES = {"loss", "step", "epoch", "lr", "loss_by_robot", "success", "success_step"}
 # A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
 MEAN_COUNT = "mean_count"
 # The embedding of words: a sixth of what trains of PI0.5 in full.
@@ -91,12 +93,13 @@ class PolicyLoss(nn.Module):
         """Add what a forward of a training step computed besides the loss to `metrics`, under LeRobot's names.
 
         Args:
-            values: numbers, and tensors of one element; others, and `loss`, are left out.
+            values: numbers, and tensors of one element; others, and names that lines of metrics.jsonl have for
+                something else, are left out.
         """
         if self.metrics is None or not self.training or not isinstance(values, Mapping):
             return
         for name, value in values.items():
-            if name == "loss":
+            if name in RESERVED_NAMES:
                 continue
             if isinstance(value, Tensor) and value.numel() == 1:
                 self.metrics.add(name, value.detach().reshape(()))

@@ -182,9 +182,12 @@ class HeldOutEpisodes(Callback):
 
     def on_start(self, state: GrpoState) -> None:
         if state.step == 0:
+            state.times = Times()
             self._play(state, state.before)
+            state.times.mark("held_out")
 
     def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
+        state.times.mark("between")
         if state.every(state.run.options.eval_every):
             self._play(state, line)
         state.times.mark("held_out")
@@ -213,7 +216,6 @@ class IterationLines(Callback):
     def on_start(self, state: GrpoState) -> None:
         self._log = IterationLog(state.run.job.output_dir, state.step) if state.worker.rank == 0 else None
         if state.step == 0:
-            state.times.mark("held_out")
             self._write(state, 0, state.before)
 
     def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:

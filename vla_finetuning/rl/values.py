@@ -58,7 +58,7 @@ class ValueRun:
 
 def resolve_value(config: ValueConfig, gpus_found: int) -> ValueRun:
     """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do."""
-    run = resolve(config.training(), gpus_found)
+    run = resolve(config.training(), gpus_found, compare_base=False)  # what trains is no option of the policy's
     policy, rows = run.policy, run.rows
     if not family_of(policy.config).flow:
         raise ValueError(

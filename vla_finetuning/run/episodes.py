@@ -115,7 +115,7 @@ def choose(
     if of_mixture := members(d.mixture):
         wanted = [m.episodes if m.episodes is not None else own for m, own in zip(of_mixture, wanted, strict=True)]
         excluded = [m.exclude_episodes or own for m, own in zip(of_mixture, excluded, strict=True)]
-        tasks = [m.tasks if m.tasks is not None else own for m, own in zip(of_mixture, tasks, strict=True)]
+        tasks = [own if m.tasks is None else m.tasks or None for m, own in zip(of_mixture, tasks, strict=True)]
     of_all: Sequence[np.ndarray | None] = [None] * len(metas) if weights is None else weights
     return [
         choose_episodes(meta, episodes, without, patterns, weight)

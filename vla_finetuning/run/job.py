@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vla_finetuning.environment import Timeouts
+from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME
@@ -23,7 +23,7 @@ class Job:
         scaling: workers and what each of them holds; `use_gpu` is decided.
         start: the progress of the run before its first step.
         disk_bytes: the most that the run has in its folder at once, without checkpoints that are yet to play.
-        timeouts: as the driver's environment has them.
+        timeouts, feature_cache_gb: as the driver's environment has them.
     """
 
     output_dir: Path
@@ -34,6 +34,7 @@ class Job:
     start: Progress
     disk_bytes: int
     timeouts: Timeouts
+    feature_cache_gb: float = FRAME_CACHE_GB
 
     @property
     def checkpoints_dir(self) -> Path:

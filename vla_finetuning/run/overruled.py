@@ -62,7 +62,7 @@ def _decisions(config: Config, policy: PreTrainedConfig, report: TrainableReport
     for name, flag in (("compile_model", "compile"), ("gradient_checkpointing", "activation_checkpointing")):
         if name in family.without_effect:
             yield name, getattr(train, flag), f"--train.{flag}={_shown(getattr(train, flag))}"
-    if not (family.in_float32 and train.precision == "auto"):  # which then follows use_amp
+    if train.precision != "auto":  # which goes by the GPU, or by use_amp
         yield "use_amp", config.planned_in_bf16, f"--train.precision={train.precision}"
     yield "use_peft", config.peft.enabled, "--peft.method_type" + ("" if config.peft.enabled else ", which is absent")
     device = "cuda" if config.scaling.use_gpu else "cpu"

@@ -26,7 +26,7 @@ from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each, tasks_of
 from vla_finetuning.data.statistics import check_stats
-from vla_finetuning.environment import CACHE_DIR, Timeouts
+from vla_finetuning.environment import CACHE_DIR, FRAME_CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.node_disk import node_folder
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import PRESETS, Config
@@ -112,11 +112,12 @@ class Run:
         return {} if repo_id is None else repositories(repo_id, [robot.name for robot in self.robots])
 
 
-def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
+def resolve(config: Config, gpus_found: int, metas: Metas = (), *, compare_base: bool = True) -> Run:
     """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do.
 
     Args:
         metas: of the datasets, where `preflight.examine` has just read it.
+        compare_base: note which of the base's own options the run overrules.
     """
     config = replace(config, scaling=config.scaling.decided(gpus_found))
     config, roots = with_absolute_paths(config)
@@ -134,7 +135,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     metas = matched.metas
     check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots])
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
-    overruling = overruled(config, base.config, base.folder, parameters)
+    overruling = overruled(config, base.config, base.folder, parameters) if compare_base else ()
     dropped = _dropped(config, base.config, matched.window_steps)
     chosen = select(metas, roots, config, dropped, weights, matched.rename_map)
     holes = check_holes(config, roots, metas, chosen, matched.match.camera_keys)
@@ -245,6 +246,7 @@ def make_job(
         disk_bytes=config.most_checkpoints(steps) * policy.checkpoint_bytes
         + (weights.stat().st_size if weights.is_file() else 0),
         timeouts=Timeouts.from_environment(),
+        feature_cache_gb=cache_gb(FRAME_CACHE_GB),
     )
 
 
@@ -270,7 +272,10 @@ def _policy_path(
     config: Config, metas: Metas, roots: Sequence[str], weights: Sequence[np.ndarray] | None
 ) -> str | None:
     """Where the policy is: that of the options, or of a demo that names none a tiny one, made for the run's data."""
-    if config.policy_path:
+    demos = Path(absolute(CACHE_DIR / "demo"))
+    # A resumed demo names the policy that it was made, which is made again where the cache has gone.
+    is_made = config.preset == "demo" and Path(config.policy_path or "").parent == demos
+    if config.policy_path and not (is_made and not Path(config.policy_path).is_dir()):
         return absolute(config.policy_path) if Path(absolute(config.policy_path)).is_dir() else config.policy_path
     if config.preset != "demo" or config.policy_type:
         return None

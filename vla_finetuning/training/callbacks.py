@@ -198,10 +198,13 @@ class Checkpoints(Callback):
         # What is not over all held-out rows does not decide which checkpoint is best.
         self._eval_loss = None if line.get("eval_skipped") else line.get("eval_loss")
         line["checkpoint_pause_s"] = self._writer.paused_s()
-        # Ray Train starts the group anew when the node is gone. Asking is a barrier of all ranks (Ray 2.60).
-        if not self._preempted and (deadline_ms := state.worker.preemption_deadline_ms()) is not None:
-            self._preempted = state.save = True
+        # Ray Train starts the group anew when the node is gone. Asking is a barrier of all ranks, and their answer is
+        # one (Ray 2.60); the deadline may be known later than the notice.
+        deadline_ms = state.worker.preemption_deadline_ms()
+        if deadline_ms is not None:
+            state.save = state.save or not self._preempted
             self._writer.ends_at(deadline_ms)
+        self._preempted = deadline_ms is not None
 
     def on_save(self, state: LoopState) -> None:
         state.clock.mark("checkpoint")

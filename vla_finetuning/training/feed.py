@@ -54,7 +54,7 @@ def feed(
         on_host: transforms that see a batch before its cached frames are filled in.
         to_tensors: `NumpyToTorchCollate` when None.
     Raises:
-        TimeoutError: a batch does not come within --dataset.batch_timeout_s.
+        TimeoutError: a batch does not come within VLA_BATCH_TIMEOUT_S.
     """
     rows, policy = run.rows, run.policy
     transforms = [*input_transforms(rows, policy), *on_host, *training_transforms(run)]

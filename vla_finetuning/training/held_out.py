@@ -61,7 +61,8 @@ class HeldOut(Callback):
         return state.every(state.run.config.eval_steps)
 
     def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
-        if not self.wants_log(state) or (state.stop and not state.finished):
+        asked_to_stop = any(state.by_rank.get("stop", ()))
+        if not self.wants_log(state) or (asked_to_stop and not state.finished):
             return
         state.clock.mark("evaluation")
         with state.optimizer.averaged() if state.run.policy.ema.is_exported else contextlib.nullcontext():

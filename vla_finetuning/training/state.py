@@ -183,7 +183,7 @@ class TrainState(LoopState):
         run, worker, scaling, policy = self.run, self.worker, self.run.job.scaling, self.run.policy
         self.loss, self.autocast = build_model(policy, worker.device)
         self.loss.metrics = self.metrics
-        if policy.mixes_robots:
+        if policy.mixes_robots and policy.value is None:
             self.loss.robots = tuple(robot.name for robot in policy.robots)
             self.metrics.sums("loss_by_robot", self.loss.robots)
         record_in = run.job.output_dir if worker.rank == 0 else None

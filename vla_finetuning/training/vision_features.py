@@ -23,7 +23,6 @@ from torch import Tensor
 from util import UNWATCHED, Batch, Clock
 from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
-from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.rows import Rows
@@ -47,7 +46,9 @@ class CachedFeatures(Callback):
         train = state.run.config.train
         assert train.feature_cache is not None
         self._clock = state.clock
-        self._features = VisionFeatures(state.run.rows, FeatureCache(train.feature_cache, cache_gb(FRAME_CACHE_GB)))
+        self._features = VisionFeatures(
+            state.run.rows, FeatureCache(train.feature_cache, state.run.job.feature_cache_gb)
+        )
 
     def on_start(self, state: TrainState) -> None:
         self._features.start(state.loss, state.autocast)
