@@ -556,6 +556,16 @@ def test_means_have_the_labels_and_names_that_they_were_added_under():
     assert "loss_by_robot" not in gathered(DeviceMetrics(CPU))[0]
 
 
+def test_what_is_not_finite_counts_in_no_mean_and_no_name_replaces_the_loops():
+    metrics = DeviceMetrics(CPU)
+    for value in (1.0, float("nan"), torch.tensor(3.0), torch.tensor(float("inf"))):
+        metrics.add("l1_loss", value)
+    metrics.add("grad_norm", 100.0)
+    metrics.add_step(StepResult(torch.ones(()), torch.tensor(2.0), torch.zeros(())), samples=1)
+    line, _ = gathered(metrics)
+    assert line["l1_loss"] == 2.0 and line["grad_norm"] == 2.0
+
+
 def test_the_means_of_ranks_are_joined_and_left_out_where_their_names_differ(monkeypatch):
     """Whatever a policy computes on a rank, all ranks send equally many numbers."""
 

@@ -11,12 +11,11 @@ import torch
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import make_pre_post_processors
 
-import vla
 from tests.in_process import TINY
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import make_demo_dataset
-from vla_finetuning.evaluation import open_loop, side_by_side
+from vla_finetuning.evaluation import after_training, open_loop, side_by_side
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
@@ -59,7 +58,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluated(run):
-    """What `vla.evaluate` writes, and the lines of the demo's episodes, whose outcomes are drawn."""
+    """What `evaluate_trained` writes, and the lines of the demo's episodes, whose outcomes are drawn."""
     rng, played = np.random.default_rng(0), []
 
     def play(episodes, *_, written, acted, **__):
@@ -76,10 +75,10 @@ def evaluated(run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "call_there", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))
         patch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
-        patch.setattr(vla, "is_demo", lambda *_: True)
+        patch.setattr(after_training, "is_demo", lambda *_: True)
         patch.setattr(side_by_side, "play", play)
         patch.setattr(side_by_side, "make_films", lambda *_: FILMS)
-        assert vla.evaluate(run) == 0
+        assert after_training.evaluate_trained(run, None) == 0
     return json.loads((run.job.output_dir / "evaluation.json").read_text()), played
 
 

@@ -145,7 +145,7 @@ def test_half_of_a_minibatch_is_half_of_its_loss(base, root, tmp_path):
 
 
 def test_what_cannot_be_is_refused(base, root, tmp_path):
-    with pytest.raises(ValueError, match="only imitation takes them, --grpo.method=filtered"):
+    with pytest.raises(ValueError, match="--grpo.demonstrations=.*only imitation takes them"):
         resolved(base, tmp_path / "run", **{"grpo.demonstrations": root})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         filtered(base, tmp_path / "run", tmp_path / "nowhere")

@@ -167,6 +167,43 @@ def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkey
     assert saved == taken_at
 
 
+def test_a_deadline_that_is_known_later_is_heard_and_each_notice_saves_once(setting):
+    """No notice, one without a deadline, then with it, none, and another."""
+    run = resolved(setting, steps=6, log_freq=1, save_freq=100, output_dir=setting[0] / "noticed")
+    saved, ends, deadlines = [], [], iter([None, 0, 5000, None, 7000, 7000])
+
+    class Noticed(Worker):
+        def preemption_deadline_ms(self):
+            return next(deadlines)
+
+    class Writer(in_process.NoCheckpoints):
+        def save(self, progress):
+            saved.append(progress.step)
+
+        def ends_at(self, deadline_ms):
+            ends.append(deadline_ms)
+
+    in_process.train(run, worker=Noticed(CPU, in_process.Shard(run)), make_checkpoints=Writer)
+    assert saved == [2, 5, 6] and ends == [0, 5000, 7000, 7000]
+
+
+def test_every_callback_ends_whatever_another_raises(setting):
+    run = resolved(setting, steps=1, output_dir=setting[0] / "ends")
+    closed = []
+
+    class Broken(state.Callback):
+        def on_end(self, of_loop):
+            raise OSError("the disk is full")
+
+    class Writer(in_process.NoCheckpoints):
+        def close(self):
+            closed.append("checkpoints")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        in_process.train(run, make_checkpoints=Writer, callbacks=[Broken()])
+    assert closed == ["checkpoints"] and gc.isenabled()
+
+
 def test_the_data_come_while_the_model_is_made(setting, monkeypatch):
     run = resolved(setting, grad_accum=1, steps=2, output_dir=setting[0] / "meanwhile")
     asked = threading.Event()
