@@ -1,6 +1,7 @@
 """The loop of grpo.py without Ray: resumed bit for bit, in two processes as in one; and what is refused."""
 
 import contextlib
+import gc
 import json
 import shutil
 from dataclasses import replace
@@ -104,7 +105,8 @@ class Rank(Worker):
 
 def train_as(run, rank=0, world=1):
     rollouts = mock.patch.object(loop, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed))
-    with rollouts, mock.patch.object(attempt, "log_to"):
+    # In the process of all tests a collection takes longer than an iteration.
+    with rollouts, mock.patch.object(attempt, "log_to"), mock.patch.object(gc, "collect", lambda *_: 0):
         return grpo.train(run, Rank(rank, world))
 
 

@@ -112,6 +112,7 @@ class GrpoState(LoopState):
     def take_step(self, batches: Iterator[Batch]) -> None:
         """Play an iteration's groups, and update the policy by what came of them."""
         run, worker, options, iteration = self.run, self.worker, self.run.options, self.step
+        gc.collect()  # images of the iteration before, which this one's would be beside
         self.times = Times()
         is_recorded = is_iteration_recorded(run, iteration)
         explorer = Explorer(self.actor, run.sde, run.config.seed, iteration, is_recorded)
@@ -168,7 +169,6 @@ class GrpoState(LoopState):
         return results
 
     def gather(self, hooks: Sequence[Callback]) -> dict[str, Any]:
-        gc.collect()  # images of all decisions, which the next iteration's would be beside
         host: dict[str, float] = {}
         for hook in hooks:
             host |= hook.host_metrics(self)
