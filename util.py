@@ -50,6 +50,16 @@ Phase = Literal[
 ]
 
 
+# What a line of metrics.jsonl says of every policy; other names are means that a policy's own forward computed.
+COMMON_METRICS = frozenset(
+    (
+        *("step", "epoch", "lr", "loss", "grad_norm", "nonfinite_steps", "samples", "samples_per_s", "step_s"),
+        *("data_wait_s", "peak_memory_bytes", "tokens_per_s", "flops_per_s", "mfu", "checkpoint_pause_s"),
+        *("spilled_bytes", "frames_per_s", "decoded_bytes_per_s", "eval_loss", "eval_skipped", "eval_s"),
+        *("success", "success_low", "success_high", "success_errors", "success_step"),
+        *("loss_by_robot", "eval_loss_by_robot", "eval_loss_by_task", "eval_loss_by_time"),
+    )
+)
 # Names of means without labels that a window may have; more are left out, in the order of the alphabet.
 MOST_MEANS = 32
 

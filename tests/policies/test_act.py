@@ -1,12 +1,16 @@
 """ACT's loss with the mean over the valid steps of a whole step, against LeRobot's own of all rows at once."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 
+from util import DeviceMetrics
 from vla_finetuning.policies.act import ACTLoss
-from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.family import MEAN_COUNT, PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 
 CHUNK, ROWS = 4, 4
@@ -39,3 +43,11 @@ def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(monkeypatch):
     found = [loss({**part, MEAN_COUNT: mean_count}) for part in parts]
     torch.testing.assert_close(sum(found) / 2, expected)
     assert (sum(loss(part) for part in parts) / 2 - expected).abs() > 1e-3  # without it they are not
+
+
+def test_what_a_policy_calls_as_the_loop_does_is_not_taken_for_the_loops():
+    """A held-out loss would choose the best checkpoint."""
+    loss = SimpleNamespace(metrics=DeviceMetrics(torch.device("cpu")), training=True)
+    PolicyLoss.note(loss, {"eval_loss": 0.1, "loss": 2.0, "l1_loss": torch.tensor([3.0]), "text": "x"})
+    line, _ = loss.metrics.gather({"waited_s": 0.0})
+    assert line["l1_loss"] == 3.0 and "eval_loss" not in line and np.isnan(line["loss"])

@@ -21,7 +21,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor, nn
 
-from util import DeviceMetrics, Draws
+from util import COMMON_METRICS, DeviceMetrics, Draws
 from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
@@ -32,8 +32,6 @@ UNUSED = "unused in training"
 TRAIN_OPTIONS = (
     *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
 )
-# Names that a policy's own numbers may not have: the loop logs something else under them.
-RESERVED_NAMES = {"loss", "step", "epoch", "lr", "loss_by_robot", "success", "success_step"}
 # A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
 MEAN_COUNT = "mean_count"
 # The embedding of words: a sixth of what trains of PI0.5 in full.
@@ -93,13 +91,12 @@ class PolicyLoss(nn.Module):
         """Add what a forward of a training step computed besides the loss to `metrics`, under LeRobot's names.
 
         Args:
-            values: numbers, and tensors of one element; others, and names that lines of metrics.jsonl have for
-                something else, are left out.
+            values: numbers, and tensors of one element; others, and names of `util.COMMON_METRICS`, are left out.
         """
         if self.metrics is None or not self.training or not isinstance(values, Mapping):
             return
         for name, value in values.items():
-            if name in RESERVED_NAMES:
+            if name in COMMON_METRICS:
                 continue
             if isinstance(value, Tensor) and value.numel() == 1:
                 self.metrics.add(name, value.detach().reshape(()))

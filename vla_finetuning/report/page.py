@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from util import COMMON_METRICS
 from vla_finetuning.bucket import BucketPath, StorageError, place
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
@@ -49,7 +50,7 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
-from vla_finetuning.run.progress import BUCKET_POLL_S, COMMON_METRICS
+from vla_finetuning.run.progress import BUCKET_POLL_S
 from vla_finetuning.run.record import errors_by_robot
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 

@@ -99,7 +99,6 @@ class GrpoState(LoopState):
             load_checkpoint(self.attempt.checkpoint, self.optimizer.named(), self.optimizer.state())
         if worker.rank == 0:
             forget_episodes(job.output_dir, self.step)
-        self.times = Times()
 
     @property
     def log_freq(self) -> int:

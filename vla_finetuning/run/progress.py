@@ -37,17 +37,6 @@ POLL_S, BUCKET_POLL_S = 0.5, 3.0
 Line = Callable[[Mapping[str, Any]], str]
 
 
-# Numbers of a line of metrics.jsonl that every policy has; others are means that a policy's own forward computed.
-COMMON_METRICS = frozenset(
-    (
-        *("step", "epoch", "lr", "loss", "grad_norm", "nonfinite_steps", "samples", "samples_per_s", "step_s"),
-        *("data_wait_s", "peak_memory_bytes", "tokens_per_s", "flops_per_s", "mfu", "checkpoint_pause_s"),
-        *("spilled_bytes", "frames_per_s", "decoded_bytes_per_s", "eval_loss", "eval_skipped", "eval_s"),
-        *("success", "success_low", "success_high", "success_errors", "success_step"),
-    )
-)
-
-
 class MetricsLog:
     """`metrics.jsonl`, a line per log step, written by rank 0. After a restart, lines past the checkpoint are void.
 
