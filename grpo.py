@@ -16,7 +16,7 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.options.command_line import GRPO, check_command_line
 
     CONFIG = check_command_line(GRPO, then="checked")
-    from vla_finetuning.run.preflight import check_start_of
+    from vla_finetuning.plan.preflight import check_start_of
 
     EXAMINED = check_start_of(CONFIG)
 
@@ -32,10 +32,12 @@ import ray.train
 from ray.exceptions import RayError
 
 import vla
-from vla_finetuning.demo import prepare_disobedient
 from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import GRPO, parse_grpo
+from vla_finetuning.plan.demo import prepare_disobedient
+from vla_finetuning.plan.preflight import Examined, examine
+from vla_finetuning.plan.record import record_run
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.before_after import before_and_after, success_lines
@@ -58,8 +60,6 @@ from vla_finetuning.run.folder import (
     finish,
     own_folder,
 )
-from vla_finetuning.run.preflight import Examined, examine
-from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.capacity import describe_memory
 from vla_finetuning.training.export import export, exported_checkpoint

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.options.command_line import VALUE, check_command_line
 
     CONFIG = check_command_line(VALUE, then="checked")
-    from vla_finetuning.run.preflight import check_start_of
+    from vla_finetuning.plan.preflight import check_start_of
 
     EXAMINED = check_start_of(CONFIG)
 
@@ -30,18 +30,17 @@ import ray
 
 import vla
 from vla_finetuning.options.command_line import VALUE, parse_value
+from vla_finetuning.plan.launch import on_cluster
+from vla_finetuning.plan.preflight import Examined, as_saved, examine
+from vla_finetuning.plan.record import record_run
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, resolve_value
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
-from vla_finetuning.run.exported import report_line
+from vla_finetuning.run.exported import LABELS_NAME, report_line
 from vla_finetuning.run.folder import check_start, checkpoint_to_resume, finish, own_folder
-from vla_finetuning.run.labels import LABELS_NAME
-from vla_finetuning.run.launch import on_cluster
-from vla_finetuning.run.preflight import Examined, as_saved, examine
-from vla_finetuning.run.record import record_run
-from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training.export import exported_checkpoint
 from vla_finetuning.training.fitting import fit

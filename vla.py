@@ -15,7 +15,7 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.options.command_line import VLA, check_command_line
 
     CONFIG = check_command_line(VLA, then="checked")
-    from vla_finetuning.run.preflight import check_start_of
+    from vla_finetuning.plan.preflight import check_start_of
 
     EXAMINED = check_start_of(CONFIG)
 
@@ -33,19 +33,19 @@ from util import Batch
 from vla_finetuning.evaluation.after_training import evaluate_trained
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.options.command_line import VLA, parse_args
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.launch import on_cluster
+from vla_finetuning.plan.preflight import Examined, examine
+from vla_finetuning.plan.record import record_run
+from vla_finetuning.plan.resolve import Run, resolve
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
-from vla_finetuning.run.describe import describe
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
 from vla_finetuning.run.folder import check_start, finish, own_folder
-from vla_finetuning.run.launch import on_cluster
-from vla_finetuning.run.preflight import Examined, examine
 from vla_finetuning.run.push import check_push, push_all
-from vla_finetuning.run.record import record_run
-from vla_finetuning.run.resolve import Run, resolve
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training import callbacks as attach
 from vla_finetuning.training.capacity import check_memory, rows_that_fit

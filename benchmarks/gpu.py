@@ -43,6 +43,7 @@ from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.train import TrainMode
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample, meta_policy
@@ -61,7 +62,6 @@ from vla_finetuning.run.checkpoint import (
     write_pieces,
 )
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training import model
 from vla_finetuning.training.capacity import fits

@@ -23,14 +23,14 @@ import evaluate
 import value
 import vla
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_base, prepare_disobedient
 from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.files import write_json
+from vla_finetuning.plan.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_base, prepare_disobedient
 from vla_finetuning.run import cluster
+from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FINISHED_NAME
-from vla_finetuning.run.labels import LABELS_NAME
 from vla_finetuning.terminal import tell, tell_text
 
 # Seed of the scenes that are played: in no demonstration.

@@ -332,7 +332,7 @@ def live(
     from benchmarks.datasets import make
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.options.command_line import parse_args
-    from vla_finetuning.run.resolve import resolve
+    from vla_finetuning.plan.resolve import resolve
     from vla_finetuning.training.feed import policy_batches
     from vla_finetuning.training.stream import Dealt, stream_batches
 

@@ -44,12 +44,12 @@ from diagnostics.tool import with_any_stats
 from util import Batch, DeviceMetrics, NumpyToTorchCollate
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.options.train import Precision
+from vla_finetuning.plan.resolve import Run, resolve, with_config
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run import cluster
-from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import tell_error, tell_text
 from vla_finetuning.training import attempt, callbacks, feed, state
 from vla_finetuning.training.model import build_model

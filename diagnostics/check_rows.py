@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from vla_finetuning.bucket import place
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.resolve import Run, resolve
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
-from vla_finetuning.run.resolve import Run, resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
 
 Row = tuple[int, int]  # dataset_index, index

@@ -41,9 +41,9 @@ from diagnostics.report import Environment, Record, Report, time_line
 from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
+from vla_finetuning.plan.launch import on_cluster
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.launch import on_cluster
-from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.capacity import fits, planned_memory
 from vla_finetuning.training.feed import policy_batches

@@ -31,9 +31,9 @@ from torch import Tensor
 from diagnostics.report import Environment, Record, Report, shares
 from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
+from vla_finetuning.plan.launch import join_cluster
+from vla_finetuning.plan.resolve import Run, with_config, with_stats
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.launch import join_cluster
-from vla_finetuning.run.resolve import Run, with_config, with_stats
 from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.state import noise_for

@@ -46,10 +46,10 @@ from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.node_cache import Records
 from vla_finetuning.data.video_index import RemoteVideo
+from vla_finetuning.plan.launch import on_cluster
+from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.processors import Prepare
-from vla_finetuning.run.launch import on_cluster
 from vla_finetuning.run.progress import log_to, object_store
-from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.feed import feed
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData

@@ -49,11 +49,11 @@ from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepRep
 from diagnostics.tool import Options, Result, count, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from vla_finetuning.files import read_lines
+from vla_finetuning.plan.launch import on_cluster
+from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
-from vla_finetuning.run.launch import on_cluster
-from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.model import build_optimizer
 from vla_finetuning.training.worker import RayWorker, Worker

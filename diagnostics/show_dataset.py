@@ -50,13 +50,13 @@ from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
 from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.labels import show_labels
+from vla_finetuning.plan.mixture_look import look_at_mixture
+from vla_finetuning.plan.preflight import with_names
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
-from vla_finetuning.run.labels import show_labels
-from vla_finetuning.run.mixture_look import look_at_mixture
-from vla_finetuning.run.preflight import with_names
 from vla_finetuning.terminal import escape_warnings, escaped, tell, tell_error
 
 # As a run's options say it.

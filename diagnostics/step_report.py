@@ -13,7 +13,7 @@ from scipy import stats
 from diagnostics.report import Environment, Record, Report, Spread
 from diagnostics.step_clock import MEASURED, Communication, Pass, Times
 from util import Phase
-from vla_finetuning.run.resolve import Run
+from vla_finetuning.plan.resolve import Run
 
 # A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
 MIN_BLOCKS = 5

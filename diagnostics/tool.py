@@ -23,9 +23,9 @@ from util import Batch, NumpyToTorchCollate
 from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import remove
 from vla_finetuning.options.command_line import VLA, parse_args
+from vla_finetuning.plan.resolve import Run, resolve, with_config
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.feed import Collate, input_transforms, training_transforms
 from vla_finetuning.training.model import make_prepare

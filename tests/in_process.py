@@ -16,7 +16,7 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.run.resolve import resolve
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.training.stream import Dealt
 from vla_finetuning.training.worker import Worker
 

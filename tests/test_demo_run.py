@@ -14,7 +14,7 @@ from tests.datasets import make_dataset
 from tests.pages import check_page
 from vla_finetuning.evaluation.demo_success import LABELS, is_demo
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.run.resolve import resolve
+from vla_finetuning.plan.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path_factory.mktemp("cache"))
+        patch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path_factory.mktemp("cache"))
         yield
 
 

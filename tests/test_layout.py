@@ -28,8 +28,9 @@ DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
 LEROBOTS = {*GROUND, f"{PACKAGE}.lerobot_options"}
 POLICIES = {*LEROBOTS, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
 ENVS = {*LEROBOTS, f"{PACKAGE}.envs"}
-RUN = {*DATA, *POLICIES, *ENVS, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
-TRAINING, REPORT = {*RUN, f"{PACKAGE}.training"}, {*RUN, f"{PACKAGE}.report"}
+RUN = {*GROUND, f"{PACKAGE}.data.hub", f"{PACKAGE}.run"}
+PLAN = {*DATA, *POLICIES, *ENVS, *RUN, f"{PACKAGE}.plan"}
+TRAINING, REPORT = {*PLAN, f"{PACKAGE}.training"}, {*PLAN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
 # It trains on what the loop shows, so it imports both: what trains there also acts.
 RL = {*TRAINING, *EVALUATION, f"{PACKAGE}.rl"}
@@ -53,8 +54,8 @@ MAY_IMPORT = {
     "util": {f"{PACKAGE}.cards", f"{PACKAGE}.data.columns"},
     f"{PACKAGE}.policies": POLICIES,
     f"{PACKAGE}.envs": ENVS,
-    f"{PACKAGE}.demo": {*DATA, *POLICIES, *ENVS},
     f"{PACKAGE}.run": RUN,
+    f"{PACKAGE}.plan": PLAN,
     f"{PACKAGE}.training": TRAINING,
     f"{PACKAGE}.report": REPORT,
     f"{PACKAGE}.evaluation": EVALUATION,
@@ -108,7 +109,7 @@ def test_no_circles():
 )
 @pytest.mark.parametrize(
     ("unit", "upward"),
-    [("environment", "data.plan"), ("data", "policies.pi05"), ("policies", "run.resolve"), ("run", "training.worker"),
+    [("environment", "data.plan"), ("data", "policies.pi05"), ("policies", "plan.resolve"), ("run", "plan.rows"), ("plan", "training.worker"),
      ("envs", "policies.pi05"), ("report", "evaluation.open_loop"), ("training", "report.page")],
 )  # fmt: skip
 def test_a_planted_upward_import_is_named(tmp_path, unit, upward, how):

@@ -20,9 +20,9 @@ from tests.planted import Fault
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.progress import recorded_rows
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.model import build_model, build_optimizer
 
 STEPS, GLOBAL_BATCH = 4, 8  # all of 30 frames, and two once more

@@ -28,7 +28,7 @@ from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import BOOKKEEPING, column_to_numpy, read_rows
-from vla_finetuning.run.mixture import check_alike
+from vla_finetuning.plan.mixture import check_alike
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
 FPS = 10

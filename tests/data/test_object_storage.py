@@ -40,7 +40,7 @@ from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import BLOCK_BYTES, StorageError, StoragePolicy, connect
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.run.resolve import resolve
+from vla_finetuning.plan.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, TOKEN = "canary-secret-access-key", "hf_canaryTokenOfNobody"
@@ -533,7 +533,7 @@ def hub(local):
 PROGRAM = """
 import json, os, pickle, sys
 import vla
-from vla_finetuning.run import launch
+from vla_finetuning.plan import launch
 
 def stop_here(run, gpu_bytes):
     # What training workers would be sent, and an end instead of Ray.

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import all_rows, edit_rows, make_dataset
-from tests.run import test_frames as idling
+from tests.plan import test_frames as idling
 from vla_finetuning.bucket import StorageError
 from vla_finetuning.data import quantiles
 from vla_finetuning.data.idle import Movement

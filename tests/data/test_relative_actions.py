@@ -18,9 +18,9 @@ from vla_finetuning.data import relative_actions
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
 from vla_finetuning.data.statistics import STATISTICS
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.resolve import with_stats
 from vla_finetuning.policies.loading import save_pretrained
-from vla_finetuning.run.describe import describe
-from vla_finetuning.run.resolve import with_stats
 
 CHUNK, EXCLUDED = 6, ["motor_1"]
 

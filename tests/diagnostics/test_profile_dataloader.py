@@ -16,7 +16,7 @@ from diagnostics import profile_dataloader, profile_step
 from diagnostics.profile_dataloader import PRODUCED, LoaderReport, RankFetches, StageClock, balance
 from diagnostics.report import Environment
 from tests import in_process
-from vla_finetuning.run.resolve import with_config
+from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.training.worker import Worker
 
 

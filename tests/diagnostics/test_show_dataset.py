@@ -18,12 +18,12 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.labels import write_labels
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, config_of
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
 from vla_finetuning.report.episode_scores import MEDIANS, score_episodes
 from vla_finetuning.report.page import look_at_datasets
-from vla_finetuning.run.labels import write_labels
 
 EPISODES = (12, 9, 12, 10)
 VIDEO, IMAGES = "observation.images.top", "observation.images.side"

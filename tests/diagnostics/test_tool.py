@@ -13,8 +13,8 @@ from diagnostics.tool import host_batches, scratch_run
 from tests import in_process
 from tests.buckets import runs_bucket
 from vla_finetuning.bucket import place
+from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.run import cluster
-from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training.stream import Dealt
 
 MASK = "observation.language.attention_mask"

@@ -16,10 +16,10 @@ from lerobot.scripts.lerobot_eval import eval_policy
 from torch import nn, tensor
 
 import record
-from vla_finetuning.demo import demo_scenes
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.two_bins_scene import AXES, DWELL_FRAMES, GANTRY, INSTRUCTIONS, MAX_CM_PER_FRAME
+from vla_finetuning.plan.demo import demo_scenes
 
 
 @pytest.fixture

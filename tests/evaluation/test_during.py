@@ -16,7 +16,6 @@ import tests.arm  # noqa: F401 (an environment)
 import vla
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.envs import configs
 from vla_finetuning.evaluation import during
 from vla_finetuning.evaluation.closed_loop import NoCapacityError
@@ -25,8 +24,9 @@ from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.player import packed, unpacked
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.demo import make_demo_dataset
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.run.folder import evaluations
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.export import policy_at
 
 TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}

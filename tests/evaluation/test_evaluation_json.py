@@ -14,13 +14,13 @@ from lerobot.policies.factory import make_pre_post_processors
 from tests.in_process import TINY
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.evaluation import after_training, open_loop, side_by_side
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.demo import make_demo_dataset
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.run import cluster
-from vla_finetuning.run.resolve import resolve
 
 FRAMES, AT_ONCE, SEED, CHUNK = 21, 8, 5, 6
 LABELS = {

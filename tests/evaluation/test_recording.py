@@ -10,10 +10,10 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 import evaluate
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.envs import two_bins
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import read_json
+from vla_finetuning.plan.demo import make_demo_dataset
 
 EPISODES = 3
 

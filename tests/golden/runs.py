@@ -30,9 +30,9 @@ from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args, parse_value
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.tiny_pi05 import make_tiny_base
 from vla_finetuning.rl.values import resolve_value
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 

@@ -18,10 +18,10 @@ from tests.tiny import make_config
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.fields import options_of
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan import base_policy
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss
 from vla_finetuning.policies.registry import FAMILIES, family_of, require_trained, types_that
-from vla_finetuning.run import base_policy
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.model import build_model
 
 

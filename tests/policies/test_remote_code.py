@@ -102,7 +102,7 @@ from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.loading import fetch_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import Prepare
-from vla_finetuning.run.base_policy import policy_config_of
+from vla_finetuning.plan.base_policy import policy_config_of
 from tests.exploits import made_up_stats
 
 folder, out = map(Path, sys.argv[1:])

@@ -27,13 +27,13 @@ from vla_finetuning.evaluation.open_loop import open_loop_errors
 from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.record import record_attention, record_run
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
 from vla_finetuning.report.page import keep_report, loss_by_robot, write_report
-from vla_finetuning.run.describe import describe
 from vla_finetuning.run.progress import MetricsLog
-from vla_finetuning.run.record import record_attention, record_run
-from vla_finetuning.run.resolve import resolve
 
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")

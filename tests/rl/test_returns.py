@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from vla_finetuning.demo import demo_scenes, disobeyed
 from vla_finetuning.envs.two_bins_scene import demonstrate
+from vla_finetuning.plan.demo import demo_scenes, disobeyed
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.rl.values import auroc
 

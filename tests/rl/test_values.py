@@ -20,15 +20,16 @@ from vla_finetuning.bucket import place
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args, parse_value
 from vla_finetuning.options.programs import ValueConfig
+from vla_finetuning.plan.labels import read_labels, show_labels
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.report.page import write_report
 from vla_finetuning.rl import values
 from vla_finetuning.rl.judging import Judge
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.rl.values import describe_value, label_frames, resolve_value, score_labels
 from vla_finetuning.run.checkpoint import TRAINABLE, checkpoint_names, latest_checkpoint
+from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FILMS, VALUES_NAME
-from vla_finetuning.run.labels import LABELS_NAME, read_labels, show_labels
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.model import build_model, build_optimizer, make_prepare
 from vla_finetuning.training.stream import Dealt
 

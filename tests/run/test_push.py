@@ -25,11 +25,11 @@ from vla_finetuning.files import write_whole
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.run import push
-from vla_finetuning.run.preflight import Examined
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"

@@ -10,11 +10,11 @@ from tests.in_process import make_setting, resolved
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.labels import write_labels
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
-from vla_finetuning.run.describe import describe
-from vla_finetuning.run.labels import write_labels
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import WithAdvantage
 

@@ -18,8 +18,8 @@ from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.options.command_line import parse_args, parse_grpo
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS
 from vla_finetuning.options.train import TrainMode
+from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training import capacity
 from vla_finetuning.training.capacity import (
     card_of,

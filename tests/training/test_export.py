@@ -16,9 +16,9 @@ from tests.tiny import make_base
 from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint, exported_config
 

@@ -11,10 +11,10 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from tests import in_process
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.resolve import resolve, with_config
 from vla_finetuning.policies.flow import sample_noise_and_time
-from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import STOP_NAME
-from vla_finetuning.run.resolve import resolve, with_config
 from vla_finetuning.training import callbacks
 from vla_finetuning.training.held_out import DRAWN_TOGETHER, HeldOutLoss
 from vla_finetuning.training.model import build_model, build_optimizer

@@ -19,13 +19,13 @@ from util import TimedIterator
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies import compiling, pi05
 from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training import attempt, callbacks, checkpoint_writer, model, state
 from vla_finetuning.training.callbacks import NonfiniteSteps, mfu
 from vla_finetuning.training.feed import describe_batch
@@ -246,7 +246,7 @@ def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
         pytest.fail("it was asked")
 
     monkeypatch.setattr("lerobot_datasource.check_files", hangs)
-    monkeypatch.setattr("vla_finetuning.run.holes.find_holes", hangs)
+    monkeypatch.setattr("vla_finetuning.plan.missing_files.find_holes", hangs)
     dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
     assert "rows by `index`" in describe_batch(run.rows, dealt, 0)
     with pytest.raises(pytest.fail.Exception):

@@ -29,10 +29,10 @@ from tests import in_process
 from util import accumulating, full_tensor, make_trainable_optimizer, train_step
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.folder import start_attempt
-from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training import checkpoint_writer, model, parallel
 from vla_finetuning.training.attempt import saved_progress
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter

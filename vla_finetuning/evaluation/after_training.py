@@ -9,12 +9,12 @@ from ray.exceptions import RayError
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
+from vla_finetuning.plan.record import errors_by_robot
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME
-from vla_finetuning.run.record import errors_by_robot
-from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell, tell_error, tell_text
 
 

@@ -37,12 +37,12 @@ from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.lines import append_line
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.scaling import ScalingOptions
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
 from vla_finetuning.run.progress import success_of
-from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,9 @@ from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.files import write_json
 from vla_finetuning.node_disk import fetched_for_good
+from vla_finetuning.plan.resolve import Run, select_robot
+from vla_finetuning.plan.rows import Rows
+from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import load_processors
 from vla_finetuning.policies.processors import to_float
@@ -34,9 +37,6 @@ from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
-from vla_finetuning.run.resolve import Run, select_robot
-from vla_finetuning.run.rows import Rows
-from vla_finetuning.run.statistics import relative_actions
 
 # Held-out frames that a run ends with predicting, evenly spaced, and how many are read, and predicted, at once.
 EVAL_FRAMES, EVAL_BATCH = 192, 32

@@ -30,9 +30,9 @@ from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.programs import Config, EvaluateConfig
+from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
-from vla_finetuning.run.base_policy import resolve_policy
 from vla_finetuning.run.cluster import find_gpus
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, tell

@@ -252,7 +252,7 @@ class DatasetOptions:
 
 
 class Mixing(Protocol):
-    """How well batches are mixed; see run/mixing.py."""
+    """How well batches are mixed; see plan/shuffle_quality.py."""
 
     @property
     def window_rows(self) -> int: ...

@@ -20,7 +20,7 @@ from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Featur
 from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
-from vla_finetuning.run.holes import episode_ranges
+from vla_finetuning.plan.missing_files import episode_ranges
 
 STATE, ACTION = "observation.state", "action"
 

@@ -31,6 +31,7 @@ from vla_finetuning.bucket import BucketPath, StorageError, place
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.plan.record import errors_by_robot
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
@@ -51,7 +52,6 @@ from vla_finetuning.run.folder import (
 )
 from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import BUCKET_POLL_S
-from vla_finetuning.run.record import errors_by_robot
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 PACKAGES = ("ray", "lerobot", "torch", "av")

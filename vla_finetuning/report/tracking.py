@@ -34,11 +34,12 @@ from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.node_disk import scratch
 from vla_finetuning.options.job import CONFIG_NAME, TrackerName
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.record import code_revision
 from vla_finetuning.run.checkpoint import checkpoints
+from vla_finetuning.run.exported import held_out_errors
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, evaluations
 from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import success_of
-from vla_finetuning.run.record import code_revision, held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell_error
 
 logger = logging.getLogger(__name__)

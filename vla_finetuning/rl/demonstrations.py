@@ -21,9 +21,9 @@ from torch import Tensor
 from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import GrpoConfig
+from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.run.resolve import resolve
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Columns, Deferred

@@ -12,11 +12,11 @@ import torch
 from lerobot_datasource import read_source
 from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.run.checkpoint import load_checkpoint
-from vla_finetuning.run.resolve import Run
 from vla_finetuning.training.model import build_model, check_attention, make_prepare
 from vla_finetuning.training.stream import Deferred
 

@@ -30,6 +30,7 @@ from vla_finetuning.evaluation.recording import Played as Recorded
 from vla_finetuning.lines import append_line
 from vla_finetuning.options.grpo import CRITIC, GrpoOptions, Reward
 from vla_finetuning.options.programs import GrpoConfig
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.value import advantages_and_targets
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
@@ -40,7 +41,6 @@ from vla_finetuning.rl.recording import recorded_episodes
 from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 

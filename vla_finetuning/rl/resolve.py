@@ -29,6 +29,10 @@ from vla_finetuning.evaluation.player import check_fits, opening_of
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
+from vla_finetuning.plan.base_policy import check_policy, resolve_policy
+from vla_finetuning.plan.preflight import absolute
+from vla_finetuning.plan.resolve import make_job
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import FeatureMatch
 from vla_finetuning.policies.optim import make_recipe
@@ -37,11 +41,7 @@ from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
 from vla_finetuning.rl.flow_sde import FlowSDE
-from vla_finetuning.run.base_policy import check_policy, resolve_policy
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.preflight import absolute
-from vla_finetuning.run.resolve import make_job
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.terminal import escaped
 
 # Options of GRPO that may change when a run is resumed: how long it goes on, what changes no result, and a path, behind

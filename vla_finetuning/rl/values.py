@@ -18,6 +18,11 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import ValueConfig
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.labels import histogram, write_labels
+from vla_finetuning.plan.outcomes import corrected_frames, episode_success
+from vla_finetuning.plan.preflight import absolute
+from vla_finetuning.plan.resolve import Run, make_job, resolve
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, ValueSpec
@@ -25,12 +30,8 @@ from vla_finetuning.policies.trainable import TrainableReport
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.rl.judging import judge_frames
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
-from vla_finetuning.run.describe import describe
+from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FILMS, VALUES_NAME
-from vla_finetuning.run.labels import LABELS_NAME, histogram, write_labels
-from vla_finetuning.run.outcomes import corrected_frames, episode_success
-from vla_finetuning.run.preflight import absolute
-from vla_finetuning.run.resolve import Run, make_job, resolve
 from vla_finetuning.terminal import escaped
 
 # Episodes of each outcome that the report shows, frames of each, and pixels of the strip that they make.

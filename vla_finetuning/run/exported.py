@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -12,9 +13,9 @@ from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.job import CONFIG_NAME, JobOptions
 from vla_finetuning.options.mixture import members, robots
 from vla_finetuning.options.programs import Config, ValueConfig
-from vla_finetuning.run.labels import LABELS_NAME
 
 POLICY_DIR, ADAPTER_DIR, REPORT_NAME = "pretrained_model", "adapter", "report.html"
+LABELS_NAME = "labels.parquet"
 RESULTS = (POLICY_DIR, ADAPTER_DIR, LABELS_NAME)
 WEIGHTS_NAME, PROCESSOR_NAMES = "model.safetensors", ("policy_preprocessor.json", "policy_postprocessor.json")
 
@@ -78,3 +79,24 @@ def _problem(folder: Path) -> str | None:
             return None
     except (OSError, SafetensorError) as error:
         return f"{weights} is damaged ({error})"
+
+
+def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
+
+    `mean_action` is the error of always predicting the mean of the dataset's statistics. Nothing without a dataset. Of
+    several robots, `ROBOT/mean_action`, and so on.
+    """
+    if "robots" in evaluation:
+        of_each = {robot: held_out_errors(of) for robot, of in evaluation["robots"].items()}
+        return {f"{robot}/{name}": error for robot, errors in of_each.items() for name, error in errors.items()}
+    if "trained" not in evaluation:
+        return {}
+    trained = evaluation["trained"]
+    errors = {
+        "mean_action": trained["mean_action"],
+        "before_training": evaluation.get("untrained", {}).get("policy"),
+        "trained": trained["policy"],
+        "told_another_instruction": trained["other_instruction"],
+    }
+    return {name: error["mse"] for name, error in errors.items() if error is not None}

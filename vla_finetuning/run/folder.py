@@ -22,7 +22,7 @@ Files of `OUTPUT_DIR`::
     evaluations/step_<n>/ its episodes
     evaluation.json       what was learned: held-out errors, and of the demo success in the loop
     values.json           of value.py: how labels fell, and what the value function thought of some episodes
-    labels.parquet        of value.py: see run/labels.py
+    labels.parquet        of value.py: see plan/labels.py
     films/                pictures of episodes in the loop that evaluation.json speaks of, or values.json
     pretrained_model/     the trained policy, as LeRobot loads it
     last_checkpoint.json  the newest checkpoint that was written, and by which attempt: {"step": 200, "attempt": 0}

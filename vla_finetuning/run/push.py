@@ -26,10 +26,9 @@ from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.node_disk import fetched
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.mixture import members
-from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots
+from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots, held_out_errors
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
-from vla_finetuning.run.record import held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.options.train import TrainMode
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.cluster import is_local
-from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell_text
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 

@@ -16,13 +16,13 @@ from lerobot.configs.policies import PreTrainedConfig
 from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TimedIterator, cuda_prefetcher
 from vla_finetuning.data.columns import IS_PRESENT, RETURN, ROW_COLUMNS
 from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.plan.resolve import Run
+from vla_finetuning.plan.row_weights import of_batch
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.texts import with_texts
-from vla_finetuning.run.resolve import Run
-from vla_finetuning.run.row_weights import of_batch
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.stream import Columns, Dealt, or_timeout, stream_batches
 from vla_finetuning.training.worker import Worker
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from lerobot_datasource import LeRobotDatasource
 from util import Batch, NumpyToTorchCollate, cuda_prefetcher
 from vla_finetuning.data.columns import IS_SKIPPED, ROW_COLUMNS
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.texts import with_texts
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.feed import Collate, input_transforms
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.parallel import free_gathered

@@ -14,6 +14,8 @@ from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LAN
 from torch import nn
 
 from util import Batch, Draws, TrainableOptimizer, take_optimizer
+from vla_finetuning.plan.record import record_attention
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
@@ -26,8 +28,6 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
 from vla_finetuning.policies.value import ValueLoss
-from vla_finetuning.run.record import record_attention
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from util import UNWATCHED, Batch, Clock
 from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.state import Callback, TrainState
 from vla_finetuning.training.stream import Columns
 

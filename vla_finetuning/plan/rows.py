@@ -23,7 +23,7 @@ from vla_finetuning.data.videos import Frames
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import Config
-from vla_finetuning.run.mixing import Mixing
+from vla_finetuning.plan.shuffle_quality import Mixing
 
 Columns = dict[str, np.ndarray]
 

@@ -33,13 +33,13 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture, robots
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.matching import policy_data
+from vla_finetuning.plan.resolve import resolve, select_robot, with_stats
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push
-from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import attempts
-from vla_finetuning.run.matching import policy_data
-from vla_finetuning.run.resolve import resolve, select_robot, with_stats
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.feed import Collate, drop_absent_cameras

@@ -26,13 +26,13 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.mixture import AGGREGATED, check_ranges, join_stats, ordered_stats
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.processors import required_stats, with_imagenet_stats
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.folder import STATISTICS_NAME
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.mixture import AGGREGATED, check_ranges, join_stats, ordered_stats
-from vla_finetuning.run.rows import Rows
 
 # Names of statistics by feature, `{"action": {"q01", "q99"}}`.
 Names = dict[str, set[str]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ray.data
 
+from vla_finetuning.plan.resolve import Run, with_stats
+from vla_finetuning.plan.statistics import hold_statistics
 from vla_finetuning.run import cluster
-from vla_finetuning.run.resolve import Run, with_stats
-from vla_finetuning.run.statistics import hold_statistics
 
 
 def on_cluster(run: Run, gpu_bytes: int = 0) -> tuple[Run, ray.data.ExecutionOptions]:

@@ -1,6 +1,6 @@
 """A run, resolved and checked on the driver before Ray starts: what it does, which policy, which rows.
 
-`resolve` looks at files but starts nothing; `run/describe.py` says in words what it found.
+`resolve` looks at files but starts nothing; `plan/describe.py` says in words what it found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning import demo
 from vla_finetuning.bucket import place
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
@@ -31,31 +30,17 @@ from vla_finetuning.node_disk import node_folder
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.train import Precision, TrainOptions
-from vla_finetuning.policies.augment import augmentation_of
-from vla_finetuning.policies.counting import flops_by_prompt
-from vla_finetuning.policies.loading import WEIGHTS_FILE
-from vla_finetuning.policies.optim import make_recipe
-from vla_finetuning.policies.pipelines import check_prompts_differ
-from vla_finetuning.policies.processors import normalization_mode, required_stats
-from vla_finetuning.policies.registry import family_of, types_that
-from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
-from vla_finetuning.policies.spec import PolicySpec, Robot
-from vla_finetuning.policies.texts import encode
-from vla_finetuning.run.base_policy import check_policy, check_policy_options, resolve_policy
-from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.episodes import ChosenEpisodes, choose, select
-from vla_finetuning.run.folder import SKIPPED_NAME
-from vla_finetuning.run.holes import check_holes
-from vla_finetuning.run.job import Job
-from vla_finetuning.run.labels import read_labels
-from vla_finetuning.run.matching import Base, Matched, match_datasets, policy_data
-from vla_finetuning.run.mixing import mixing_of
-from vla_finetuning.run.mixture import Stats, check_ranges
-from vla_finetuning.run.overruled import overruled
-from vla_finetuning.run.preflight import absolute, load_datasets, with_absolute_paths
-from vla_finetuning.run.push import repositories
-from vla_finetuning.run.row_weights import row_weights
-from vla_finetuning.run.rows import (
+from vla_finetuning.plan import demo
+from vla_finetuning.plan.base_policy import check_policy, check_policy_options, resolve_policy
+from vla_finetuning.plan.episodes import ChosenEpisodes, choose, select
+from vla_finetuning.plan.labels import read_labels
+from vla_finetuning.plan.matching import Base, Matched, match_datasets, policy_data
+from vla_finetuning.plan.missing_files import check_holes
+from vla_finetuning.plan.mixture import Stats, check_ranges
+from vla_finetuning.plan.overruled import overruled
+from vla_finetuning.plan.preflight import absolute, load_datasets, with_absolute_paths
+from vla_finetuning.plan.row_weights import row_weights
+from vla_finetuning.plan.rows import (
     Rows,
     check_global_shuffle,
     frame_cache_of,
@@ -63,7 +48,8 @@ from vla_finetuning.run.rows import (
     sharding_of,
     with_shard_rows,
 )
-from vla_finetuning.run.statistics import (
+from vla_finetuning.plan.shuffle_quality import mixing_of
+from vla_finetuning.plan.statistics import (
     Mode,
     check_absolute_dimensions,
     computed_stats,
@@ -75,6 +61,20 @@ from vla_finetuning.run.statistics import (
     needed_stats,
     relative_actions,
 )
+from vla_finetuning.policies.augment import augmentation_of
+from vla_finetuning.policies.counting import flops_by_prompt
+from vla_finetuning.policies.loading import WEIGHTS_FILE
+from vla_finetuning.policies.optim import make_recipe
+from vla_finetuning.policies.pipelines import check_prompts_differ
+from vla_finetuning.policies.processors import normalization_mode, required_stats
+from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
+from vla_finetuning.policies.spec import PolicySpec, Robot
+from vla_finetuning.policies.texts import encode
+from vla_finetuning.run.checkpoint import Progress
+from vla_finetuning.run.folder import SKIPPED_NAME
+from vla_finetuning.run.job import Job
+from vla_finetuning.run.push import repositories
 
 Metas = Sequence[DatasetMetadata]
 

@@ -12,11 +12,11 @@ from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.recap import OutcomeOptions
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.outcomes import corrected_frames
 from vla_finetuning.policies.augment import lerobot_step
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.registry import FAMILIES
-from vla_finetuning.run.describe import describe
-from vla_finetuning.run.outcomes import corrected_frames
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 RELATIVE = {"policy.use_relative_actions": "true"}

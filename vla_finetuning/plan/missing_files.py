@@ -13,7 +13,7 @@ from vla_finetuning.data.dataset_files import Holes, find_holes
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.selection import Choice, of_each
 from vla_finetuning.options.programs import Config
-from vla_finetuning.run.episodes import ChosenEpisodes
+from vla_finetuning.plan.episodes import ChosenEpisodes
 
 # A longer list of episodes is no flag to paste.
 _MAX_FLAG = 2_000

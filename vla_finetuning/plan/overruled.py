@@ -15,9 +15,9 @@ from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.base_policy import SCHEDULER_OPTIONS
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import TrainableReport
-from vla_finetuning.run.base_policy import SCHEDULER_OPTIONS
 
 Decision = tuple[str, Any, str]
 

@@ -25,8 +25,8 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.number_cache import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.run.checkpoint import file_digest
+from vla_finetuning.run.exported import LABELS_NAME
 
-LABELS_NAME = "labels.parquet"
 FLAG = "--recap.labels"
 COLUMNS = ("dataset", "episode_index", "frame_index", "positive")
 SHOWN, BINS_SHOWN = ("advantage", "success"), 40

@@ -14,10 +14,10 @@ from typing import Any
 
 from vla_finetuning.data.metadata import dimension_names
 from vla_finetuning.files import write_json
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import ATTENTION_NAME, RUN_NAME
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.rows import Rows
 
 PACKAGES = ("ray", "lerobot", "torch", "av")
 
@@ -108,24 +108,3 @@ def code_revision() -> str:
 def errors_by_robot(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """What `evaluation.json` says of each robot, by its name: "" of the only one."""
     return evaluation.get("robots", {"": evaluation})
-
-
-def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
-
-    `mean_action` is the error of always predicting the mean of the dataset's statistics. Nothing without a dataset. Of
-    several robots, `ROBOT/mean_action`, and so on.
-    """
-    if "robots" in evaluation:
-        of_each = {robot: held_out_errors(of) for robot, of in evaluation["robots"].items()}
-        return {f"{robot}/{name}": error for robot, errors in of_each.items() for name, error in errors.items()}
-    if "trained" not in evaluation:
-        return {}
-    trained = evaluation["trained"]
-    errors = {
-        "mean_action": trained["mean_action"],
-        "before_training": evaluation.get("untrained", {}).get("policy"),
-        "trained": trained["policy"],
-        "told_another_instruction": trained["other_instruction"],
-    }
-    return {name: error["mse"] for name, error in errors.items() if error is not None}

@@ -14,14 +14,14 @@ from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import describe_weights
 from vla_finetuning.options.schedule import describe_epochs, describe_rehearsal
+from vla_finetuning.plan.resolve import Run
+from vla_finetuning.plan.rows import Rows
+from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.loading import aligned
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import brought_along
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.run.resolve import Run
-from vla_finetuning.run.rows import Rows
-from vla_finetuning.run.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.terminal import escaped
 
 VECTORS = ("observation.state", "action")

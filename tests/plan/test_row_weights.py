@@ -17,11 +17,11 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.plan.row_weights import of_batch, row_weights
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.pi05 import PI05Loss
-from vla_finetuning.run.describe import describe
-from vla_finetuning.run.resolve import resolve
-from vla_finetuning.run.row_weights import of_batch, row_weights
 from vla_finetuning.training.feed import WeighRows, training_transforms
 
 CHUNK, FRAMES = 8, 60

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata
 from vla_finetuning.options.mixture import Member, members, robots
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.matching import check_rates, window_step
+from vla_finetuning.plan.mixture import check_alike, check_ranges, named_alike, ordered_alike, ordered_by
+from vla_finetuning.plan.preflight import load_datasets, observations_renamed
 from vla_finetuning.policies.loading import aligned
-from vla_finetuning.run.matching import check_rates, window_step
-from vla_finetuning.run.mixture import check_alike, check_ranges, named_alike, ordered_alike, ordered_by
-from vla_finetuning.run.preflight import load_datasets, observations_renamed
 
 VECTORS = ("observation.state", "action")
 

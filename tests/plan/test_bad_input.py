@@ -19,10 +19,10 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.run.checkpoint import SPARE_BYTES
 from vla_finetuning.run.folder import LOG_NAME
-from vla_finetuning.run.resolve import resolve, with_stats
 from vla_finetuning.training.model import build_model
 
 TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))

@@ -14,12 +14,12 @@ from vla_finetuning.data import quantiles
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
-from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.run.progress import RowsLog
-from vla_finetuning.run.resolve import resolve, with_stats
 
 CAMERA = {"observation.images.top": (48, 64)}
 # Of five episodes; nothing moves in these frames, nor in any of the last episode.

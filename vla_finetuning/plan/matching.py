@@ -22,11 +22,7 @@ from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.mixture import Member, robots
 from vla_finetuning.options.programs import Config
-from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
-from vla_finetuning.policies.processors import normalization_mode
-from vla_finetuning.policies.registry import family_of, types_that
-from vla_finetuning.policies.spec import Robot
-from vla_finetuning.run.mixture import (
+from vla_finetuning.plan.mixture import (
     check_alike,
     check_dimension_map,
     named_alike,
@@ -34,8 +30,12 @@ from vla_finetuning.run.mixture import (
     ordered_alike,
     ordered_by,
 )
-from vla_finetuning.run.preflight import check_camera_keys, observations_renamed
-from vla_finetuning.run.statistics import relative_actions
+from vla_finetuning.plan.preflight import check_camera_keys, observations_renamed
+from vla_finetuning.plan.statistics import relative_actions
+from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
+from vla_finetuning.policies.processors import normalization_mode
+from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.spec import Robot
 
 Metas = Sequence[DatasetMetadata]
 

@@ -21,13 +21,13 @@ from vla_finetuning.files import remove
 from vla_finetuning.options.command_line import parse_args, parse_grpo, parse_value
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import GrpoConfig
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.preflight import as_saved, examine
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
-from vla_finetuning.run.describe import describe
 from vla_finetuning.run.exported import result_problem
 from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, check_start, finish, own_folder
-from vla_finetuning.run.preflight import as_saved, examine
-from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.attempt import begin
 from vla_finetuning.training.worker import Worker
 

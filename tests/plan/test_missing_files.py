@@ -11,9 +11,9 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.run.describe import describe
-from vla_finetuning.run.preflight import examine
-from vla_finetuning.run.resolve import resolve
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.preflight import examine
+from vla_finetuning.plan.resolve import resolve
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.datasets import make_dataset
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.run.labels import read_labels, write_labels
+from vla_finetuning.plan.labels import read_labels, write_labels
 
 EPISODES = (4, 3, 5)
 

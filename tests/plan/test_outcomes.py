@@ -8,7 +8,7 @@ import pytest
 from tests.datasets import edit_rows, make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.recap import OutcomeOptions
-from vla_finetuning.run.outcomes import corrected_frames, episode_success
+from vla_finetuning.plan.outcomes import corrected_frames, episode_success
 
 EPISODES = (4, 3, 5)
 

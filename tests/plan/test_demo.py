@@ -14,11 +14,11 @@ from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-from vla_finetuning import demo
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.demo import DEMO_CHUNK_SIZE, demo_scenes, make_demo_dataset, prepare_base, prepare_dataset
 from vla_finetuning.envs import two_bins_scene
 from vla_finetuning.envs.two_bins_scene import FPS, INSTRUCTIONS, demonstrate
+from vla_finetuning.plan import demo
+from vla_finetuning.plan.demo import DEMO_CHUNK_SIZE, demo_scenes, make_demo_dataset, prepare_base, prepare_dataset
 
 SIDES = {"left": -18.0, "right": 18.0}
 
@@ -280,7 +280,7 @@ print(undone == {os.SCHED_OTHER}, os.SCHED_FIFO in encode())
 @pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root has this on Linux")
 def test_the_encoder_leaves_no_real_time_threads_behind(tmp_path):
     """With the control that it makes some: a Ray cluster that inherits that can stand still for ever."""
-    root = Path(demo.__file__).parents[1]
+    root = Path(demo.__file__).parents[2]
     command = [sys.executable, "-c", ENCODE, str(tmp_path / "video.mp4")]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=600)
     assert found.stdout.split()[-2:] == ["True", "True"]

@@ -11,8 +11,8 @@ from tests.datasets import make_dataset
 from tests.in_process import resolved
 from tests.training.test_as_lerobot import resolved as resolved_from_nothing
 from tests.training.test_as_lerobot import resolved_from
+from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.loading import save_pretrained
-from vla_finetuning.run.describe import describe
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.plan import statistics
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.resolve import resolve, with_stats
+from vla_finetuning.plan.statistics import CONSTANT_RANGE, hold_statistics, usable
 from vla_finetuning.policies.loading import save_pretrained
-from vla_finetuning.run import statistics
-from vla_finetuning.run.describe import describe
-from vla_finetuning.run.resolve import resolve, with_stats
-from vla_finetuning.run.statistics import CONSTANT_RANGE, hold_statistics, usable
 
 VECTORS = ("action", "observation.state")
 

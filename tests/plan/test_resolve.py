@@ -23,14 +23,14 @@ from vla_finetuning.data.options import Selection
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.plan import base_policy, shuffle_quality
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.registry import FAMILIES, family_of
-from vla_finetuning.run import base_policy, mixing
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
-from vla_finetuning.run.describe import describe
-from vla_finetuning.run.resolve import resolve
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_frames_are_kept_where_the_flags_say_and_named_from_any_folder(setting, 
 
 
 def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting, monkeypatch, tmp_path):
-    monkeypatch.setattr("vla_finetuning.run.rows.FRAMES_DIR", str(tmp_path / "frames"))
+    monkeypatch.setattr("vla_finetuning.plan.rows.FRAMES_DIR", str(tmp_path / "frames"))
     again, once = "--steps=20", "--steps=13"  # of 54 rows an epoch
     size = 54 * 48 * 64 * 3
 
@@ -202,7 +202,7 @@ def test_what_a_batch_is_mixed_of(setting, large, monkeypatch):
     expected = run.rows.source(stream=(0, 8)).plan.expected_episodes(4)
     assert run.rows.mixing.episodes == expected and f"rows of about {expected:.1f} episodes" in describe(run)
     assert "POORLY" not in describe(run)
-    monkeypatch.setattr(mixing, "POORLY_MIXED", 1.1)  # so that any order is poor
+    monkeypatch.setattr(shuffle_quality, "POORLY_MIXED", 1.1)  # so that any order is poor
     poor = plan(setting, f"--dataset.root={large}", root=False)
     assert "POORLY MIXED: a larger --dataset.shuffle_window mixes more" in describe(poor)
     monkeypatch.setattr("lerobot_datasource.READ_BYTES", 2**19)
@@ -565,7 +565,7 @@ def rehearsal(folder, episodes, tasks, *flags):
 
 def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
     """The preset's batch and share are for the demo; a dataset of three episodes was trained on one."""
-    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"))
     assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
     assert run.config.global_batch_size <= run.rows.per_epoch
@@ -576,7 +576,7 @@ def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
 
 def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path, monkeypatch):
     """Its only episode is trained on; the held-out error is that of the others."""
-    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
     cameras = {"observation.images.top": (48, 64)}
     other = make_dataset(tmp_path / "other", episodes=(6,), tasks=("go left",), cameras=cameras)
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"), f"--dataset.root={tmp_path / 'small'},{other}")
@@ -590,7 +590,7 @@ def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path
 
 
 def test_what_the_user_chose_is_not_made_smaller(tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
     with pytest.raises(ValueError, match="is more than the .* training frames"):
         rehearsal(tmp_path, (9, 8, 7), ("go",), "--batch_size=64")
 
@@ -622,7 +622,7 @@ def test_the_demos_own_dataset_is_found_from_anywhere(setting, monkeypatch):
     """Processes of a cluster that was there before work in another folder than the driver."""
     folder, _, base = setting
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("vla_finetuning.demo.prepare_dataset", lambda _: "dataset")
-    monkeypatch.setattr("vla_finetuning.demo.prepare_base", lambda *_, **__: base)
+    monkeypatch.setattr("vla_finetuning.plan.demo.prepare_dataset", lambda _: "dataset")
+    monkeypatch.setattr("vla_finetuning.plan.demo.prepare_base", lambda *_, **__: base)
     run = resolve(parse_args(["--preset", "demo", "--batch_size=4", "--output_dir=out"]), gpus_found=0)
     assert run.rows.metas[0].root == str(folder / "dataset")

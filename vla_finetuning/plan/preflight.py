@@ -32,11 +32,11 @@ from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.job import JobOptions
 from vla_finetuning.options.mixture import Member, members, robots
 from vla_finetuning.options.programs import Config, GrpoConfig, ValueConfig
+from vla_finetuning.plan.episodes import select
+from vla_finetuning.plan.missing_files import certain_cameras, check_holes
 from vla_finetuning.run.checkpoint import latest_checkpoint
-from vla_finetuning.run.episodes import select
 from vla_finetuning.run.exported import result_of, result_problem
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, check_folder, is_finished, resumption
-from vla_finetuning.run.holes import certain_cameras, check_holes
 from vla_finetuning.terminal import tell, tell_error
 
 OBSERVATION = "observation."
