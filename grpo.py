@@ -16,9 +16,9 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.options.command_line import GRPO, check_command_line
 
     CONFIG = check_command_line(GRPO, then="checked")
-    from vla_finetuning.plan.preflight import check_start_of
+    from vla_finetuning.plan.preflight import examine_or_exit
 
-    EXAMINED = check_start_of(CONFIG)
+    EXAMINED = examine_or_exit(CONFIG)
 
 import contextlib
 import shutil
@@ -32,10 +32,10 @@ import ray.train
 from ray.exceptions import RayError
 
 import vla
-from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import GRPO, parse_grpo
-from vla_finetuning.plan.demo import prepare_disobedient
+from vla_finetuning.options.programs import GrpoConfig
+from vla_finetuning.plan.demo import DEMO_CACHE, prepare_disobedient
 from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.program import Work, run_program
@@ -56,9 +56,9 @@ from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
-    check_start,
     finish,
     own_folder,
+    prepare_folder,
 )
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.capacity import describe_memory
@@ -95,8 +95,9 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    config = parse_grpo(argv)
-    if (examined or examine(config)).finished:
+    examined = examined or examine(parse_grpo(argv))
+    config: GrpoConfig = examined.config
+    if examined.finished:
         return None
     require_tracker(config.track)
     if config.policy_path is None:
@@ -107,7 +108,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
         config = replace(config, policy_path=str(folder))
     run = resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
     config, job = run.config, run.job
-    check_start(config, job.start, job.steps, job.disk_bytes)
+    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     dataset_of(run)  # what else is there is refused
     tell_text(describe_grpo(run))
     if config.dry_run:
@@ -115,7 +116,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
         if needed := worker_memory(run):
             tell_text(describe_memory(config.training(), needed, run.policy.checkpoint_bytes))
         return None
-    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    prepare_folder(config)
     held.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run)
 
@@ -169,7 +170,7 @@ def imitated(held: contextlib.ExitStack, dry_run: bool) -> Path | None:
 
     None where a dry run would have to train it.
     """
-    root = prepare_disobedient(CACHE_DIR / "demo")
+    root = prepare_disobedient(DEMO_CACHE)
     folder = root.with_name(f"{root.name}-policy")
     if policy_problem(folder / POLICY_DIR):
         if dry_run:

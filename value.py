@@ -17,9 +17,9 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.options.command_line import VALUE, check_command_line
 
     CONFIG = check_command_line(VALUE, then="checked")
-    from vla_finetuning.plan.preflight import check_start_of
+    from vla_finetuning.plan.preflight import examine_or_exit
 
-    EXAMINED = check_start_of(CONFIG)
+    EXAMINED = examine_or_exit(CONFIG)
 
 import contextlib
 from collections.abc import Sequence
@@ -30,8 +30,9 @@ import ray
 
 import vla
 from vla_finetuning.options.command_line import VALUE, parse_value
+from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.launch import on_cluster
-from vla_finetuning.plan.preflight import Examined, as_saved, examine
+from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.program import Work, run_program
@@ -40,7 +41,7 @@ from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, res
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.exported import LABELS_NAME, report_line
-from vla_finetuning.run.folder import check_start, checkpoint_to_resume, finish, own_folder
+from vla_finetuning.run.folder import checkpoint_to_resume, finish, own_folder, prepare_folder
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training.export import exported_checkpoint
 from vla_finetuning.training.fitting import fit
@@ -62,17 +63,18 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    config = as_saved(parse_value(argv))
-    if (examined or examine(config)).finished:
+    examined = examined or examine(parse_value(argv))
+    config: ValueConfig = examined.config
+    if examined.finished:
         return None
     require_tracker(config.track)
     run = resolve_value(config, cluster.gpus_found(config.scaling, config.preset))
     job = run.training.job
-    check_start(config, job.start, job.steps, job.disk_bytes)
+    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     tell_text(describe_value(run))
     if config.dry_run:
         return None
-    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    prepare_folder(config)
     held.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run)
 

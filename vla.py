@@ -15,9 +15,9 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.options.command_line import VLA, check_command_line
 
     CONFIG = check_command_line(VLA, then="checked")
-    from vla_finetuning.plan.preflight import check_start_of
+    from vla_finetuning.plan.preflight import examine_or_exit
 
-    EXAMINED = check_start_of(CONFIG)
+    EXAMINED = examine_or_exit(CONFIG)
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +33,7 @@ from util import Batch
 from vla_finetuning.evaluation.after_training import evaluate_trained
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.options.command_line import VLA, parse_args
+from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.preflight import Examined, examine
@@ -44,7 +45,7 @@ from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
-from vla_finetuning.run.folder import check_start, finish, own_folder
+from vla_finetuning.run.folder import finish, own_folder, prepare_folder
 from vla_finetuning.run.push import check_push, push_all
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training import callbacks as attach
@@ -167,14 +168,14 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    config = parse_args(argv)
-    examined = examined or examine(config)
+    examined = examined or examine(parse_args(argv))
+    config: Config = examined.config
     if examined.finished:
         return None
     require_tracker(config.track)
-    run = resolve(config, cluster.gpus_found(config.scaling, config.preset), examined.metas)
+    run = resolve(config, cluster.gpus_found(config.scaling, config.preset), examined.datasets)
     config, job = run.config, run.job
-    check_start(config, job.start, job.steps, job.disk_bytes)
+    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     evaluator = Evaluator(run, policy_at) if config.env_type else None
     tell_text(describe(run))
     gpu_bytes = check_memory(run)
@@ -182,7 +183,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
         tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
     if config.dry_run:
         return None
-    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    prepare_folder(config)
     held.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run, evaluator, gpu_bytes)
 

@@ -23,11 +23,17 @@ import evaluate
 import value
 import vla
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.files import write_json
-from vla_finetuning.plan.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_base, prepare_disobedient
+from vla_finetuning.plan.demo import (
+    DEMO_CACHE,
+    DISOBEDIENT,
+    DISOBEDIENT_PAIRS,
+    disobeyed,
+    prepare_base,
+    prepare_disobedient,
+)
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FINISHED_NAME
@@ -60,10 +66,10 @@ def parser() -> argparse.ArgumentParser:
 def stages(options: argparse.Namespace) -> Iterator[Stage]:
     """Yield the stages in their order."""
     folder = options.folder.absolute()
-    root = prepare_disobedient(CACHE_DIR / "demo").absolute()
+    root = prepare_disobedient(DEMO_CACHE).absolute()
     meta = load_metadata(root)
     data: dict[str, Any] = {"features": meta.features, "tasks": sorted(meta.tasks.values()), "fps": meta.fps}
-    base = prepare_base(CACHE_DIR / "demo", **data, labelled=True).absolute()
+    base = prepare_base(DEMO_CACHE, **data, labelled=True).absolute()
     wrong = disobeyed(DISOBEDIENT_PAIRS, DISOBEDIENT)
     outcomes = folder / "outcomes.json"
     folder.mkdir(parents=True, exist_ok=True)

@@ -361,7 +361,7 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
         with scratch_run(run) as scratch:
             watched = watched_run(scratch, settings)
             job = watched.job
-            prepare_folder(watched.config, job.start, job.steps, job.disk_bytes)
+            prepare_folder(watched.config)
             watched, data_options = on_cluster(watched)
             vla.make_trainer(watched, data_options, profile_loop, settings=settings).fit()
             ranks = [

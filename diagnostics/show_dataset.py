@@ -52,7 +52,7 @@ from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.labels import show_labels
 from vla_finetuning.plan.mixture_look import look_at_mixture
-from vla_finetuning.plan.preflight import with_names
+from vla_finetuning.plan.names import with_names
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes

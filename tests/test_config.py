@@ -79,7 +79,7 @@ def test_structured_values_and_the_policys_own_options():
     assert config.dataset.episodes == [1, 2]
     assert config.rename_map == {"a": "b"}
     mixed = parse_args([*DATA[1:], '--dataset.mixture={"s3://a/b": 2, "/c": 0.5}'])
-    assert mixed.roots == ["s3://a/b", "/c"] and mixed.dataset.mixture["/c"] == 0.5
+    assert mixed.dataset.roots == ["s3://a/b", "/c"] and mixed.dataset.mixture["/c"] == 0.5
     assert config.policy_path == "/p" and config.policy_options == ["--chunk_size=10"]
     assert config.lr == 1e-4
 
@@ -369,7 +369,7 @@ def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
 
 
 def test_several_roots():
-    assert parse_args([*DATA, "--dataset.root=/a, /b"]).roots == ["/a", "/b"]
+    assert parse_args([*DATA, "--dataset.root=/a, /b"]).dataset.roots == ["/a", "/b"]
 
 
 def test_a_range_of_workers():

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path_factory.mktemp("cache"))
+        patch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path_factory.mktemp("cache"))
         yield
 
 

@@ -109,7 +109,8 @@ def test_no_circles():
 )
 @pytest.mark.parametrize(
     ("unit", "upward"),
-    [("environment", "data.plan"), ("data", "policies.pi05"), ("policies", "plan.resolve"), ("run", "plan.rows"), ("plan", "training.worker"),
+    [("environment", "data.plan"), ("data", "policies.pi05"), ("policies", "plan.resolve"),
+     ("run", "plan.rows"), ("plan", "training.worker"),
      ("envs", "policies.pi05"), ("report", "evaluation.open_loop"), ("training", "report.page")],
 )  # fmt: skip
 def test_a_planted_upward_import_is_named(tmp_path, unit, upward, how):

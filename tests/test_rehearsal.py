@@ -19,6 +19,7 @@ from tests.plan.test_names import DROID, rename_files, split_state
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.schedule import REHEARSAL_STEPS
+from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import _policy_path, resolve
 from vla_finetuning.policies.loading import load_policy_config
@@ -50,7 +51,7 @@ TASKS = ("go to the red bin", "go to the blue bin", "sort all of the many colour
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path / "cache")
 
 
 def dataset_of(folder, names=OWN, **options):
@@ -143,7 +144,7 @@ def test_a_rehearsal_with_advantages_has_their_words(cache, tmp_path):
 def policy_path_of(folder, root, *flags):
     """The tiny policy's folder, without what reads the labels."""
     config = parse_args(["--preset=demo", f"--output_dir={folder / 'run'}", f"--dataset.root={root}", *flags])
-    return Path(_policy_path(config, [load_metadata(root)], [str(root)], None))
+    return Path(_policy_path(*find_datasets(config)))
 
 
 @pytest.mark.slow
@@ -151,7 +152,7 @@ def policy_path_of(folder, root, *flags):
 @pytest.mark.timeout(1800)
 def test_the_readmes_section_on_ones_own_data_with_names_of_ones_own(tmp_path, capsys, no_ray_cluster, monkeypatch):
     """A look, the command without names, the flags that its error proposes, and a rehearsal with those to its end."""
-    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path / "cache")
     root, folder = dataset_of(tmp_path / "my_robot", episodes=(20, 25, 22, 21, 24, 23)), tmp_path / "rehearsal"
     assert show_dataset.main([str(root), "--output", str(tmp_path / "dataset.html")]) == 0
     command = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder)]

@@ -115,7 +115,9 @@ def test_the_anyscale_job():
     config = command_config(job["entrypoint"])
     assert config.preset == "l4"
     assert "--resume auto" in job["entrypoint"] and job["max_retries"], "a retry goes on with the run"
-    assert all(path.startswith("s3://") for path in (config.output_dir, *config.roots)), "no file system is shared"
+    assert all(path.startswith("s3://") for path in (config.output_dir, *config.dataset.roots)), (
+        "no file system is shared"
+    )
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
     assert {".venv", "outputs", ".cache"} <= ignored & set(job["excludes"])
 
@@ -151,7 +153,9 @@ def test_the_rayjob():
     config = command_config(job["spec"]["entrypoint"])
     assert "--resume auto" in job["spec"]["entrypoint"] and job["spec"]["backoffLimit"], "a retry goes on with the run"
     assert config.scaling.num_workers == gpus * groups[0]["maxReplicas"]
-    assert all(path.startswith("s3://") for path in (config.output_dir, *config.roots)), "no file system is shared"
+    assert all(path.startswith("s3://") for path in (config.output_dir, *config.dataset.roots)), (
+        "no file system is shared"
+    )
 
 
 def test_the_driver_that_nodes_need_is_that_of_the_locks_cuda():

@@ -22,7 +22,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.quantiles import Source, exact_stats, sample_rows
 from vla_finetuning.data.relative_actions import RelativeActions, check_relative
 from vla_finetuning.data.statistics import STATISTICS, complete_stats, digest, episode_arrays, files_of
-from vla_finetuning.plan.preflight import proposed_names, with_names
+from vla_finetuning.plan.names import proposed_names, with_names
 
 # As openpi's LIBERO example calls them.
 OWN = {

@@ -22,12 +22,13 @@ from vla_finetuning.options.command_line import parse_args, parse_grpo, parse_va
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.preflight import as_saved, examine
+from vla_finetuning.plan.paths import with_absolute_paths
+from vla_finetuning.plan.preflight import examine
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
 from vla_finetuning.run.exported import result_problem
-from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, check_start, finish, own_folder
+from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, finish, own_folder, prepare_folder
 from vla_finetuning.training.attempt import begin
 from vla_finetuning.training.worker import Worker
 
@@ -56,6 +57,7 @@ def started(setting, folder, **changes):
     """The folder of a run that has done two steps."""
     run = run_of(setting, output_dir=folder, **changes)
     with own_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes):
+        prepare_folder(run.config)
         step = run.job.checkpoints_dir / "step_00000002"
         commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}))
     return run
@@ -64,6 +66,12 @@ def started(setting, folder, **changes):
 def pieces_of(size):
     """Of a tensor with so many bytes."""
     return {"a": Piece(torch.zeros(size, dtype=torch.uint8), (0,))}
+
+
+def checked(config, *args):
+    """Check as a dry run does: nothing is locked or changed."""
+    with own_folder(replace(config, dry_run=True), *args):
+        pass
 
 
 def occupied(setting, folder):
@@ -181,19 +189,19 @@ def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path
 
     free = run.job.disk_bytes + SPARE_BYTES
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, free))
-    check_start(run.config, run.job.start, 100, run.job.disk_bytes)
+    checked(run.config, run.job.start, 100, run.job.disk_bytes)
     free -= 1
     with pytest.raises(OSError, match="no space for the checkpoints"):
-        check_start(run.config, run.job.start, 100, run.job.disk_bytes)
+        checked(run.config, run.job.start, 100, run.job.disk_bytes)
     resumed = replace(run.config, resume=True)
     for step in (1, 2):
         folder = run.job.checkpoints_dir / f"step_{step:08d}"
         commit(folder, replace(run.job.start, step=step), write_pieces(folder, {TRAINABLE: pieces_of(one)}))
     free = one + weights + SPARE_BYTES
-    check_start(resumed, run.job.start, 100, run.job.disk_bytes)
+    checked(resumed, run.job.start, 100, run.job.disk_bytes)
     free = one + SPARE_BYTES - 10_000  # of more than it keeps, too, the next one comes first
     with pytest.raises(OSError, match="no space for the checkpoints"):
-        check_start(resumed, run.job.start, 100, one)
+        checked(resumed, run.job.start, 100, one)
 
 
 def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, tmp_path, capsys):
@@ -211,6 +219,7 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, t
     more = parse_args([*argv, "--steps=9"])
     assert not examine(more).finished
     with own_folder(more, run.job.start, 9, 0):
+        prepare_folder(more)
         assert not (tmp_path / "run" / FINISHED_NAME).exists()
     assert json.loads((tmp_path / "run" / CONFIG_NAME).read_text())["steps"] == 9
 
@@ -284,9 +293,10 @@ def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monke
     monkeypatch.chdir(setting[0])
     data = [] if program == "grpo" else [f"--dataset.root={setting[1].name}"]
     flags = [f"--output_dir=runs/{program}", "--policy.path=base", "--resume=auto", *data, *more]
-    config = as_saved(parse(flags))
+    config = with_absolute_paths(parse(flags))
     assert config.output_dir == str(setting[0] / "runs" / program) and config.policy_path == str(setting[0] / "base")
     with own_folder(config, None, 1, 0):
+        prepare_folder(config)
         step = config.folder / "checkpoints" / "step_00000001"
         commit(step, Progress(1, 8, {}, {}, "full", 8), write_pieces(step, {}))
         finish(config.folder, 1)

@@ -565,7 +565,7 @@ def rehearsal(folder, episodes, tasks, *flags):
 
 def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
     """The preset's batch and share are for the demo; a dataset of three episodes was trained on one."""
-    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path / "cache")
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"))
     assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
     assert run.config.global_batch_size <= run.rows.per_epoch
@@ -576,7 +576,7 @@ def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
 
 def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path, monkeypatch):
     """Its only episode is trained on; the held-out error is that of the others."""
-    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path / "cache")
     cameras = {"observation.images.top": (48, 64)}
     other = make_dataset(tmp_path / "other", episodes=(6,), tasks=("go left",), cameras=cameras)
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"), f"--dataset.root={tmp_path / 'small'},{other}")
@@ -590,7 +590,7 @@ def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path
 
 
 def test_what_the_user_chose_is_not_made_smaller(tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.plan.resolve.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path / "cache")
     with pytest.raises(ValueError, match="is more than the .* training frames"):
         rehearsal(tmp_path, (9, 8, 7), ("go",), "--batch_size=64")
 

@@ -29,10 +29,10 @@ from tests.training.test_as_lerobot import Alone
 from util import DeviceMetrics
 from vla_finetuning.data import quantiles, relative_actions
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT
-from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture, robots
+from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.matching import policy_data
 from vla_finetuning.plan.resolve import resolve, select_robot, with_stats
@@ -67,9 +67,8 @@ def folder(tmp_path_factory):
     make_dataset(folder / "arm", episodes=(22, 17, 12, 14), cameras=cameras, fps=20, state_dim=6, action_dim=5, seed=3)
     write(folder, MIXTURE)
     config = parse_args([*FLAGS, f"--dataset.mixture=@{folder / 'mix.yaml'}", "--policy.path=x"])
-    of = members(config.dataset.mixture)
-    metas = [load_metadata(member.root) for member in of]
-    data = policy_data(config, metas, of, [meta.episode_index for meta in metas])
+    _, datasets = find_datasets(config)
+    data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
     make_tiny_base(folder / "base", **vars(data), stats=None, chunk_size=6, **SIZES)
     return folder
 

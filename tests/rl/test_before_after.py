@@ -12,7 +12,7 @@ import grpo
 @pytest.mark.timeout(1500)
 def test_the_demo_repairs_what_its_demonstrators_did_wrong(tmp_path, no_ray_cluster, monkeypatch):
     """About six minutes on two cores: imitation, 60 iterations, the same fresh scenes before and after."""
-    monkeypatch.setattr(grpo, "CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr(grpo, "DEMO_CACHE", tmp_path / "cache")
     run = tmp_path / "run"
     assert grpo.main(["--preset", "demo", f"--output_dir={run}"]) == 0
     scores = json.loads((run / "evaluation.json").read_text())["closed_loop"]

@@ -29,6 +29,7 @@ from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
+from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run import push
 
 REPO = "me/pick"
@@ -346,9 +347,9 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
         rows=SimpleNamespace(frames=[]),
         repositories={"": "somebody/arm"},
     )
-    monkeypatch.setattr(vla, "examine", lambda config: Examined())
-    monkeypatch.setattr(vla, "check_start", lambda *_: None)
-    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found, metas: resolved)
+    monkeypatch.setattr(vla, "examine", lambda config: Examined(config))
+    monkeypatch.setattr(run_folder, "_check_state", lambda *_: None)
+    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found, datasets: resolved)
     monkeypatch.setattr(vla, "describe", lambda run: "the plan")
     monkeypatch.setattr(vla, "check_memory", lambda run: 0)
     assert vla.main(argv) == 2

@@ -25,7 +25,7 @@ from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
-from vla_finetuning.run.folder import STOP_NAME, prepare_folder
+from vla_finetuning.run.folder import STOP_NAME, own_folder
 from vla_finetuning.training import attempt, callbacks, checkpoint_writer, model, state
 from vla_finetuning.training.callbacks import NonfiniteSteps, mfu
 from vla_finetuning.training.feed import describe_batch
@@ -113,7 +113,7 @@ def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
     fed = list(source.read_rows(np.arange(16, 32), 4))
     expected = {
         root: {int(i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True) if d == n}
-        for n, root in enumerate(run.config.roots)
+        for n, root in enumerate(run.config.dataset.roots)
     }
     assert named_rows(str(error.value)) == expected and sum(map(len, expected.values())) == 16
 
@@ -234,8 +234,11 @@ def test_more_steps_are_done_than_asked_for(setting):
     taken = {kind: {k: Piece(v, (0,) * v.ndim) for k, v in tensors.items()} for kind, tensors in pieces.items()}
     commit(folder, replace(run.job.start, step=4, rows=4 * run.config.global_batch_size), write_pieces(folder, taken))
     run = replace(run, config=replace(run.config, resume=True))
-    with pytest.raises(ValueError, match="4 steps are done, and --steps or MAX_TRAIN_STEPS says 3: ask for as many"):
-        prepare_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes)
+    with (
+        pytest.raises(ValueError, match="4 steps are done, and --steps or MAX_TRAIN_STEPS says 3: ask for as many"),
+        own_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes),
+    ):
+        pytest.fail("it began")
 
 
 def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
@@ -269,7 +272,9 @@ def test_a_batch_is_named_by_its_steps_rows(setting):
     assert text.startswith("a batch of step 4 on rank 1; ")
     fed = list(run.rows.source(stream=(0, run.rows.last_row)).read_rows(np.arange(24, 32), 4))
     rows = {(d, i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True)}
-    assert {(run.config.roots.index(root), i) for root, named in named_rows(text).items() for i in named} == rows
+    assert {
+        (run.config.dataset.roots.index(root), i) for root, named in named_rows(text).items() for i in named
+    } == rows
 
 
 def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog, monkeypatch):

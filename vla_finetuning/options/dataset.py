@@ -229,6 +229,12 @@ class DatasetOptions:
             "(--dataset.frame_cache=DIR keeps what fits)"
         ]
 
+    @property
+    def roots(self) -> list[str]:
+        """Return where the datasets are, of --dataset.root or of the mixture; empty where neither is given."""
+        listed = [part.strip() for part in (self.root or "").split(",")]
+        return list(self.mixture or ()) or [root for root in listed if root]
+
     def describe_shuffling(self, mixing: Mixing, segment_rows: int, shards: int | None) -> list[str]:
         """The plan's lines about shuffling. `segment_rows`: the most of a segment. `shards`: None: there is one."""
         bounded = mixing.window_rows <= self.shuffle_window - segment_rows

@@ -118,11 +118,6 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
             raise ValueError("which policy? give --policy.path lerobot/pi05_base, a folder, or use --preset demo")
 
     @property
-    def roots(self) -> list[str]:
-        listed = [part.strip() for part in (self.dataset.root or "").split(",")]
-        return list(self.dataset.mixture or ()) or [root for root in listed if root]
-
-    @property
     def hub_repo_id(self) -> str | None:
         """Where the trained policy is pushed to; None: it is not."""
         return None if self.push_to_hub is False else self.policy_repo_id
@@ -163,7 +158,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     @property
     def is_rehearsal(self) -> bool:
         """Whether the run is the demo's on a dataset of the user's."""
-        return self.preset == "demo" and bool(self.roots or self.dataset.repo_id)
+        return self.preset == "demo" and bool(self.dataset.roots or self.dataset.repo_id)
 
     def resolve_steps(self, rows_per_epoch: int) -> int:
         """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS.

@@ -6,6 +6,7 @@ Runs on the driver, and loads no weights.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,55 @@ from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
 )
 from vla_finetuning.policies.registry import family_of, require_trained, types_that
-from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
 from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME
+
+
+@dataclass(frozen=True)
+class Base:
+    """The policy that a run starts from.
+
+    Attributes:
+        config: its configuration, with the user's options. folder: of its weights; None: they are random.
+        identity: tells it from other policies, see `resolve_policy`.
+    """
+
+    config: PreTrainedConfig
+    folder: Path | None
+    identity: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"policy {self.identity['path']}"
+
+
+def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
+    """Find the policy that a run starts from.
+
+    Args:
+        path: a folder or a Hub id; None where weights are random.
+    Returns:
+        The options with the policy's path, its revision and the precision that it is trained in; the policy.
+    Raises:
+        ValueError, OSError: as `resolve_policy`; the policy runs code of its own that is not trusted, or an option has
+            no effect on it.
+    """
+    base = Base(*resolve_policy(config, path))
+    kind, family = base.config.type, family_of(base.config)
+    if (brought := brought_along(base.config)) and not config.policy_trust_remote_code:
+        raise RemoteCodeError(f"{base.name}: a '{kind}' runs code that comes with {brought}: {HOW_TO_TRUST}")
+    if config.dataset.on_error == "skip" and not family.row_losses:
+        raise ValueError(
+            f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
+            f"{types_that(lambda family: family.row_losses)}; this is a '{kind}': use --dataset.on_error=stop"
+        )
+    config = replace(config, policy_path=path, policy_revision=base.identity["revision"])
+    check_policy_options(config, base.config)
+    if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
+        config = replace(config, train=replace(config.train, precision="fp32"))  # as LeRobot trains it on GPUs, too
+    return config, base
 
 
 def check_policy(

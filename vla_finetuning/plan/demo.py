@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.envs import two_bins_scene
 from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Scene, draw_scene
 from vla_finetuning.envs.writing import writing_videos
 
+# Where the demo keeps its datasets and the policies that it makes.
+DEMO_CACHE = CACHE_DIR / "demo"
 DEMO_PAIRS = 40  # of episodes
 DEMO_SEED = 7
 # What `grpo.py` repairs: in so many of its episodes the demonstrator goes to the other bin. Imitation picks that up,

@@ -14,8 +14,8 @@ import numpy as np
 from vla_finetuning.data.frames import Stretches, movement_keys, stretches_of, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.selection import Choice, choose_episodes, of_each
-from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import PRESETS, Config
+from vla_finetuning.plan.datasets import Datasets
 
 # Of a task: fewer are not split in a rehearsal.
 FEW_EPISODES = 5
@@ -83,43 +83,41 @@ class ChosenEpisodes:
 
 
 def select(
-    metas: Sequence[DatasetMetadata],
-    roots: Sequence[str],
-    config: Config,
-    dropped: int = 0,
-    weights: Sequence[np.ndarray] | None = None,
-    rename_map: Mapping[str, str] = MappingProxyType({}),
+    config: Config, datasets: Datasets, dropped: int = 0, rename_map: Mapping[str, str] = MappingProxyType({})
 ) -> ChosenEpisodes:
-    """What is trained on and held out. Reads the numbers of the training episodes if --dataset.skip_idle is given.
+    """Choose what is trained on and held out. Reads the training episodes' numbers if --dataset.skip_idle is given.
 
-    `roots` are what flags name. Of each training episode the last `dropped` frames are left out. `weights` are those of
-    all episodes, by dataset (`data.episode_weights`). `rename_map` has the policy's names for the datasets' features.
+    Args:
+        dropped: frames left out at the end of each training episode.
+        rename_map: the policy's names for the datasets' features.
     """
-    used = choose(metas, roots, config, weights)
+    metas = datasets.metas
+    used = choose(config, datasets)
     parts = [
         _split(meta, episodes, notes, config, dropped) for meta, (episodes, notes) in zip(metas, used, strict=True)
     ]
     train, held_out, notes = zip(*parts, strict=True)
     chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))
-    return chosen.with_frames(metas, config.dataset.skip_idle, dropped, weights, rename_map)
+    return chosen.with_frames(metas, config.dataset.skip_idle, dropped, datasets.weights, rename_map)
 
 
-def choose(
-    metas: Sequence[DatasetMetadata], roots: Sequence[str], config: Config, weights: Sequence[np.ndarray] | None
-) -> list[tuple[np.ndarray, list[str]]]:
-    """The episodes of each dataset that are trained on or held out, and notes (`choose_episodes`)."""
-    d = config.dataset
-    wanted = of_each(d.episodes, roots, "--dataset.episodes")
+def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[str]]]:
+    """Choose the episodes of each dataset that are trained on or held out; with notes (`choose_episodes`)."""
+    d, roots = config.dataset, datasets.roots
+    included = of_each(d.episodes, roots, "--dataset.episodes")
     excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
-    tasks = [d.tasks] * len(metas)
-    if of_mixture := members(d.mixture):
-        wanted = [m.episodes if m.episodes is not None else own for m, own in zip(of_mixture, wanted, strict=True)]
-        excluded = [m.exclude_episodes or own for m, own in zip(of_mixture, excluded, strict=True)]
-        tasks = [own if m.tasks is None else m.tasks or None for m, own in zip(of_mixture, tasks, strict=True)]
-    of_all: Sequence[np.ndarray | None] = [None] * len(metas) if weights is None else weights
+    weights: Sequence[np.ndarray | None] = datasets.weights or [None] * len(roots)
     return [
-        choose_episodes(meta, episodes, without, patterns, weight)
-        for meta, episodes, without, patterns, weight in zip(metas, wanted, excluded, tasks, of_all, strict=True)
+        choose_episodes(
+            meta,
+            episodes if member.episodes is None else member.episodes,
+            member.exclude_episodes or without,
+            d.tasks if member.tasks is None else member.tasks or None,
+            weight,
+        )
+        for meta, member, episodes, without, weight in zip(
+            datasets.metas, datasets.members, included, excluded, weights, strict=True
+        )
     ]
 
 

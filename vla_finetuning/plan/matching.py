@@ -8,9 +8,8 @@ vectors as long as the widest (`data.options.Features.padded`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,9 @@ from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.mixture import Member, robots
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.base_policy import Base
+from vla_finetuning.plan.datasets import Datasets
+from vla_finetuning.plan.images import check_images
 from vla_finetuning.plan.mixture import (
     check_alike,
     check_dimension_map,
@@ -30,7 +32,7 @@ from vla_finetuning.plan.mixture import (
     ordered_alike,
     ordered_by,
 )
-from vla_finetuning.plan.preflight import check_camera_keys, observations_renamed
+from vla_finetuning.plan.names import check_camera_keys, observations_renamed
 from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
@@ -38,19 +40,6 @@ from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import Robot
 
 Metas = Sequence[DatasetMetadata]
-
-
-@dataclass(frozen=True)
-class Base:
-    """The policy that a run starts from: its configuration, the folder of its weights if any, its identity."""
-
-    config: PreTrainedConfig
-    folder: Path | None
-    identity: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return f"policy {self.identity['path']}"
 
 
 @dataclass(frozen=True)
@@ -76,22 +65,13 @@ class Matched:
         return self.robots[0].rename_map
 
 
-def match_datasets(
-    config: Config,
-    metas: Metas,
-    members: tuple[Member, ...],
-    base: Base,
-    check: Callable[[PreTrainedConfig], None],
-) -> Matched:
+def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
     """Match a run's datasets with its policy, whose configuration is fitted to them in place.
 
-    Args:
-        members: what the mixture says of each dataset; none where it is none.
-        check: refuses what does not go with the fitted configuration.
     Raises:
         ValueError: datasets, rates or robots that do not go together, or not with the policy.
     """
-    of = list(members) or [Member(meta.root) for meta in metas]
+    metas, of = datasets.metas, datasets.members
     steps = [window_step(meta, member.fps) for meta, member in zip(metas, of, strict=True)]
     maps = [_names_of(config, member) for member in of]
     if config.dataset.dimension_map:
@@ -100,16 +80,17 @@ def match_datasets(
         ]
         alike = [named_alike([metas[n] for n in numbers], [maps[n] for n in numbers]) for numbers in groups]
         check_dimension_map(alike, config.dataset.dimension_map)
-    if len(names := robots(members)) == 1:
+    if len(names := robots(of)) == 1:
         if config.dataset.robot_in_prompt:
             raise ValueError(
                 "--dataset.robot_in_prompt=true: instructions name their robot in a mixture of robots that differ, and "
                 f"this run has {'one' if of[0].robot else 'none'} by name; leave it out, or begin the dataset's own "
                 "instructions with the name"
             )
-        check_rates(metas, steps, members)
+        if config.dataset.mixture:
+            check_rates(metas, steps)
         metas, match, rename_map = _match_robot(config, metas, of, maps, base.config, base.name)
-        check(base.config)
+        check_images(config, base.config)
         robot = Robot("", base.config, match, rename_map, datasets=tuple(range(len(metas))))
         return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
@@ -118,7 +99,7 @@ def match_datasets(
         numbers = tuple(number for number, member in enumerate(of) if member.robot == name)
         fitted = copy.deepcopy(base.config)
         own_metas, own, own_maps = [metas[n] for n in numbers], [of[n] for n in numbers], [maps[n] for n in numbers]
-        check_rates(own_metas, [steps[n] for n in numbers], own)
+        check_rates(own_metas, [steps[n] for n in numbers])
         lenient = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
         try:
             named, match, rename_map = _match_robot(lenient, own_metas, own, own_maps, fitted, base.name)
@@ -131,7 +112,7 @@ def match_datasets(
         for number, meta in zip(numbers, named, strict=True):
             found[number] = _with_policy_names(meta, match, used)
     match = _join(config, base, data, found)
-    check(base.config)
+    check_images(config, base.config)
     return Matched(tuple(found), base.config, match, tuple(data), tuple(steps))
 
 
@@ -245,10 +226,10 @@ def window_step(meta: DatasetMetadata, fps: int | None) -> int:
     return step
 
 
-def check_rates(metas: Metas, steps: Sequence[int], members: Sequence[Member]) -> None:
+def check_rates(metas: Metas, steps: Sequence[int]) -> None:
     """Refuse datasets of one robot whose action chunks would span other times."""
     rates = {meta.fps // step: meta.root for meta, step in zip(metas, steps, strict=True)}
-    if len(rates) > 1 and members:
+    if len(rates) > 1:
         (a, first), (b, second) = list(rates.items())[:2]
         raise ValueError(
             f"datasets {first} and {second} are of one robot, and have {a} and {b} actions per second: give the faster "
@@ -302,18 +283,17 @@ class PolicyData:
     fps: float
 
 
-def policy_data(config: Config, metas: Metas, members: Sequence[Member], chosen: Sequence[np.ndarray]) -> PolicyData:
-    """What a policy that is made for a run's datasets sees of them: names, cameras, order of dimensions, instructions.
+def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]) -> PolicyData:
+    """Return what a policy made for a run's datasets sees: names, cameras, order of dimensions, instructions.
 
-    As `match_datasets` gives them to a policy that is there: of each robot, its first dataset decides.
+    `match_datasets` gives the same to a policy that exists: of each robot, its first dataset decides.
 
     Args:
-        metas: as `load_datasets` reads them. members: what the mixture says of each; none where it is none.
         chosen: episodes of each dataset that are used.
     Raises:
         ValueError: a camera that the dataset has not, dimensions of other names, two features of one name.
     """
-    of = list(members) or [Member(meta.root) for meta in metas]
+    metas, of = datasets.metas, datasets.members
     features: dict[str, Feature] = {}
     for robot in dict.fromkeys(member.robot for member in of):
         numbers = [number for number, member in enumerate(of) if member.robot == robot]

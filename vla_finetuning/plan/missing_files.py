@@ -13,28 +13,22 @@ from vla_finetuning.data.dataset_files import Holes, find_holes
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.selection import Choice, of_each
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import ChosenEpisodes
 
 # A longer list of episodes is no flag to paste.
 _MAX_FLAG = 2_000
 
 
-def check_holes(
-    config: Config,
-    roots: Sequence[str],
-    metas: Sequence[DatasetMetadata],
-    chosen: ChosenEpisodes,
-    camera_keys: Sequence[str],
-) -> list[str]:
+def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, camera_keys: Sequence[str]) -> list[str]:
     """Look for the files of all episodes that are trained on or held out, as `find_holes`.
 
-    Args:
-        roots: as flags name the datasets.
     Returns:
         With --dataset.on_error skip, notes on the episodes whose rows will be skipped.
     Raises:
         FileNotFoundError: files are missing, empty or cut short, and flags that go on without them.
     """
+    metas = datasets.metas
     episodes = [np.union1d(*of) for of in zip(chosen.train, chosen.held_out, strict=True)]
     holes = [
         find_holes(meta, episodes=of, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
@@ -52,7 +46,7 @@ def check_holes(
             if hole
         ]
     found = "; ".join(f"dataset {meta.root}: {hole}" for meta, hole in zip(metas, holes, strict=True) if hole)
-    remedy = _remedy(config, roots, metas, holes, episodes, share)
+    remedy = _remedy(config, datasets, holes, episodes, share)
     raise FileNotFoundError(
         f"{found}. Copy or download the dataset again, or {remedy}{_not_skipped(config, holes, share)}"
     )
@@ -78,14 +72,9 @@ def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
 
 
 def _remedy(
-    config: Config,
-    roots: Sequence[str],
-    metas: Sequence[DatasetMetadata],
-    holes: Sequence[Holes],
-    episodes: Sequence[np.ndarray],
-    share: float,
+    config: Config, datasets: Datasets, holes: Sequence[Holes], episodes: Sequence[np.ndarray], share: float
 ) -> str:
-    d = config.dataset
+    d, metas, roots = config.dataset, datasets.metas, datasets.roots
     if any(hole and len(hole.episodes) == len(of) for hole, of in zip(holes, episodes, strict=True)):
         whole = [key for key in metas[0].camera_keys if not any(key in hole.cameras for hole in holes)]
         data = any(path in meta.data_files for meta, hole in zip(metas, holes, strict=True) for path in hole.found)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata
 from vla_finetuning.options.mixture import Member, members, robots
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.datasets import load_datasets
 from vla_finetuning.plan.matching import check_rates, window_step
 from vla_finetuning.plan.mixture import check_alike, check_ranges, named_alike, ordered_alike, ordered_by
-from vla_finetuning.plan.preflight import load_datasets, observations_renamed
+from vla_finetuning.plan.names import observations_renamed
 from vla_finetuning.policies.loading import aligned
 
 VECTORS = ("observation.state", "action")
@@ -22,7 +23,7 @@ def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
         ValueError, OSError: a dataset cannot be read, or lacks a feature that its rename map names.
     """
     of = members(config.dataset.mixture)
-    metas = load_datasets(config, [member.root for member in of])
+    metas = load_datasets(config, of)
     named = list(zip(of, metas, strict=True))
     misfits = [f"{meta.root}: {error}" for member, meta in named if (error := _error(window_step, meta, member.fps))]
     for robot in robots(of):
@@ -73,7 +74,7 @@ def _misfits(config: Config, own: Sequence[tuple[Member, DatasetMetadata]]) -> l
     of, metas = [member for member, _ in own], [meta for _, meta in own]
     steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in own]
     maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in of]
-    errors = [_error(check_rates, metas, steps, of)]
+    errors = [_error(check_rates, metas, steps)]
     try:
         metas = list(named_alike(metas, maps))
         metas = [ordered_by(meta, member.orders()) for meta, member in zip(metas, of, strict=True)]

@@ -1,4 +1,4 @@
-"""Which frames a run trains on and holds out, in which order they come, and how they are read."""
+"""The frames that a run trains on and holds out: which they are, their order, and how they are read."""
 
 from __future__ import annotations
 

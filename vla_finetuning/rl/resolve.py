@@ -30,7 +30,7 @@ from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.base_policy import check_policy, resolve_policy
-from vla_finetuning.plan.preflight import absolute
+from vla_finetuning.plan.paths import absolute
 from vla_finetuning.plan.resolve import make_job
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.counting import flops_by_prompt

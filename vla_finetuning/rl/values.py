@@ -21,7 +21,7 @@ from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.labels import histogram, write_labels
 from vla_finetuning.plan.outcomes import corrected_frames, episode_success
-from vla_finetuning.plan.preflight import absolute
+from vla_finetuning.plan.paths import absolute
 from vla_finetuning.plan.resolve import Run, make_job, resolve
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.registry import family_of, types_that
@@ -67,7 +67,7 @@ def resolve_value(config: ValueConfig, gpus_found: int) -> ValueRun:
             f"{types_that(lambda family: family.flow)} compute of images and language; "
             "give a --policy.path of one of these types"
         )
-    success = episode_success(config.outcome, rows.metas, run.config.roots or [rows.metas[0].root], absolute)
+    success = episode_success(config.outcome, rows.metas, run.config.dataset.roots or [rows.metas[0].root], absolute)
     used = [of[own] for of, own in zip(success, rows.episodes, strict=True)]
     _check_both_outcomes(config, np.concatenate(used))
     tasks = _task_numbers(rows.metas)

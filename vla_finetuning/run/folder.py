@@ -103,19 +103,6 @@ def check_folder(config: JobOptions) -> None:
     _check_free(config)
 
 
-def check_start(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
-    """Check that the run can start or go on in its folder, as `own_folder` does. Changes nothing.
-
-    Args: see `prepare_folder`.
-    Raises:
-        OSError: what `check_folder` raises; the disk is too small.
-        ValueError: the newest checkpoint is of another run, or of more steps; the run has been trained, and no
-            checkpoint can be used.
-    """
-    check_folder(config)
-    _check_state(config, start, steps, disk_bytes)
-
-
 def is_finished(config: JobOptions) -> bool:
     """Whether the run that is resumed did all that it was asked for, and is asked for nothing else.
 
@@ -212,18 +199,21 @@ def check_place(folder: Path) -> None:
 
 @contextlib.contextmanager
 def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
-    """Lock and prepare the run's folder while the block runs, and print what a resumed run changes.
+    """Lock the run's folder while the block runs, after `check_folder`, and print what a resumed run changes.
 
-    Args: see `prepare_folder`.
+    A dry run locks nothing and changes nothing.
 
+    Args:
+        start: the run before its first step. steps: of the whole run. disk_bytes: what it needs there, see `Job`.
     Raises:
-        OSError, ValueError: another process has it, it holds another run, or a run cannot be there.
+        OSError: another process has the folder, a run cannot be there, or the disk is too small.
+        ValueError: the newest checkpoint is of another run, or of more steps; the run has been trained, and no
+            checkpoint can be used.
     """
-    check_folder(config)  # before so much as a lock is put there
-    with claim_folder(config):
+    with contextlib.nullcontext() if config.dry_run else claim_folder(config):
+        _check_state(config, start, steps, disk_bytes)
         for changed in changed_options(config):
             tell(f"Changed      {changed}")
-        prepare_folder(config, start, steps, disk_bytes)
         yield
 
 
@@ -323,14 +313,9 @@ def _unfit(folder: Path, error: Exception) -> OSError:
     )
 
 
-def prepare_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
-    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over.
-
-    Args:
-        start: the run before its first step. steps: of the whole run. disk_bytes: what it needs there, see `Job`.
-    """
+def prepare_folder(config: JobOptions) -> None:
+    """Write the run's options into its folder, which is locked; a run that does not resume empties it first."""
     folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
-    _check_state(config, start, steps, disk_bytes)
     if not config.resume:
         for path in _contents(folder):
             remove(path)

@@ -1,0 +1,115 @@
+"""The datasets of a run: found, and their metadata read, once, before the policy is looked at.
+
+Imports neither PyTorch nor LeRobot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vla_finetuning.data.dataset_files import fetch_dataset
+from vla_finetuning.data.episode_weights import episode_weights
+from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
+from vla_finetuning.data.selection import of_each
+from vla_finetuning.data.storage import StoragePolicy
+from vla_finetuning.environment import CACHE_GB, Timeouts, cache_gb
+from vla_finetuning.options.dataset import DatasetOptions
+from vla_finetuning.options.mixture import Member, members
+from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.names import check_camera_keys, check_names_known, with_names
+from vla_finetuning.plan.paths import absolute, with_absolute_paths
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The datasets of a run; at least one.
+
+    Attributes:
+        roots: absolute paths and URIs, by which flags name the datasets.
+        metas: their metadata, with the names that --rename_map gives their features.
+        members: the mixture's options of each dataset; the defaults where there is no mixture.
+        weights: of all episodes, float64 (E,) for each dataset (--dataset.episode_weights); None: all alike.
+    """
+
+    roots: tuple[str, ...]
+    metas: tuple[DatasetMetadata, ...]
+    members: tuple[Member, ...]
+    weights: tuple[np.ndarray, ...] | None = None
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"dataset {meta.root}: {meta.num_episodes} episodes, {meta.total_frames} frames" for meta in self.metas
+        )
+
+
+def find_datasets(config: Config) -> tuple[Config, Datasets]:
+    """Find the datasets of a run, on the Hub or where the options say; make the demo's own where none is named.
+
+    Returns:
+        The options with absolute paths and the revision of the Hub's dataset; the datasets.
+    Raises:
+        OSError, ValueError: a dataset cannot be read, lacks a feature or camera that an option names, or has no
+            feature by LeRobot's names.
+    """
+    config = with_absolute_paths(config)
+    config, roots = _locate(config)
+    listed = members(config.dataset.mixture) or tuple(map(Member, roots))
+    metas = load_datasets(config, listed)
+    for meta, member in zip(metas, listed, strict=True):
+        chosen = member.camera_keys
+        check_camera_keys(meta, config.dataset.camera_keys if chosen is None else chosen)
+    source = config.dataset.episode_weights
+    weights = None if source is None else tuple(episode_weights(metas, roots, source, absolute))
+    return config, Datasets(tuple(roots), metas, listed, weights)
+
+
+def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMetadata, ...]:
+    """Read the metadata of datasets, with the names that --rename_map gives their features.
+
+    Names of observations stay: as in lerobot-train, the policy's own processors rename those.
+
+    Raises:
+        OSError, ValueError: a dataset cannot be read, has no feature of a name, or lacks what a policy needs.
+    """
+    metas = [load_metadata(member.root, storage_policy=storage_policy(config.dataset)) for member in listed]
+    state = config.dataset.state_features or ()
+    if not any(member.rename_map for member in listed):
+        return with_names(metas, config.rename_map, state)
+    check_names_known(metas, config.rename_map, state)
+    named: list[DatasetMetadata] = []
+    for meta, member in zip(metas, listed, strict=True):
+        others = {key: name for key, name in config.rename_map.items() if key in meta.features}
+        joined = state if any(key in meta.features for key in state) else ()
+        try:
+            named += with_names([meta], {**others, **member.rename_map}, joined)
+        except ValueError as error:
+            raise ValueError(f"--dataset.mixture, {meta.root}: {error}") from error
+    return tuple(named)
+
+
+def storage_policy(d: DatasetOptions) -> StoragePolicy:
+    """Return how datasets are read from object stores."""
+    return StoragePolicy(
+        Timeouts.from_environment().read, absolute(d.cache_dir) if d.cache_dir else None, cache_gb(CACHE_GB)
+    )
+
+
+def _locate(config: Config) -> tuple[Config, list[str]]:
+    """Fetch a dataset of the Hub, or make the demo's own; return the options and the datasets' roots."""
+    repo_id = config.dataset.repo_id
+    if repo_id:
+        path, commit = fetch_dataset(
+            repo_id,
+            config.dataset.revision,
+            episodes=of_each(config.dataset.episodes, [repo_id], "--dataset.episodes")[0],
+            camera_keys=config.dataset.camera_keys,
+        )
+        return replace(config, dataset=replace(config.dataset, revision=commit)), [path]
+    if config.preset != "demo" or config.dataset.roots:
+        return config, config.dataset.roots
+    from vla_finetuning.plan import demo  # which imports what draws and encodes its scenes
+
+    return config, [absolute(demo.prepare_dataset(demo.DEMO_CACHE))]

@@ -1,0 +1,93 @@
+"""The size that frames are fitted into where they are decoded, and what of a policy goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lerobot.configs import FeatureType, NormalizationMode
+from lerobot.configs.policies import PreTrainedConfig
+
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.options import Features
+from vla_finetuning.data.reader import frame_of
+from vla_finetuning.options.programs import Config
+from vla_finetuning.policies.augment import augmentation_of
+from vla_finetuning.policies.processors import normalization_mode
+from vla_finetuning.policies.registry import family_of
+
+
+def with_image_size(
+    config: Config,
+    metas: Sequence[DatasetMetadata],
+    features: Features,
+    policy_config: PreTrainedConfig,
+    row_bytes: Callable[[Features], int],
+) -> tuple[Config, Features, int | None]:
+    """Decide --dataset.image_size=auto.
+
+    Frames are fitted into the policy's size where that at least halves a row, or makes datasets go together.
+
+    Args:
+        row_bytes: bytes of a decoded row with some features.
+    Returns:
+        The options and the features with the size; the bytes of a row as stored, None where frames are not fitted or
+        differ among datasets.
+    """
+
+    def sized(image_size: list[int] | None) -> tuple[Config, Features]:
+        d = replace(config.dataset, image_size=image_size or "stored")
+        return replace(config, dataset=d), replace(features, image_size=image_size)
+
+    requested, stored = config.dataset.image_size, sized(None)
+    size = _policy_size(policy_config) if requested == "auto" else requested
+    if not isinstance(size, list):
+        return *stored, None
+    fitted = sized(size)
+    sizes = [
+        {frame_of(meta.features[key], None)[0] for meta in metas if key in meta.features}
+        for key in features.camera_keys or ()
+    ]
+    if any(len(camera_sizes) > 1 for camera_sizes in sizes):
+        return *fitted, None
+    stored_bytes = row_bytes(stored[1])
+    if requested == "auto" and stored_bytes < 2 * row_bytes(fitted[1]):
+        return *stored, None
+    return *fitted, stored_bytes
+
+
+def check_images(config: Config, policy_config: PreTrainedConfig) -> None:
+    """Refuse an augmentation or a size that the frames of the policy's cameras cannot have."""
+    if config.augments:
+        keys = list(policy_config.image_features)
+        augmentation_of(config.train.augmentation, config.dataset.image_transforms, config.seed, keys)
+    if isinstance(config.dataset.image_size, list):
+        _check_image_size(policy_config, config.dataset.image_size)
+
+
+def _policy_size(policy_config: PreTrainedConfig) -> list[int] | None:
+    """Return [height, width] that the policy fits frames into before anything else; None where it does not."""
+    size = getattr(policy_config, "image_resolution", None)
+    fits = family_of(policy_config).fits_images
+    normalised = normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY
+    return None if size is None or not fits or normalised else list(size)
+
+
+def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
+    """Refuse a size at which the policy would see other pixels than after its own resizing.
+
+    PI0 and its kin fit images, in [0, 1], into `image_resolution`, and leave those alone that have that size.
+    """
+    size = getattr(policy_config, "image_resolution", None)
+    if size is None or not family_of(policy_config).fits_images:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 "
+            "does (centred, black around), so it would be trained on others than it gets on the robot; leave it out"
+        )
+    if tuple(image_size) != tuple(size):
+        raise ValueError(f"--dataset.image_size={image_size}: the policy sees {list(size)}; give that, or leave it out")
+    if normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: the policy normalises images before it resizes them, which cannot be "
+            "had in the other order; leave it out"
+        )

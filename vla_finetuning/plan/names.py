@@ -1,0 +1,147 @@
+"""Name the features of datasets by --rename_map and --dataset.state_features; propose names where they are missing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+
+from vla_finetuning.data.metadata import (
+    CAMERA_DTYPES,
+    FRAME_FEATURES,
+    DatasetMetadata,
+    join_features,
+    read_modality,
+    rename_features,
+)
+from vla_finetuning.options.fields import did_you_mean
+
+OBSERVATION = "observation."
+STATE = "observation.state"
+# openpi's DROID has the state of the arm and of the gripper in features of their own.
+DROID_STATE = ["joint_position", "gripper_position"]
+# Names outside LeRobot's own, and what they stand for: openpi's LIBERO, DROID and ALOHA datasets.
+WELL_KNOWN = {
+    **{"state": "observation.state", "joint_position": "observation.state", "qpos": "observation.state"},
+    **{"actions": "action", "image": "observation.images.base_0_rgb", "cam_high": "observation.images.base_0_rgb"},
+    "exterior_image_1_left": "observation.images.base_0_rgb",
+    **dict.fromkeys(("wrist_image", "wrist_image_left", "cam_left_wrist"), "observation.images.left_wrist_0_rgb"),
+    **dict.fromkeys(("cam_right_wrist", "exterior_image_2_left"), "observation.images.right_wrist_0_rgb"),
+}
+
+
+def with_names(
+    metas: Sequence[DatasetMetadata],
+    rename_map: Mapping[str, str],
+    state_features: Sequence[str] = (),
+    *,
+    observations: bool = False,
+) -> tuple[DatasetMetadata, ...]:
+    """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`.
+
+    Args:
+        state_features: joined into `observation.state`, by the names in the files, in all datasets that have any.
+        observations: rename those, too, where no policy's processors will.
+    """
+    joined = [any(key in meta.features for key in state_features) for meta in metas]
+    check_names_known(metas, {}, state_features)
+    metas = [
+        join_features(meta, state_features, STATE) if has_some else meta
+        for meta, has_some in zip(metas, joined, strict=True)
+    ]
+    names = dict(rename_map) if observations else features_renamed(rename_map)
+    check_names_known(metas, rename_map)
+    found = tuple(
+        rename_features(meta, {key: name for key, name in names.items() if key in meta.features}) for meta in metas
+    )
+    for meta in found:
+        _check_names(meta, rename_map)
+    return found
+
+
+def check_names_known(
+    metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], state_features: Sequence[str] = ()
+) -> None:
+    """Refuse names of features that no dataset has, and those that LeRobot's own columns keep."""
+    known = sorted({key for meta in metas for key in meta.features})
+    if state_features and metas and not any(key in known for key in state_features):
+        raise ValueError(
+            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(known)}"
+            f"{did_you_mean(state_features[0], known)}"
+        )
+    for key, name in rename_map.items() if metas else ():
+        where = f'--rename_map has "{key}": "{name}"'
+        if key in FRAME_FEATURES:
+            raise ValueError(f"{where}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
+        if key not in known:
+            raise ValueError(f"{where}, and the datasets' features are {', '.join(known)}{did_you_mean(key, known)}")
+
+
+def features_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
+    """What of --rename_map is the dataset's: names that lerobot-train does not rename."""
+    return {key: name for key, name in rename_map.items() if not key.startswith(OBSERVATION)}
+
+
+def observations_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
+    """What of --rename_map the policy's processors do, as in lerobot-train."""
+    return {key: name for key, name in rename_map.items() if key.startswith(OBSERVATION)}
+
+
+def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
+    """Refuse a dataset without actions or observations by LeRobot's names, and propose the flag that gives them."""
+    lacks = [] if "action" in meta.features else ["action"]
+    lacks += [] if any(key.startswith(OBSERVATION) for key in meta.features) else [f"{OBSERVATION}*"]
+    if not lacks:
+        return
+    proposed, state = proposed_names(meta)
+    flags = f"--rename_map {shlex.quote(json.dumps({**rename_map, **proposed}))}" if proposed else ""
+    flags += f" --dataset.state_features {','.join(state)}" if state else ""
+    flag = f"; {flags.strip()} gives them LeRobot's names" if flags else ""
+    raise ValueError(
+        f"dataset {meta.root}: no feature is called {' or '.join(lacks)}; its features are "
+        f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}"
+        f"{''.join(f'; not read of the dataset: {line}' for line in meta.not_read)}{flag}"
+    )
+
+
+def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
+    """LeRobot's names for features of a dataset, and the features that are its state together, if several are.
+
+    As GR00T's meta/modality.json says, or as openpi's LIBERO, DROID and ALOHA examples and their like call them;
+    cameras get PI0.5's names where it is known which is which.
+    """
+    modality = {kind: {k: c for k, c in of.items() if c in meta.features} for kind, of in read_modality(meta).items()}
+    state = list(dict.fromkeys(modality["state"].values()))
+    state = state or (DROID_STATE if meta.features.keys() >= set(DROID_STATE) else [])
+    free = [key for key in meta.features if not key.startswith(OBSERVATION) and key not in ("action", *FRAME_FEATURES)]
+    taken, proposed = set(meta.features), dict[str, str]()
+    if len(state) > 1:
+        free = [key for key in free if key not in state]
+        taken.add(STATE)
+
+    def propose(key: str, name: str) -> None:
+        if key in free and key not in proposed and name not in taken:
+            proposed[key] = name
+            taken.add(name)
+
+    for key in state[:1]:
+        propose(key, STATE)
+    if len(actions := list(dict.fromkeys(modality["action"].values()))) == 1:
+        propose(actions[0], "action")
+    for name, key in modality["video"].items():
+        propose(key, f"{OBSERVATION}images.{name}")
+    for key, name in WELL_KNOWN.items():
+        propose(key, name)
+    for key in free:
+        if meta.features[key].dtype in CAMERA_DTYPES:
+            propose(key, f"{OBSERVATION}images.{key.rpartition('.')[2]}")
+    return proposed, state if len(state) > 1 else []
+
+
+def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
+    """Raises ValueError for a camera that the dataset has not."""
+    if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
+        raise ValueError(
+            f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}, but "
+            f"{','.join(meta.camera_keys) or 'none'}{did_you_mean(unknown[0], meta.camera_keys)}"
+        )

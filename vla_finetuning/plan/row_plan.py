@@ -1,0 +1,174 @@
+"""Decide which rows a run trains on, in which order, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lerobot.configs.policies import PreTrainedConfig
+
+from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.bucket import place
+from vla_finetuning.data.options import Features, Order, Reading, Selection
+from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.options.programs import PRESETS, Config
+from vla_finetuning.plan.datasets import Datasets
+from vla_finetuning.plan.episodes import ChosenEpisodes
+from vla_finetuning.plan.images import with_image_size
+from vla_finetuning.plan.labels import read_labels
+from vla_finetuning.plan.matching import Matched
+from vla_finetuning.plan.row_weights import row_weights
+from vla_finetuning.plan.rows import (
+    Rows,
+    check_global_shuffle,
+    frame_cache_of,
+    rows_per_block,
+    sharding_of,
+    with_shard_rows,
+)
+from vla_finetuning.plan.shuffle_quality import mixing_of
+from vla_finetuning.run.folder import SKIPPED_NAME
+
+
+def plan_rows(
+    config: Config, datasets: Datasets, matched: Matched, chosen: ChosenEpisodes, dropped: int, steps: int
+) -> tuple[Config, Rows]:
+    """Decide the rows of a run.
+
+    Args:
+        datasets: as the policy gets them. dropped: frames left out at the end of each training episode.
+    Returns:
+        The options with the size of images and the rows of a shard; the rows with their weights and labels.
+    Raises:
+        ValueError: options that do not go with the rows.
+    """
+    metas, match = datasets.metas, matched.match
+    selection = Selection(
+        episodes=chosen.train,
+        drop_n_last_frames=dropped,
+        stretches=chosen.frames or None,
+        weights=[member.weight for member in datasets.members] if config.dataset.mixture else None,
+    )
+    stream = stream_of(config, steps)
+    features = Features(
+        camera_keys=match.camera_keys,
+        columns=match.dataset_keys,
+        delta_timestamps=match.delta_timestamps,
+        tolerance_s=config.tolerance_s,
+        padded=len(matched.robots) > 1,
+        window_steps=matched.window_steps,
+    )
+
+    def row_bytes(features: Features) -> int:
+        order = Order(shuffle_seed=config.seed, stream=stream)
+        reading = Reading(on_error=config.dataset.on_error, check_files=False)
+        return LeRobotDatasource(metas, Selection(episodes=chosen.train), features, order, reading).row_bytes()
+
+    config, features, stored_bytes = with_image_size(config, metas, features, matched.config, row_bytes)
+    size = row_bytes(features)
+    config = with_shard_rows(config, size)
+    d = config.dataset
+    order = Order(
+        shuffle_seed=config.seed,
+        shuffle_window=d.shuffle_window,
+        global_shuffle=d.global_shuffle,
+        sharding=sharding_of(d),
+        stream=stream,
+        rows_multiple=config.rows_multiple,
+        block_rows=rows_per_block(config, size),
+    )
+    reading = Reading(
+        num_cpus=config.scaling.cpus_per_read_task,
+        on_error=d.on_error,
+        skip_log=config.folder / SKIPPED_NAME,
+        check_files=False,
+    )
+    source = LeRobotDatasource(metas, selection, features, order, reading)
+    per_epoch, decoded_bytes = source.plan.rows_per_epoch, source.decoded_bytes()
+    cache = frame_cache_of(d, decoded_bytes, reads_again=stream[1] > per_epoch)
+    check_global_shuffle(d, cache, decoded_bytes)
+    identity = source.plan.identity()
+    if features.padded:
+        robot_names = {number: robot.name for robot in matched.robots for number in robot.datasets}
+        identity["robots"] = [robot_names[number] for number in range(len(metas))]
+    if matched.window_steps is not None:
+        identity["window_steps"] = list(matched.window_steps)
+    rows = Rows(
+        metas=metas,
+        train_episodes=chosen.train,
+        eval_episodes=chosen.held_out,
+        selection=selection,
+        features=features,
+        order=order,
+        reading=replace(reading, frame_cache=cache),
+        per_epoch=per_epoch,
+        per_dataset=chosen.rows_per_dataset(metas, dropped),
+        identity=identity,
+        rates={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
+        mixing=mixing_of(config, source),
+        stored_bytes=stored_bytes,
+        cached_bytes=decoded_bytes,
+        distinct_frames=source.distinct_frames,
+        epoch_ends=() if d.episode_weights is None else tuple(source.plan.epoch_ends(stream[1])),
+        weights=row_weights(config, metas, matched.config),
+        rename_map=matched.rename_map,
+        described=chosen.described,
+    )
+    return config, _with_labels(config, rows)
+
+
+def stream_of(config: Config, steps: int) -> tuple[int, int]:
+    """Return the first position and the end of the run's stream of rows."""
+    # Filled up so that workers get equally many blocks; with a fixed number of workers they do anyway.
+    spare = config.scaling.num_workers * config.batch_size if config.scaling.min_workers else 0
+    return 0, steps * config.global_batch_size + spare
+
+
+def frames_dropped(config: Config, policy_config: PreTrainedConfig, steps: Sequence[int] | None) -> int:
+    """Return how many frames at the end of each training episode are left out, as LeRobot's sampler does.
+
+    Args:
+        steps: frames between two actions of a chunk, by dataset; None where all have one.
+    Raises:
+        ValueError: the policy's number is of frames that are one action apart, and some dataset has others.
+    """
+    if config.dataset.drop_n_last_frames is not None:
+        return config.dataset.drop_n_last_frames
+    dropped: int = getattr(policy_config, "drop_n_last_frames", 0)
+    if dropped and steps is not None and max(steps) > 1:
+        raise ValueError(
+            f"--dataset.mixture: a '{policy_config.type}' leaves out the last {dropped} frames of each episode, whose "
+            f"actions lie up to {max(steps)} frames apart by the members' fps: say how many frames of all of them, "
+            f"--dataset.drop_n_last_frames={dropped * max(steps)}"
+        )
+    return dropped
+
+
+def with_fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
+    """Lower a rehearsal's batch to a small dataset, unless the user chose the batch; with a note where it is lowered.
+
+    Raises:
+        ValueError: a global batch has more rows than there are training frames.
+    """
+    preset, notes = int(PRESETS["demo"]["batch_size"]), []
+    if config.preset == "demo" and config.batch_size == preset and config.global_batch_size > rows:
+        config = replace(config, batch_size=max(1, rows * config.batch_size // config.global_batch_size))
+        notes = [
+            f"--batch_size is {config.batch_size} instead of the preset's {preset}: there are {rows} training frames"
+        ]
+    if config.global_batch_size > rows:
+        raise ValueError(
+            f"a global batch of {config.global_batch_size} rows (batch_size {config.batch_size} x grad_accum "
+            f"{config.grad_accum} x {config.scaling.num_workers} workers) is more than the {rows} training frames: a "
+            "step would see frames twice; lower --batch_size or --grad_accum, or add episodes"
+        )
+    return config, notes
+
+
+def _with_labels(config: Config, rows: Rows) -> Rows:
+    """Return the rows with the advantages that their prompts name (--recap.labels)."""
+    if config.recap.labels is None:
+        return rows
+    labels, digest = read_labels(place(config.recap.labels), rows.metas, rows.episodes)
+    identity = {**rows.identity, "labels": digest, "label_dropout": config.recap.dropout}
+    return replace(rows, positive=PerFrame(labels), label_dropout=config.recap.dropout, identity=identity)
