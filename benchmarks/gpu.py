@@ -46,7 +46,8 @@ from vla_finetuning.options.train import TrainMode
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.counting import flops_per_sample, meta_policy
+from vla_finetuning.policies.counting import flops_per_sample
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import ALIGNMENT
 from vla_finetuning.policies.registry import family_of

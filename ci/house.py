@@ -25,7 +25,7 @@ TARGETS = {
     "flags of vla.py": (115, True),
     "floors of imports": (9, False),
     "floors of imports in data/": (6, False),
-    "floors of imports in policies/": (8, False),
+    "floors of imports in policies/": (8, True),
     "packages in a circle": (0, True),
     "% of docstrings that begin without a verb": (3, False),
     "% of names that say nothing": (0.5, False),

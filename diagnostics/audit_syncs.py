@@ -45,8 +45,8 @@ from util import Batch, DeviceMetrics, NumpyToTorchCollate
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.options.train import Precision
 from vla_finetuning.plan.resolve import Run, resolve, with_config
-from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run import cluster

@@ -172,7 +172,7 @@ def test_a_policy_is_named_in_policies_alone():
     [
         "from lerobot.policies.act.configuration_act import ACTConfig",
         "import lerobot.policies.act",
-        "from vla_finetuning.policies.pi05 import prompt_lengths",
+        "from vla_finetuning.policies.families.pi05 import prompt_lengths",
         "from vla_finetuning.policies import tiny_pi05",
         "def f(config): return config.type in {'pi0', 'act'}",
         "def f(loss): return isinstance(loss, family.PI05Loss)",

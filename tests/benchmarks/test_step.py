@@ -14,7 +14,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.smolvla import SmolVLALoss
+from vla_finetuning.policies.families.smolvla import SmolVLALoss
 from vla_finetuning.training import model
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from diagnostics.find_unused_params import UnusedReport, find_unused
 from tests import in_process
 from tests.tiny import make_batch, make_policy
 from vla_finetuning.policies import build
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
 
 

@@ -20,7 +20,7 @@ from diagnostics.step_report import Settings, StepReport
 from tests import in_process
 from util import DeviceMetrics, Phase, TrainableOptimizer
 from vla_finetuning.plan.resolve import Run, with_config
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.training import state
 from vla_finetuning.training.model import build_model, build_optimizer
 

@@ -21,7 +21,7 @@ from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.plan.row_weights import of_batch, row_weights
 from vla_finetuning.policies import tiny_pi05
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.training.feed import WeighRows, training_transforms
 
 CHUNK, FRAMES = 8, 60

@@ -9,7 +9,7 @@ from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 
 from util import DeviceMetrics
-from vla_finetuning.policies.act import ACTLoss
+from vla_finetuning.policies.families.lerobot_forward import ACTLoss
 from vla_finetuning.policies.family import MEAN_COUNT, PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 

@@ -9,7 +9,7 @@ from tests.tiny import make_batch, make_policy
 from vla_finetuning.policies import attention
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import choose_trainable
 
 CPU = torch.device("cpu")

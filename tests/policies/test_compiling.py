@@ -10,7 +10,7 @@ from tests.tiny import make_batch, make_policy
 from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies import compiling
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.prompts import MAX_LENGTHS
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable

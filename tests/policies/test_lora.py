@@ -16,7 +16,7 @@ from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED, choose_trainable
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.training.capacity import planned_memory

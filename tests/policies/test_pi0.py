@@ -12,7 +12,7 @@ from tests.policies.test_pi05 import gradient_errors, gradients, in_float64, rel
 from tests.tiny_backbones import VOCABULARY, tiny_paligemma
 from vla_finetuning.policies.attention import Shape, what_is_wrong
 from vla_finetuning.policies.counting import flops_per_sample
-from vla_finetuning.policies.pi0 import PI0Loss
+from vla_finetuning.policies.families.pi0 import PI0Loss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
 

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_config, reference
-from vla_finetuning.policies.counting import flops_per_sample, meta_policy
+from vla_finetuning.policies.counting import flops_per_sample
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import sample_noise_and_time
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 

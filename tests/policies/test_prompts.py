@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny import make_batch, make_config, make_policy, real_config
 from vla_finetuning.policies.counting import flops_by_prompt, flops_per_sample
-from vla_finetuning.policies.pi05 import PI05Loss, image_tokens
+from vla_finetuning.policies.families.pi05 import PI05Loss, image_tokens
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable

@@ -15,9 +15,9 @@ from tests.tiny_backbones import VOCABULARY, smolvlm
 from vla_finetuning.policies.attention import Shape, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.counting import flops_per_sample
+from vla_finetuning.policies.families.smolvla import SmolVLALoss, patch_places
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.smolvla import SmolVLALoss, patch_places
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
 
 CHUNK, WIDTH, STATE, ROWS = 5, 8, 4, 3

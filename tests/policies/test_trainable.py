@@ -6,8 +6,8 @@ from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.tiny import make_batch, make_policy, real_config
-from vla_finetuning.policies.counting import meta_policy
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 
 MODES = ("heads", "expert", "full")

@@ -6,7 +6,7 @@ import torch
 from tests.tiny import make_batch, make_policy
 from vla_finetuning.data.columns import RETURN
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.policies.value import ValueLoss, two_bins

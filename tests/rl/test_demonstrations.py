@@ -9,7 +9,7 @@ import torch
 
 from tests.rl.test_learning import CPU, make_base, resolved, train
 from vla_finetuning.plan.demo import make_demo_dataset
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.rl import loop
 from vla_finetuning.rl.demonstrations import as_lessons, in_tasks, micro_positions
 from vla_finetuning.rl.objective import Objective

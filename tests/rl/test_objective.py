@@ -9,7 +9,7 @@ import torch
 from tests.rl.test_flow_sde import SDE, draw, inputs
 from tests.tiny import ACTION_DIM, make_policy
 from vla_finetuning.options.grpo import GrpoOptions
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
 from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
 from vla_finetuning.rl.objective import Objective, advantages, clipped, totals, value_loss

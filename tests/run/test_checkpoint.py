@@ -24,7 +24,7 @@ from util import make_trainable_optimizer
 from vla_finetuning.lines import append_line
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import Config
-from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.run import checkpoint, manifest
 from vla_finetuning.run.checkpoint import (

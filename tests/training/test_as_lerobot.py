@@ -39,10 +39,10 @@ from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.policies.families.lerobot_forward import COUNT, MODULE
 from vla_finetuning.policies.family import UNUSED
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.vqbet import COUNT, MODULE
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model, make_prepare

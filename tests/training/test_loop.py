@@ -21,8 +21,8 @@ from vla_finetuning.evaluation import after_training
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies import compiling, pi05
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import sample_noise_and_time
-from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, own_folder

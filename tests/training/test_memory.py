@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.tiny import make_batch, make_config, make_policy
 from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies import recompute
-from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 from vla_finetuning.training.memory import prediction_bytes, step_memory
 from vla_finetuning.training.parallel import keeps_casts

@@ -21,8 +21,8 @@ from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import sample_noise_and_time
-from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.training import callbacks, feed, held_out
 from vla_finetuning.training.feed import Collate, input_transforms
 from vla_finetuning.training.model import build_model, make_prepare

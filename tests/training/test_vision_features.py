@@ -22,7 +22,7 @@ from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.policies.smolvla import SmolVLALoss
+from vla_finetuning.policies.families.smolvla import SmolVLALoss
 from vla_finetuning.training.capacity import planned_memory
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.feed import Collate, policy_batches

@@ -18,9 +18,9 @@ from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
 )

@@ -1,34 +1,20 @@
-"""What follows from a policy's configuration alone: its network without storage, floating point operations."""
+"""Count the floating point operations of a policy's step from its configuration alone."""
 
-import contextlib
-import copy
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainMode
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
-
-
-def meta_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
-    """A policy as LeRobot builds it for a configuration, without storage: to count, and to compare names and shapes.
-
-    Only of a family that is built `from_config`: others may download their backbones.
-    """
-    config = family_of(config).without_downloads(copy.deepcopy(config))
-    config.device = "meta"
-    # LeRobot's SmolVLA prints what it does.
-    with torch.device("meta"), contextlib.redirect_stdout(None):
-        return get_policy_class(config.type)(config)
 
 
 def flops_per_sample(

@@ -1,7 +1,7 @@
 """What this project knows about a policy type beyond LeRobot's interface: a family.
 
 `Family` itself is the plain one: LeRobot's own `forward` computes the loss, LeRobot's own code predicts. A family that
-knows more overrides what is here, in a module of its own with one line in `registry.FAMILIES`. Nothing outside
+knows more overrides what is here, in a file of families/ that lists it in `FAMILIES`. Nothing outside
 `policies/` names a policy: callers ask `registry.family_of(config)`.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens.

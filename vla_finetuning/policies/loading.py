@@ -42,8 +42,8 @@ from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import let_others_read, read_foreign_json
 from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.node_disk import fetched_for_good
-from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.lora import write_adapters
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import (
     EMPTY_CAMERA,
     TOKENIZER_FOLDER,

@@ -23,7 +23,7 @@ from vla_finetuning.plan.labels import histogram, write_labels
 from vla_finetuning.plan.outcomes import corrected_frames, episode_success
 from vla_finetuning.plan.paths import absolute
 from vla_finetuning.plan.resolve import Run, make_job, resolve
-from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, ValueSpec
 from vla_finetuning.policies.trainable import TrainableReport

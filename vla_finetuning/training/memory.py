@@ -31,8 +31,8 @@ from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.options.train import Attention, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
-from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable

@@ -42,11 +42,11 @@ from transformers import AutoConfig
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
+from vla_finetuning.policies.families.pi0 import PI0
+from vla_finetuning.policies.families.pi05 import Prefix
 from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, PolicyLoss
 from vla_finetuning.policies.flow import TimeDistribution, over_own_dims, repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
-from vla_finetuning.policies.pi0 import PI0
-from vla_finetuning.policies.pi05 import Prefix
 from vla_finetuning.policies.prompts import prompt_lengths
 
 # `VLAFlowMatching.sample_time` of LeRobot 0.6.1, and `apply_rope`.
@@ -505,3 +505,6 @@ def _backbone(model: str) -> Any:
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """A number as it is in a precision."""
     return torch.tensor(value, dtype=dtype).item()
+
+
+FAMILIES = (SmolVLA("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),)

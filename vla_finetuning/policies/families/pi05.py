@@ -482,3 +482,6 @@ def image_tokens(config: Any) -> int:
     # LeRobot 0.6.1 leaves SigLIP's patches as transformers has them; the tiny policy chooses its own.
     patch = getattr(config, "patch_size", CONFIG_MAPPING["paligemma"]().vision_config.patch_size)
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
+
+
+FAMILIES = (PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer="google/paligemma-3b-pt-224"),)

@@ -19,9 +19,9 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION_TOKEN_MASK, OBS_STATE, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor
 
+from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix
 from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import repeat_rows
-from vla_finetuning.policies.pi05 import PI05, PI05Loss, Prefix
 
 
 class PI0Loss(PI05Loss):
@@ -112,3 +112,9 @@ class PI0FAST(Family):
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `from_pretrained` of these policies does; it is PI0.5's with other rules."""
         return PI05("pi05").own_keys(policy, weights)
+
+
+FAMILIES = (
+    PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer="google/paligemma-3b-pt-224"),
+    PI0FAST("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
+)

@@ -1,0 +1,278 @@
+"""Policies that LeRobot's own forward trains, each with what differs from the plain `Family`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.policies.utils import populate_queues
+from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
+from torch import Tensor
+
+from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss
+from vla_finetuning.policies.processors import DeviceHalf
+
+# ---- ACT ------------------------------------------------------------------------------------------------------------
+
+
+class ACTLoss(PolicyLoss):
+    """LeRobot's loss: the mean error over valid action steps, and the latent's divergence, a mean over rows.
+
+    With MEAN_COUNT in the batch, the first is over the valid steps of the whole step, and the second stays as it is.
+    """
+
+    def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        if MEAN_COUNT not in batch:
+            return super().forward(batch)
+        config, seen = self.policy.config, self.images(batch)
+        if config.image_features:
+            seen |= {OBS_IMAGES: [seen[key] for key in config.image_features]}
+        actions, (mean, log_variance) = self.policy.model(seen)
+        errors = F.l1_loss(seen[ACTION], actions, reduction="none") * ~seen["action_is_pad"].unsqueeze(-1)
+        loss = errors.sum() / (batch[MEAN_COUNT] * errors.shape[-1])
+        self.note({"l1_loss": loss})
+        if config.use_vae and log_variance is not None:
+            divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum(-1)
+            self.note({"kld_loss": divergence.mean()})
+            loss = loss + divergence.mean() * config.kl_weight
+        return loss
+
+    def count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return (~batch["action_is_pad"]).sum()
+
+
+class ACT(Family):
+    """ACT and types that derive from it."""
+
+    train_options = frozenset({"exact_mean"})
+
+    def remembers(self, config: Any) -> str:
+        if config.temporal_ensemble_coeff is None:
+            return super().remembers(config)
+        return (
+            f"with temporal_ensemble_coeff={config.temporal_ensemble_coeff:g} averages the chunks of past steps "
+            "(--policy.temporal_ensemble_coeff=null: without)"
+        )
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        return ACTLoss(policy, images=super().make_loss(policy, **options).images)
+
+
+# ---- policies that remember past steps ------------------------------------------------------------------------------
+
+
+class Queued(Family):
+    """Policies whose `predict_action_chunk` reads queues of the last `n_obs_steps` states and images."""
+
+    def remembers(self, config: Any) -> str:
+        """With one step too: its queues are filled here from windows alone."""
+        return super().remembers(config) or f"with n_obs_steps={config.n_obs_steps} predicts from a queue of past steps"
+
+    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **options: Any) -> Tensor:
+        """Show the policy the window, one step after the other, as an episode's steps, and have it predict."""
+        owner: Any = policy
+        owner.reset()
+        # LeRobot's pipelines leave an action of None, which would be read from its empty queue.
+        observation = {key: value for key, value in observation.items() if key != ACTION}
+        seen = {key: observation[key] for key in owner._queues if key in observation}
+        if cameras := list(policy.config.image_features):
+            seen[OBS_IMAGES] = torch.stack([observation[key] for key in cameras], dim=-4)
+        for step in range(observation[OBS_STATE].shape[1]):
+            owner._queues = populate_queues(owner._queues, {key: window[:, step] for key, window in seen.items()})
+        return owner.predict_action_chunk({**observation, **seen}, **options)
+
+
+# ---- VQ-BeT ---------------------------------------------------------------------------------------------------------
+
+# The forwards that the codebook has been trained in.
+MODULE, COUNT = "vqbet.action_head.vqvae_model", "optimized_steps"
+
+
+class VQBeTLoss(PolicyLoss):
+    """LeRobot's loss, whose count of forwards is a buffer of the policy while it trains, and counts only those.
+
+    The first `n_vqvae_training_steps` forwards train a codebook of action chunks, a buffer that is frozen after them.
+    LeRobot 0.6.1 counts forwards in an int, which its own resume begins from 0, and counts those without a gradient.
+    """
+
+    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
+        super().__init__(policy, images=images)
+        vqvae = policy.get_submodule(MODULE)
+        if COUNT not in dict(vqvae.named_buffers()):
+            count: Any = vqvae.__dict__.pop(COUNT)
+            vqvae.register_buffer(COUNT, torch.tensor(count))
+
+    def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        if self.training:
+            self.policy.train()  # as `lerobot-train` before every step: LeRobot freezes the codebook in eval mode
+            return super().forward(batch)
+        count = self.policy.get_buffer(f"{MODULE}.{COUNT}")
+        before = count.clone()
+        count.fill_(-1)  # far from where the codebook is frozen
+        try:
+            return super().forward(batch)
+        finally:
+            count.copy_(before)
+
+
+class VQBeT(Queued):
+    """VQ-BeT and types that derive from it."""
+
+    no_adapters = (
+        "its first steps (n_vqvae_training_steps) train a codebook and nothing else, and adapters leave that frozen"
+    )
+
+    def training_state(self) -> dict[str, Tensor]:
+        return {f"{MODULE}.{COUNT}": torch.tensor(0)}
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        return VQBeTLoss(policy, images=super().make_loss(policy, **options).images)
+
+
+# ---- EVO1 -----------------------------------------------------------------------------------------------------------
+
+
+class Evo1(Family):
+    """EVO1 and types that derive from it."""
+
+    pads_statistics = True
+
+    def action_width(self, config: PreTrainedConfig) -> int:
+        """As wide as the policy's own: its processors add zeros."""
+        return config.max_action_dim
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        loss = super().make_loss(policy, **options)
+        # It makes pixels of the precision that its option says (vlm_dtype), whatever the weights have become.
+        policy.model.embedder.model_dtype = next(policy.model.embedder.model.parameters()).dtype
+        return loss
+
+
+# ---- FastWAM --------------------------------------------------------------------------------------------------------
+
+
+class FastWAMLoss(PolicyLoss):
+    """LeRobot's loss, computed where the weights are and in their precision.
+
+    LeRobot 0.6.1 notes device and precision where it builds the model, and moves its inputs there ever after.
+    """
+
+    def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        core: Any = self.policy.model
+        trains = next(parameter for parameter in core.parameters() if parameter.requires_grad)
+        core.device, core.torch_dtype = trains.device, trains.dtype
+        return super().forward(batch)
+
+
+class FastWAM(Family):
+    """FastWAM and types that derive from it."""
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        return FastWAMLoss(policy, images=super().make_loss(policy, **options).images)
+
+
+# ---- MolmoAct2 ------------------------------------------------------------------------------------------------------
+
+
+class MolmoAct2(Family):
+    """MolmoAct2 and types that derive from it."""
+
+    # LeRobot 0.6.1 has names for the steps that normalise which those that replace statistics do not know.
+    own_processors = True
+
+    def cannot_predict(self, config: Any) -> str:
+        if config.inference_action_mode is not None:
+            return ""
+        return "it has two ways to predict, give one: --policy.inference_action_mode continuous, or discrete"
+
+
+# ---- X-VLA ----------------------------------------------------------------------------------------------------------
+
+# Of an arm or of two: position, six numbers of a rotation, gripper.
+ROTATED = (10, 20)
+
+
+class XVLA(Family):
+    """X-VLA and types that derive from it."""
+
+    takes_any = True
+    without_effect = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
+
+    def env_processors(self, config: PreTrainedConfig, env: Any, own: Collection[str] = ()) -> tuple[Any, Any]:
+        """Of LIBERO those that LeRobot has for end-effector actions with rotations of six numbers.
+
+        LeRobot 0.6.1 takes them for every environment and every action, and normalises images a second time where the
+        policy's own preprocessor does so too, which then refuses them.
+        """
+        if not self._rotates(config, env):
+            return super().env_processors(config, env, own)
+        # Here: most runs play in no environment.
+        from lerobot.envs import make_env_pre_post_processors
+
+        before, after = make_env_pre_post_processors(env, config)
+        before.steps = [step for step in before.steps if getattr(step, "_registry_name", None) not in own]
+        return before, after
+
+    def env_features(
+        self, config: PreTrainedConfig, env: Any, features: dict[str, PolicyFeature]
+    ) -> dict[str, PolicyFeature]:
+        if not self._rotates(config, env):
+            return features
+        return {**features, OBS_STATE: PolicyFeature(FeatureType.STATE, (ROTATED[-1],)), **config.output_features}
+
+    def _rotates(self, config: PreTrainedConfig, env: Any) -> bool:
+        """Whether actions are those that LeRobot's processors make LIBERO's of."""
+        from lerobot.envs.configs import LiberoEnv
+
+        return isinstance(env, LiberoEnv) and config.output_features[ACTION].shape[0] in ROTATED
+
+    def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rename keys as LeRobot's `XVLAPolicy.from_pretrained` does."""
+        # Here: most runs do without Florence-2, which takes a second to import.
+        from lerobot.policies.xvla import modeling_xvla
+
+        if not modeling_xvla._is_vendored_florence_state_dict(weights):
+            return weights
+        return modeling_xvla._remap_vendored_florence_state_dict(weights)
+
+
+# ---- VLA-JEPA -------------------------------------------------------------------------------------------------------
+
+
+class VLAJEPA(Family):
+    """VLA-JEPA and types that derive from it."""
+
+    without_effect = {"reinit_modules": "weights that all fit the configuration: here none may be left out"}
+
+
+FAMILIES = (
+    ACT("act", as_lerobot=True, chunk_draws="nothing", in_float32=True),
+    Queued("diffusion", as_lerobot=True, in_float32=True, sized_by_images=True),
+    XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
+    VQBeT("vqbet", as_lerobot=True, in_float32=True, sized_by_images=True),
+    Queued(
+        "multi_task_dit",
+        as_lerobot=True,
+        tokenizer_option="text_encoder_name",
+        in_float32=True,
+        sized_by_images=True,
+    ),
+    Evo1("evo1", as_lerobot=True, tokenizer_option="vlm_model_name", reads_texts=True),
+    VLAJEPA("vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name", reads_texts=True, sized_by_images=True),
+    FastWAM("fastwam", as_lerobot=True, tokenizer_option="tokenizer_model_id", reads_texts=True, sized_by_images=True),
+    Family("eo1", as_lerobot=True, tokenizer_option="vlm_base", reads_texts=True),
+    MolmoAct2("molmoact2", as_lerobot=True, tokenizer_option="checkpoint_path", reads_texts=True),
+    Family("tdmpc", refused="its target network follows the others after every step, without a gradient"),
+    Family("gaussian_actor", refused="it is an actor of online reinforcement learning, and its forward is no loss"),
+    Family("groot", refused="its forward needs the package dm-tree, which is not in requirements.lock"),
+    Family("wall_x", refused="it needs the packages torchdiffeq and qwen-vl-utils, which are not in requirements.lock"),
+    Family(
+        "lingbot_va",
+        refused="LeRobot computes its training attention in half precision, by kernels that have no gradient on a "
+        "CPU, so that no test can show it",
+    ),
+)
