@@ -231,19 +231,21 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclass
 class TrainableOptimizer:
-    """Adam over what trains, its parameter list made once, and the learning rate as a function of the step.
+    """An optimizer over what trains, its parameter list made once, and the learning rate as a function of the step.
 
-    A step whose gradients are not all finite changes nothing: a device flag tells the fused kernel, which the host does
-    not read.
+    A step whose gradients are not all finite changes nothing: a device flag tells the kernel, which the host does not
+    read.
 
     Attributes:
-        optimizer: Adam or AdamW. A parameter group may have an `lr_scale`: its share of the schedule's rate.
+        optimizer: follows the protocol of fused optimizers: with `found_inf` 1.0 its step changes nothing. Adam or
+            AdamW where parameters are sharded. A parameter group may have an `lr_scale`: its share of the schedule's
+            rate.
         average, decay: an exponential moving average of `params`, fp32 and in parts where they are; empty for none.
         keeps_gradients: gradients were there when this was made, in memory that stays (DDP's buckets). They are zeroed
             in place: given up, they would be made anew beside that memory. Else they are given up after every step.
     """
 
-    optimizer: torch.optim.Adam
+    optimizer: torch.optim.Optimizer
     names: list[str]
     params: list[nn.Parameter]
     buffers: dict[str, Tensor]
@@ -287,7 +289,7 @@ class TrainableOptimizer:
 
     @torch.no_grad()
     def _update(self, scale: Tensor | None, skipped: Tensor) -> None:
-        """Change parameters and moments by the gradients, unless `skipped`.
+        """Change parameters and the optimizer's state by the gradients, unless `skipped`.
 
         Args:
             scale: what the gradients of shards are still to be divided by; None: they are whole, and clipped.
@@ -364,19 +366,23 @@ class TrainableOptimizer:
             local_shard(average).copy_(own)
 
     def state(self) -> dict[str, Tensor]:
-        """Adam's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`.
+        """Return the optimizer's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>` of Adam,
+        `momentum_buffer.<name>` of others.
 
-        Zeros, as AdamW would make them, before the first step; what is written into them then counts.
+        Before the first step these are zeros, as the optimizer would make them; values written into them count.
         """
+        kinds = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         flat: dict[str, Tensor] = {}
         for name, param in zip(self.names, self.params, strict=True):
             state = self.optimizer.state[param]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-                state["exp_avg"], state["exp_avg_sq"] = (
-                    torch.zeros_like(param, memory_format=torch.preserve_format) for _ in range(2)
-                )
-            flat |= {f"{key}.{name}": value for key, value in state.items()}
+                adam = "betas" in kinds[id(param)]
+                momentum = ["momentum_buffer"] if kinds[id(param)].get("momentum") else []
+                if adam:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                for key in ["exp_avg", "exp_avg_sq"] if adam else momentum:
+                    state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            flat |= {f"{key}.{name}": value for key, value in state.items() if value is not None}
         return flat
 
 
@@ -398,13 +404,13 @@ def make_trainable_optimizer(
 
 def take_optimizer(
     module: nn.Module,
-    optimizer: torch.optim.Adam,
+    optimizer: torch.optim.Optimizer,
     *,
     schedule: Callable[[int], float],
     clip_norm: float,
     decay: float | None = None,
 ) -> TrainableOptimizer:
-    """For the step: a fused Adam or AdamW over the `trainable_parameters` of `module`, in groups of any kind.
+    """Return what the step needs of an optimizer over the `trainable_parameters` of `module`, in groups of any kind.
 
     Args:
         decay: of the parameters' average, which starts as they are; None for none.

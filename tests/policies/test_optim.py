@@ -1,13 +1,16 @@
 """What a run's options make of the policy's own optimizer and schedule; that it is LeRobot's, test_as_lerobot shows."""
 
+import copy
+
 import pytest
+import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
-from util import warmup_cosine
+from util import take_optimizer, warmup_cosine
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.optim import make_recipe
 
@@ -41,13 +44,17 @@ def test_the_short_way_is_as_it_was():
     assert all(found(step) == expected(step) for step in range(300))
 
 
-def test_a_rate_in_proportion():
-    """--lr moves all groups; LeRobot's own option only those without a rate of their own."""
+def make_act():
     camera = PolicyFeature(FeatureType.VISUAL, (3, 32, 32))
     config = ACTConfig(device="cpu", dim_model=16, dim_feedforward=16, n_heads=2, pretrained_backbone_weights=None)
     config.input_features, config.optimizer_lr_backbone = {"observation.images.top": camera}, 2e-6
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (2,))}
-    policy = ACTPolicy(config)
+    return config, ACTPolicy(config)
+
+
+def test_a_rate_in_proportion():
+    """--lr moves all groups; LeRobot's own option only those without a rate of their own."""
+    config, policy = make_act()
 
     def rates(*flags):
         made = recipe(config, *flags)
@@ -71,7 +78,11 @@ def test_a_rate_in_proportion():
     ("flag", "message"),
     [
         ("optimizer.type=lion", "--optimizer.type=lion: expected one of adam, adamw"),
-        ("optimizer.type=sgd", "the optimizer of type sgd: .*give --optimizer.type adam or adamw"),
+        ("optimizer.type=multi_adam", "the optimizer of type multi_adam is several; give --optimizer.type adam or"),
+        (
+            "optimizer.type=muon --scaling.strategy=fsdp2",
+            "shards are updated by Adam alone; give --scaling",
+        ),
         ("optimizer.beta=1", "--optimizer.beta: no option of AdamWConfig; did you mean --optimizer.betas"),
         ("optimizer.eps=small", "--optimizer.eps=small: "),
         ("optimizer.lr=0", "--optimizer.lr=0.0: must be positive"),
@@ -81,4 +92,65 @@ def test_a_rate_in_proportion():
 )
 def test_what_there_is_not_is_said(flag, message):
     with pytest.raises(ValueError, match=message):
-        recipe(ACTConfig(device="cpu"), f"--{flag}")
+        recipe(ACTConfig(device="cpu"), *(f"--{part.removeprefix('--')}" for part in flag.split()))
+
+
+def torch_optimizers(kind, policy):
+    """Make torch's own optimizers over the same parameters, Muon's without this project's choice of kernels."""
+    parameters = dict(policy.named_parameters())
+    if kind == "sgd":
+        return [torch.optim.SGD(parameters.values(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)]
+    layers = {
+        name: p for name, p in parameters.items() if p.ndim == 2 and any(part.isdigit() for part in name.split("."))
+    }
+    assert 4 < len(layers) < len(parameters)
+    rest = [p for name, p in parameters.items() if name not in layers]
+    return [
+        torch.optim.Muon(layers.values(), lr=1e-2, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+
+
+KINDS = {"sgd": ("momentum=0.9", "nesterov=true", "weight_decay=0.1"), "muon": ("weight_decay=0.01",)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sgd_and_muon_are_torchs_leave_out_bad_steps_and_resume(kind):
+    config, policy = make_act()
+    flags = ["--use_policy_training_preset=false", f"--optimizer.type={kind}", "--scheduler.type=constant_with_warmup"]
+    flags += ["--scheduler.num_warmup_steps=0", "--optimizer.lr=1e-2", "--optimizer.grad_clip_norm=0"]
+    made = recipe(config, *flags, *(f"--optimizer.{option}" for option in KINDS[kind]))
+    plain = copy.deepcopy(policy)
+    others = torch_optimizers(kind, plain)
+
+    def take(policy):
+        return take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=made.clip_norm)
+
+    def gradients(step, factor=1.0):
+        generator = torch.Generator().manual_seed(step)
+        return [torch.randn(p.shape, generator=generator) * factor for p in policy.parameters()]
+
+    optimizer = take(policy)
+    for step, bad in enumerate((True, False, True, False)):
+        if step == 2:  # goes on from what was saved, as a resumed run does
+            saved = {name: value.clone() for name, value in optimizer.state().items()}
+            policy.load_state_dict(copy.deepcopy(policy.state_dict()))
+            optimizer = take(policy)
+            for name, value in optimizer.state().items():
+                value.copy_(saved[name])
+        before = {name: value.clone() for name, value in {**optimizer.named(), **optimizer.state()}.items()}
+        for p, other, grad in zip(policy.parameters(), plain.parameters(), gradients(step), strict=True):
+            p.grad, other.grad = grad.clone(), grad.clone()
+        if bad:
+            next(iter(policy.parameters())).grad.view(-1)[0] = float("nan")
+        _, skipped = optimizer.step(step)
+        assert bool(skipped) is bad
+        after = {**optimizer.named(), **optimizer.state()}
+        if bad:
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            continue
+        for other in others:
+            other.step()
+        for (name, p), other in zip(policy.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-7, msg=name)
+    assert any(name.startswith("momentum_buffer.") for name in saved)

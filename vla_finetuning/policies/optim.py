@@ -22,6 +22,103 @@ from vla_finetuning.lerobot_options import read_options
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.schedule import FINAL_LR_FRAC, WARMUP_FRAC
 
+# The optimizers that are trained with, by LeRobot's names of their types.
+NAMES = {"adam": "Adam", "adamw": "AdamW", "xvla-adamw": "AdamW of X-VLA", "sgd": "SGD", "muon": "Muon and AdamW"}
+# One kernel, which leaves out a step whose gradients are not finite without the host's knowing.
+FUSED = {"fused": True}
+
+
+@OptimizerConfig.register_subclass("muon")
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Muon for the matrices of a network's layers (`hidden_matrices`), AdamW for everything else.
+
+    Attributes:
+        lr, weight_decay: of both; Muon's update is scaled to the size of AdamW's ("match_rms_adamw" of torch).
+        momentum, nesterov, ns_steps: of Muon. betas, eps: of AdamW.
+    """
+
+    lr: float = 1e-4
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    grad_clip_norm: float = 1.0
+
+    def build(self, params: Any) -> torch.optim.Optimizer:
+        """Group the parameters, as LeRobot does for other types; `MuonAdamW` is made of the groups."""
+        return torch.optim.AdamW(params, lr=self.lr)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` over some matrices and `torch.optim.AdamW` over the rest, as one optimizer.
+
+    As in fused optimizers, a step with `found_inf` 1.0 (0-d float32) changes nothing; the host does not read it.
+
+    Args:
+        groups: of parameters; other options of a group than `lr_scale` are dropped.
+        matrices: parameters of two dimensions that Muon updates.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: set[nn.Parameter], config: MuonConfig):
+        def select(in_muon: bool) -> list[dict[str, Any]]:
+            chosen = (
+                {"params": [p for p in group["params"] if (p in matrices) is in_muon], "lr_scale": group["lr_scale"]}
+                for group in groups
+            )
+            return [group for group in chosen if group["params"]]
+
+        shared: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+        momentum: dict[str, Any] = {
+            "momentum": config.momentum,
+            "nesterov": config.nesterov,
+            "ns_steps": config.ns_steps,
+        }
+        muon, adamw = select(True), select(False)
+        self._muon = torch.optim.Muon(muon, **shared, **momentum, adjust_lr_fn="match_rms_adamw") if muon else None
+        self._adamw = torch.optim.AdamW(adamw, **shared, betas=config.betas, eps=config.eps, **FUSED) if adamw else None
+        super().__init__([{"params": [parameter for group in groups for parameter in group["params"]]}], {})
+        self.param_groups = []
+        for optimizer in filter(None, (self._muon, self._adamw)):
+            self.param_groups += optimizer.param_groups  # the same dictionaries: a rate set here counts there
+            optimizer.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        if self._adamw is not None:
+            self._adamw.grad_scale, self._adamw.found_inf = None, found_inf  # type: ignore[attr-defined]
+            self._adamw.step()
+        if self._muon is None:
+            return
+        params = [p for group in self._muon.param_groups for p in group["params"] if p.grad is not None]
+        if found_inf is None:
+            self._muon.step()
+            return
+        skipped, before = found_inf.bool(), [p.clone() for p in params]
+        for p in params:  # a gradient equal to the momentum leaves the momentum as it is
+            state = self.state[p]
+            momentum = state["momentum_buffer"] if state else torch.zeros_like(p)
+            p.grad.copy_(torch.where(skipped, momentum, p.grad))
+        self._muon.step()
+        for p, old in zip(params, before, strict=True):
+            p.copy_(torch.where(skipped, old, p))
+
+
+def hidden_matrices(policy: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of two dimensions within stacks of layers (a number is in their names).
+
+    Muon is meant for these: embeddings, heads, convolutions, norms and biases are AdamW's.
+    """
+    embeddings = {module.weight for module in policy.modules() if isinstance(module, nn.Embedding)}
+    return {
+        parameter
+        for name, parameter in policy.named_parameters()
+        if parameter.ndim == 2 and parameter not in embeddings and any(part.isdigit() for part in name.split("."))
+    }
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -62,7 +159,7 @@ class Recipe:
 
     def describe(self, steps: int) -> list[str]:
         """In words, of a run of so many steps."""
-        named = {"adam": "Adam", "adamw": "AdamW"}.get(self.optimizer.type, self.optimizer.type)
+        named = NAMES.get(self.optimizer.type, self.optimizer.type)
         if self.short is not None:
             warmup, final = self.short
             return [
@@ -79,8 +176,8 @@ class Recipe:
             f"LeRobot's schedule {self.scheduler.type} ({options})",
         ]
 
-    def build(self, policy: PreTrainedPolicy) -> torch.optim.Adam:
-        """LeRobot's optimizer over what trains, fused. Its groups' `lr_scale` are their rates' shares of `peak`.
+    def build(self, policy: PreTrainedPolicy) -> torch.optim.Optimizer:
+        """Build LeRobot's optimizer over what trains, fused. Its groups' `lr_scale` are their rates' shares of `peak`.
 
         Raises:
             ValueError: something trains that the policy puts into no group.
@@ -92,7 +189,7 @@ class Recipe:
             {
                 **group,
                 "params": [param for param in group["params"] if param.requires_grad],
-                "fused": True,
+                **FUSED,
                 "lr_scale": group["lr"] / self.optimizer.lr,
             }
             for group in built.param_groups
@@ -103,8 +200,12 @@ class Recipe:
                 f"a '{policy.config.type}' policy's optimizer leaves out {len(lost)} parameters that train, e.g. "
                 f"{lost[0]}: they would be counted in the gradient's norm and never change"
             )
-        constants = {name: built.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        return type(built)([group for group in groups if group["params"]], **constants, fused=True)
+        groups = [group for group in groups if group["params"]]
+        if isinstance(self.optimizer, MuonConfig):
+            return MuonAdamW(groups, hidden_matrices(policy), self.optimizer)
+        names = ("lr", "betas", "eps", "weight_decay")
+        constants = {name: built.defaults[name] for name in names if name in built.defaults}
+        return type(built)(groups, **constants, **FUSED)
 
 
 def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
@@ -123,10 +224,15 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
             FINAL_LR_FRAC if config.final_lr_frac is None else config.final_lr_frac,
         )
     scheduler = None if short else _replaced(LRSchedulerConfig, planned, config.scheduler_options, "scheduler")
-    if optimizer.type not in ("adam", "adamw", "xvla-adamw"):
+    if optimizer.type not in NAMES:
         raise ValueError(
-            f"the optimizer of type {optimizer.type}: checkpoints, and steps that are skipped, are made for one Adam "
-            "or AdamW; give --optimizer.type adam or adamw, or train with lerobot-train"
+            f"the optimizer of type {optimizer.type} is several; give --optimizer.type {' or '.join(NAMES)}, or train "
+            "with lerobot-train"
+        )
+    if config.scaling.strategy != "ddp" and optimizer.type in ("sgd", "muon"):
+        raise ValueError(
+            f"--optimizer.type={optimizer.type} with --scaling.strategy={config.scaling.strategy}: parameters in "
+            "shards are updated by Adam alone; give --scaling.strategy=ddp or --optimizer.type=adamw"
         )
     if not optimizer.lr > 0:
         raise ValueError(f"--optimizer.lr={optimizer.lr}: must be positive")
