@@ -261,6 +261,28 @@ def mixture_flag(weights):
     return f"--dataset.mixture={json.dumps({str(root): weight for root, weight in weights.items()})}"
 
 
+def rows_by_root(run):
+    return dict(zip((meta.root for meta in run.rows.metas), run.rows.identity["rows_per_source"], strict=True))
+
+
+@pytest.mark.parametrize("power", [0.5, 1, -1])
+def test_weights_by_a_power_of_the_frames(setting, second, tmp_path, power):
+    """Of training episodes; on the command line, in a file, and in the run's config.json as numbers."""
+    _, root, _ = setting
+    rule = {"power": power}
+    run = plan(setting, mixture_flag({root: {**rule, "exclude_episodes": [0]}, second: rule}), root=False)
+    frames = np.array(run.rows.per_dataset)
+    assert frames[1] == 12 and frames[0] == 54 - load_metadata(root).episode_length[0]
+    shares = frames ** float(power) / (frames ** float(power)).sum() * frames.sum()
+    assert np.abs(np.array(run.rows.identity["rows_per_source"]) - shares).max() < 1
+    assert [run.config.dataset.mixture[str(r)]["weight"] for r in (root, second)] == (frames ** float(power)).tolist()
+    assert f"weight {frames[0] ** float(power):g} of" in describe(run)
+    mix = tmp_path / "mix.yaml"
+    mix.write_text(f"power: {power}\nmembers:\n  - root: {root}\n    exclude_episodes: [0]\n  - root: {second}\n")
+    again = plan(setting, f"--dataset.mixture=@{mix}", root=False)
+    assert rows_by_root(again) == rows_by_root(run)
+
+
 def test_a_mixture_of_datasets(setting, second, monkeypatch):
     from lerobot.datasets.compute_stats import aggregate_stats
 

@@ -480,6 +480,8 @@ def test_a_run_goes_on_with_the_same_robots_only(folder):
         ("members:\n  - root: a\n    weight: -1\n", "line 3: the weight of  is -1"),
         ("members:\n  - root: a\n  - root: a\n", "line 3: root .*/a is listed twice"),
         ("members:\n  - weight: 1\n", "line 2: root is None"),
+        ("power: x\nmembers:\n  - root: a\n", "line 1: power is 'x', expected a number"),
+        ("members:\n  - root: a\n    power: 5\n", "line 3: power is 5.0, expected a number between -4 and 4"),
         ("members:\n  - root: a\n    fps: ten\n", "line 3: fps is 'ten', expected a whole number"),
         ("members:\n  - root: a\n    robot: ../x\n", "line 3: robot is '../x'"),
         ("members:\n  - root: a\n    root: b\n", "line 3: 'root' is given twice"),

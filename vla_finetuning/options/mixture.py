@@ -1,5 +1,6 @@
 """The datasets of a mixture, as `--dataset.mixture` names them: on the command line, or in a YAML file.
 
+    power: 0.5
     members:
       - root: s3://bucket/gantry
         weight: 2
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -27,6 +28,8 @@ from vla_finetuning.options.fields import as_kind, did_you_mean, form_of, whole_
 FLAG = "--dataset.mixture"
 # Of a file: a member with a hundred listed episodes takes a kilobyte.
 MAX_FILE_BYTES, MAX_DEPTH = 4 * 2**20, 5
+# Of a dataset's frames, to which its weight is in proportion.
+MAX_POWER = 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class Member:
     """A dataset of a mixture.
 
     Attributes:
-        root: where it is. weight: its share of an epoch, in proportion to the others'.
+        root: where it is.
+        weight, power: weight x frames ** power is its share of an epoch, in proportion to the others', frames being
+            those of its training episodes: with power 1 every frame counts alike, with 0 every dataset.
         robot: the robot, with its control mode, that it was recorded on. Members of one robot share names, order,
             statistics and the exported policy. None: all members are of one robot.
         rename_map: names of the policy, besides those of --rename_map, by the dataset's.
@@ -46,6 +51,7 @@ class Member:
 
     root: str
     weight: float = 1.0
+    power: float = 0.0
     robot: str | None = None
     rename_map: dict[str, str] = field(default_factory=dict)
     camera_keys: list[str] | None = None
@@ -82,6 +88,21 @@ def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
     )
 
 
+def with_weights(mixture: Mapping[str, Any] | str, frames: Sequence[int]) -> dict[str, Any]:
+    """Return a mixture whose weights alone are the shares of its datasets, in proportion: without powers.
+
+    Args:
+        frames: of the training episodes of each dataset, in the mixture's order.
+    """
+    assert isinstance(mixture, Mapping)  # a file is read with the flags
+    weighted = dict(mixture)
+    for member, count in zip(members(mixture), frames, strict=True):
+        if member.power:
+            options = {key: value for key, value in mixture[member.root].items() if key != "power"}
+            weighted[member.root] = {**options, "weight": member.weight * float(max(1, count)) ** member.power}
+    return weighted
+
+
 def robots(found: tuple[Member, ...]) -> tuple[str, ...]:
     """Return the robots that differ, sorted; one without a name where all datasets are of one robot.
 
@@ -98,7 +119,7 @@ def robots(found: tuple[Member, ...]) -> tuple[str, ...]:
 def read_mixture(path: str) -> dict[str, Any]:
     """A mixture from a YAML file: its members' options by root, sorted, so that their order in the file is no matter.
 
-    Relative roots start at the file's folder.
+    Relative roots start at the file's folder. `power` beside `members` is that of members that have none.
 
     Raises:
         ValueError, OSError: names the file, the line and the key, what was found and what is expected.
@@ -140,6 +161,8 @@ def _member(root: str, of: Mapping[str, Any], where: str) -> Member:
     member = Member(root, **found)
     if not (member.weight > 0 and math.isfinite(member.weight)):
         raise ValueError(f"{where}: the weight of {root} is {member.weight}; must be positive, or leave it out")
+    if not abs(member.power) <= MAX_POWER:
+        raise ValueError(f"{where}: power is {member.power}, expected a number between {-MAX_POWER} and {MAX_POWER}")
     if member.fps is not None and member.fps < 1:
         raise ValueError(f"{where}: fps is {member.fps}, expected at least 1")
     robot = member.robot
@@ -174,14 +197,17 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         return f"{path}, line {of.start_mark.line + 1}"
 
     top = _entries(node, line)
-    if unknown := [key for key in top if key != "members"]:
+    if unknown := [key for key in top if key not in ("members", "power")]:
         raise ValueError(f"{line(top[unknown[0]])}: {unknown[0]!r:.100}: expected members, a list of datasets")
+    default = {"power": construct(top["power"])} if "power" in top else {}
+    if default:
+        _member("", default, line(top["power"]))
     listed = top.get("members")
     if listed is None or not isinstance(listed, yaml.SequenceNode) or not listed.value:
         raise ValueError(f"{path}: expected members, a list of datasets, each with its root")
     for one in listed.value:
         options = _entries(one, line)
-        values = {}
+        values = dict(default)
         for key, value in options.items():
             values[key] = construct(value)
             if key != "root":

@@ -12,6 +12,7 @@ from typing import Any
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.node_disk import node_folder
+from vla_finetuning.options.mixture import members, with_weights
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import demo
 from vla_finetuning.plan.base_policy import check_policy, find_base
@@ -98,6 +99,10 @@ def resolve(config: Config, gpus_found: int, datasets: Datasets | None = None, *
     dropped = frames_dropped(config, base.config, matched.window_steps)
     chosen = select(config, datasets, dropped, matched.rename_map)
     skipped = check_files(config, datasets, chosen, matched.match.camera_keys)
+    if config.dataset.mixture:
+        mixture = with_weights(config.dataset.mixture, chosen.rows_per_dataset(datasets.metas, dropped))
+        config = replace(config, dataset=replace(config.dataset, mixture=mixture))
+        datasets = replace(datasets, members=members(mixture))
     frames = chosen.rows(datasets.metas, dropped)
     config, smaller = with_fitting_batch(config, frames)
     steps = config.resolve_steps(frames)
