@@ -57,6 +57,57 @@ def read(path, timestamps_s, tolerance_s=1e-4, fps=FPS):
         return [pixels[i] for i in range(len(timestamps_s))], reader.frames_decoded
 
 
+# Codecs of PyAV's wheel that mp4 or mov can hold, and that encode what they are given; the rest are a camera's own.
+ENCODERS = (
+    *("libx264", "libx265", "libaom-av1", "libsvtav1", "libvpx-vp9", "mpeg4", "msmpeg4", "mpeg1video", "mpeg2video"),
+    *("mjpeg", "png", "prores", "svq1", "qtrle", "jpeg2000", "magicyuv", "dpx", "cinepak", "v210"),
+)
+SIZES = [(4, 4), (16, 16), (30, 42), (48, 64), (120, 160), (224, 224), (256, 424), (360, 640)]
+
+
+def encode(codec, path, height, width):
+    """Write three frames; False where the codec does not encode this size."""
+    if codec in ("libx265", "libsvtav1") and height < 64:
+        return False  # these encoders end the process
+    formats = [each.name for each in av.Codec(codec, "w").video_formats or ()]
+    try:
+        with writing_videos(), av.open(str(path), "w", format=path.suffix[1:]) as container:
+            stream = container.add_stream(codec, rate=FPS)
+            plain = codec != "mjpeg" and "yuv420p" in formats
+            stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p" if plain else formats[0]
+            for i in range(3):
+                image = cv2.resize(draw_frame(i, SIZE), (width, height), interpolation=cv2.INTER_NEAREST)
+                frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+                frame.pts = i
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+        return True
+    except (av.FFmpegError, ValueError):
+        return False
+
+
+@pytest.mark.parametrize("codec", [codec for codec in ENCODERS if codec in av.codecs_available])
+def test_every_codec_at_any_size(tmp_path, codec):
+    """Decoders pad their buffers, MPEG-4's to a hundred times a small frame: none of that is the frame's size."""
+    done = []
+    for height, width in SIZES:
+        suffix = next((s for s in (".mp4", ".mov") if encode(codec, tmp_path / f"{width}{s}", height, width)), None)
+        if suffix is None:
+            continue
+        path = tmp_path / f"{width}{suffix}"
+        with av.open(str(path)) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        if not frames or frames[0].shape[:2] != (height, width):
+            continue  # no player shows what was encoded
+        pixels = {}
+        size = {"height": height, "width": width, "fps": FPS}
+        with VideoReader(str(path), name="a video", tolerance_s=1e-3, threads=1, **size) as reader:
+            reader.read(np.arange(len(frames)) / FPS, lambda i, frame, to=pixels: to.update({i: frame.copy()}))
+        assert all(np.array_equal(pixels[i], frame) for i, frame in enumerate(frames))
+        done.append((height, width))
+    assert len(done) >= 4, f"{codec}: {done}"
+
+
 @pytest.mark.parametrize("kind", ["matroska", "avi", "hls"])
 def test_only_what_a_dataset_holds_is_opened(tmp_path, kind):
     """Whatever its name: FFmpeg would find out by itself what it is, and a playlist leads to other files."""

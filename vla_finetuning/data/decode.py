@@ -29,6 +29,9 @@ VIDEO_FORMAT = "mp4"
 # Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
 SEEK_AFTER_FRAMES = 8
 
+# What a decoder may allocate for a frame: more than frames have, as codecs pad their buffers by blocks and edges, for
+# small frames by more than a hundred times. The size of frames is checked one by one.
+MAX_BUFFER_PIXELS = 2**20
 # Of one level of an mp4: a handful, or two for each fragment.
 MAX_BOXES = 100_000
 
@@ -84,8 +87,8 @@ class VideoReader:
     Args:
         source: a path, or a seekable binary file object.
         name: how errors call it (dataset, camera, file).
-        height, width: what the dataset's metadata promises, in pixels; checked before any frame is decoded, and a
-            stream that grows later is refused by the decoder before it takes the memory.
+        height, width: what the dataset's metadata promises, in pixels; checked before any frame is decoded, and of
+            every frame. A stream whose frames grow far larger is refused by the decoder before it takes the memory.
         fps: frames per second of the dataset.
         tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot; the rounding of float32, which
             timestamps are stored in, comes on top.
@@ -110,8 +113,8 @@ class VideoReader:
         self._fps = fps
         self._tolerance_s = tolerance_s
         self._depth_mm = depth_mm
-        # FFmpeg decodes a little already to find out what a file holds. Codecs code whole blocks of up to 128 pixels.
-        options = {"max_pixels": str(-(-height // 128) * -(-width // 128) * 128**2)}
+        # FFmpeg decodes a little already to find out what a file holds.
+        options = {"max_pixels": str(max(MAX_BUFFER_PIXELS, 4 * height * width))}
         check_samples(source, name)
         try:
             # Only a LeRobot dataset's format, whatever the file claims: FFmpeg would follow playlists to other files or
