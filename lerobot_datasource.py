@@ -37,6 +37,7 @@ from vla_finetuning.data.frame_cache import FrameCache, VideoFile, what_prevents
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
+    check_readable,
     key_frame_rows,
     load_metadata,
     select_episodes,
@@ -128,6 +129,8 @@ class LeRobotDatasource(Datasource):
         ]
         if not any(map(len, selected)):
             raise ValueError(f"no episode is chosen of any of the {len(self.metas)} datasets")
+        for meta, chosen in zip(self.metas, selected, strict=True):
+            check_readable(meta, chosen, features.camera_keys, lambda broken: f"choose `episodes` without {broken}")
         self._image_size = checked_size(features.image_size)
         self._tolerance_s = features.tolerance_s
         self._features = common_features(

@@ -1,10 +1,13 @@
-"""Files of a dataset that are missing: the flags that a run proposes let it go on."""
+"""Files of a dataset that are missing, and episodes that are broken: the flags that a run proposes let it go on."""
 
+import json
 import re
 import shlex
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.datasets import make_dataset
@@ -107,3 +110,40 @@ def test_a_camera_without_files_is_named(setting, root):
         assert ("is for folders that lack some files" in message) == bool(more)
     shutil.rmtree(root / "data")
     assert "train on another: every episode needs such files" in refused(argv, resolved)
+
+
+@pytest.fixture
+def broken(setting, tmp_path):
+    """A dataset whose episode 2 has no chunk of a camera's videos, and whose episode 4 is not listed."""
+    root = shutil.copytree(setting[1], tmp_path / "broken")
+    for path in (root / "meta/episodes").rglob("*.parquet"):
+        table = pq.read_table(path)
+        table = table.filter(~np.isin(table["episode_index"].to_numpy(), [4]))
+        chunks = table[name := f"videos/{WRIST}/chunk_index"].to_pylist()
+        numbers = table["episode_index"].to_pylist()
+        chunks = pa.array([None if n == 2 else chunk for n, chunk in zip(numbers, chunks, strict=True)], pa.int64())
+        pq.write_table(table.set_column(table.column_names.index(name), name, chunks), path)
+    return root
+
+
+@pytest.mark.parametrize("check", [checked, resolved])
+def test_a_broken_episode_is_refused_only_where_it_is_chosen(setting, broken, check):
+    argv = run(setting, **{"dataset.root": broken})
+    with pytest.raises(ValueError, match="2 of 6 episodes cannot be read: episode 2 has empty as videos/") as error:
+        check(argv)
+    proposed = shlex.split(str(error.value)[str(error.value).index("--dataset.exclude_episodes=") :])
+    assert proposed == ["--dataset.exclude_episodes=2,4"]
+    check([*argv, *proposed])
+    assert resolved([*argv, *proposed]).rows.train_episodes[0].tolist() == [0, 1, 3, 5]
+    assert resolved([*argv, "--dataset.episodes=0,5"]).rows.train_episodes[0].tolist() == [0, 5]
+    with pytest.raises(ValueError, match="--dataset.exclude_episodes=0,2,4$"):
+        check([*argv, "--dataset.exclude_episodes=0"])
+    two = [a for a in argv if "dataset.root" not in a] + [f"--dataset.root={setting[1]},{broken}"]
+    with pytest.raises(ValueError, match="cannot be read") as error:
+        check([*two, f'--dataset.exclude_episodes={{"{setting[1]}": [1]}}'])
+    proposed = shlex.split(str(error.value)[str(error.value).index("--dataset.exclude_episodes=") :])
+    first, second = resolved([*two, *proposed]).rows.train_episodes
+    assert first.tolist() == [0, 2, 3, 4, 5] and second.tolist() == [0, 1, 3, 5]
+    mixture = {str(setting[1]): 1, str(broken): {"exclude_episodes": [2]}}
+    with pytest.raises(ValueError, match=f"exclude_episodes of {broken} in the mixture: 2,4"):
+        check([a for a in argv if "dataset.root" not in a] + [f"--dataset.mixture={json.dumps(mixture)}"])

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data import metadata_v2, metadata_v3
 from vla_finetuning.data.limits import (
+    MAX_EPISODES,
     MAX_FRAME_PIXELS,
     MAX_INFO_BYTES,
     MAX_ROW_NUMBERS,
@@ -29,6 +30,7 @@ from vla_finetuning.data.limits import (
     MAX_STATS_BYTES,
 )
 from vla_finetuning.data.paths import INFO_PATH, assign_files, check_inside, first_row_in_file, read_whole, shorten
+from vla_finetuning.data.safe_parquet import open_parquet
 from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect
 from vla_finetuning.environment import FIRST_ANSWER_TIMEOUT_S
 from vla_finetuning.options.credentials import refuse_credentials
@@ -46,6 +48,8 @@ NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
 DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 
 _MAX_FPS = 100_000
+# Lines about what is not read.
+MAX_NOT_READ = 20
 # LeRobot's default (`VideoEncoderConfig.g`).
 KEY_FRAME_ROWS = 2
 
@@ -122,6 +126,9 @@ class DatasetMetadata:
         video_files: per video key, mp4 files relative to `base`, unique, in order of first use.
         episode_video_file: per video key, int32 (E,), index into `video_files[key]`.
         episode_video_start_s: per video key, float64 (E,), the episode's start inside that file, seconds.
+        first_episode: episodes before it are no part of the dataset, whose numbering begins there.
+        broken: episodes that cannot be read, by "data" or the video key: what is wrong with each, by its number. The
+            arrays above have something in their places.
         not_read: what the dataset has beside, a line for each.
     """
 
@@ -144,6 +151,8 @@ class DatasetMetadata:
     video_files: dict[str, tuple[str, ...]]
     episode_video_file: dict[str, np.ndarray]
     episode_video_start_s: dict[str, np.ndarray]
+    first_episode: int = 0
+    broken: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     not_read: tuple[str, ...] = ()
 
     @property
@@ -196,16 +205,15 @@ def load_metadata(
         fps = _parse_fps(info)
         robot_type = info.get("robot_type")
         if robot_type is not None and not isinstance(robot_type, str):
-            raise ValueError(f"{INFO_PATH}: robot_type is {robot_type!r}, expected a string")
+            not_read.append(f"{INFO_PATH}: robot_type {robot_type!r:.100}, which is no text")
+            robot_type = None
         video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
-        stats = _read_stats(fs, base, version)
-        if version in metadata_v2.VERSIONS:
-            tasks = metadata_v2.read_tasks(fs, base)
-            table = metadata_v2.read_episodes(fs, base, video_keys, set(tasks.values()))
-        else:
-            tasks = metadata_v3.read_tasks(fs, base)
-            table = metadata_v3.read_episodes(fs, base, video_keys, set(tasks.values()))
-        episodes, episode_tasks = _in_order(info, *table)
+        stats = _read_stats(fs, base, version, not_read)
+        tables = metadata_v2 if version in metadata_v2.VERSIONS else metadata_v3
+        tasks = tables.read_tasks(fs, base)
+        table = tables.read_episodes(fs, base, video_keys)
+        episode_tasks = table.known_tasks(set(tasks.values()), tables.EPISODES_PATH, not_read)
+        episodes, episode_tasks = _in_order(info, table.columns, episode_tasks, table.broken)
         num_episodes, length = len(episode_tasks), episodes["length"]
 
         data_files, data_file = assign_files(info, episodes)
@@ -220,6 +228,7 @@ def load_metadata(
                 "it must hold {video_key}"
             )
         check_inside(fs, base, [*data_files, *all_video_files])
+        _place_broken(fs, base, data_files, data_file, length, table.broken.get("data", {}))
 
     return DatasetMetadata(
         root=root,
@@ -241,7 +250,9 @@ def load_metadata(
         video_files=video_files,
         episode_video_file=video_file,
         episode_video_start_s=video_start_s,
-        not_read=not_read,
+        first_episode=int(table.columns["episode_index"].min()),
+        broken=table.broken,
+        not_read=tuple(not_read),
     )
 
 
@@ -266,6 +277,7 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
         video_files=renamed(meta.video_files),
         episode_video_file=renamed(meta.episode_video_file),
         episode_video_start_s=renamed(meta.episode_video_start_s),
+        broken=renamed(meta.broken),
     )
 
 
@@ -353,7 +365,9 @@ def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
 def select_episodes(
     meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None, may_be_none: bool = False
 ) -> np.ndarray:
-    """Check a choice of episodes; None chooses all.
+    """Check a choice of episodes; None chooses all, from the first one that the dataset has.
+
+    Whether they can be read is for `check_readable`.
 
     Args:
         may_be_none: an empty choice is one, as of a dataset of several whose episodes are all trained on.
@@ -363,7 +377,7 @@ def select_episodes(
         ValueError: not integers, none chosen, chosen twice, negative, or not in the dataset.
     """
     if episodes is None:
-        return meta.episode_index.copy()
+        return meta.episode_index[meta.first_episode :].copy()
     where, last = f"dataset {meta.root}: episodes", meta.num_episodes - 1
     chosen = np.asarray(episodes if isinstance(episodes, np.ndarray) else list(episodes))
     if chosen.size == 0:
@@ -379,6 +393,39 @@ def select_episodes(
     if (counts > 1).any():
         raise ValueError(f"{where}: {shorten(values[counts > 1].tolist())} chosen more than once")
     return values.astype(np.int64)
+
+
+def check_readable(
+    meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None, remedy: Callable[[list[int]], str]
+) -> None:
+    """Refuse a choice with episodes that cannot be read.
+
+    Args:
+        camera_keys: the cameras that are read; None: all.
+        remedy: says how such episodes are left out.
+    Raises:
+        ValueError: names the episodes, what is wrong with them, and the remedy.
+    """
+    places = ["data", *(meta.video_keys if camera_keys is None else camera_keys)]
+    chosen = set(episodes.tolist())
+    broken = {
+        n: reason for place in reversed(places) for n, reason in meta.broken.get(place, {}).items() if n in chosen
+    }
+    if not broken:
+        return
+    numbers = sorted(broken)
+    named = "episode" if len(numbers) == 1 else f"{len(numbers)} of {len(chosen)} episodes cannot be read: episode"
+    raise ValueError(
+        f"dataset {meta.root}: {named} {numbers[0]} {broken[numbers[0]]}. Copy the dataset again, or leave out what "
+        f"is broken: {remedy(numbers)}"
+    )
+
+
+def episode_ranges(numbers: Sequence[int]) -> str:
+    """Return numbers, ascending, as an option takes them: 3,7,20:30."""
+    ends = np.flatnonzero(np.diff(numbers) != 1) + 1
+    runs = [run.tolist() for run in np.split(np.asarray(numbers), ends)]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}" for run in runs)
 
 
 def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
@@ -505,8 +552,8 @@ def _parse_fps(info: dict[str, Any]) -> int:
     return fps
 
 
-def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], tuple[str, ...]]:
-    """The features that rows have, and lines on what else there is: no policy here takes it."""
+def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]]:
+    """Return the features that rows have, and lines on what else there is, which is not read."""
     raw = info.get("features")
     if not isinstance(raw, dict):
         raise ValueError(f"{INFO_PATH}: features is {raw!r:.50}, expected an object of features")
@@ -515,8 +562,20 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], tuple[str
         for key, value in raw.items()
         if isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] not in DTYPES
     }
-    features = {key: _parse_feature(key, value) for key, value in raw.items() if key not in of_unknown_type}
     not_read = [f"{key!r:.100}: a feature of dtype {dtype!r:.50}" for key, dtype in of_unknown_type.items()]
+    features = {}
+    for key, value in raw.items():
+        if key in of_unknown_type:
+            continue
+        if not _is_name(key):
+            not_read.append(f"{key!r:.100}: a feature whose name is not printable or has slashes")
+            continue
+        try:
+            features[key] = _parse_feature(key, value)
+        except ValueError as error:
+            if _is_essential(key, value):
+                raise
+            not_read.append(str(error))
     if "subtask_index" in features:
         not_read.append("meta/subtasks.parquet: the texts of 'subtask_index', which rows have as a number")
     absent = [key for key in FRAME_FEATURES if key not in features]
@@ -533,13 +592,21 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], tuple[str
             f"{INFO_PATH}: the frames of its {len(cameras)} cameras have {pixels / 1e6:.1f} megapixels together, more "
             f"than the {MAX_ROW_PIXELS / 1e6:.1f} that a row may have; repair the shapes, or remove cameras"
         )
-    return features, tuple(not_read)
+    return features, not_read
+
+
+def _is_name(key: str) -> bool:
+    return bool(key) and key not in (".", "..") and key.isprintable() and not set(key) & set("/\\")
+
+
+def _is_essential(key: str, raw: Any) -> bool:
+    """Return whether a policy may be given the feature without its being named: cameras, LeRobot's own names."""
+    camera = isinstance(raw, dict) and raw.get("dtype") in CAMERA_DTYPES
+    return camera or key in (*FRAME_FEATURES, "action") or key.startswith("observation.")
 
 
 def _parse_feature(key: str, raw: Any) -> Feature:
     where = f"{INFO_PATH}: feature {key!r:.100}"
-    if not key or key in (".", "..") or not key.isprintable() or set(key) & set("/\\"):
-        raise ValueError(f"{where}: the name must be printable and without slashes")
     if not isinstance(raw, dict):
         raise ValueError(f"{where} is {raw!r:.50}, expected an object")
     dtype, shape, info = raw.get("dtype"), raw.get("shape"), raw.get("info")
@@ -594,57 +661,105 @@ def _parse_names(where: str, names: Any) -> tuple[str, ...] | None:
     return tuple(found) or None
 
 
-def _read_stats(fs: fsspec.AbstractFileSystem, base: str, version: str) -> dict[str, dict[str, np.ndarray]]:
-    """Statistics of all rows; empty where the dataset has none."""
+def _read_stats(
+    fs: fsspec.AbstractFileSystem, base: str, version: str, not_read: list[str]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return the statistics of all rows; empty where the dataset has none. Lines on others go to `not_read`."""
     if fs.exists(f"{base}/{STATS_PATH}"):
-        return _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES))
+        raw = _read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)
+        return parse_stats(raw, STATS_PATH, not_read)
     if version in metadata_v2.VERSIONS and fs.exists(f"{base}/{metadata_v2.STATS_PATH}"):
-        return metadata_v2.read_stats(fs, base, _parse_stats)
+        return metadata_v2.read_stats(fs, base, lambda raw, where: parse_stats(raw, where, not_read), not_read)
     return {}
 
 
-def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """`{feature: {statistic: numbers}}` to arrays of one dimension or more, as LeRobot's `load_stats`."""
+def parse_stats(raw: dict[str, Any], where: str, not_read: list[str]) -> dict[str, dict[str, np.ndarray]]:
+    """Return `{feature: {statistic: array}}` of one dimension or more, as LeRobot's `load_stats`.
+
+    What is no number is left out, and counts as missing where it is needed; a line says so.
+    """
     stats: dict[str, dict[str, np.ndarray]] = {}
     for key, values in raw.items():
         if not isinstance(values, dict):
-            raise ValueError(f"{STATS_PATH}: {key!r:.100} is {values!r:.50}, expected an object of statistics")
+            not_read.append(f"{where}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
+            continue
         stats[key] = {}
         for name, value in values.items():
             try:
                 array = np.atleast_1d(np.array(value))
             except ValueError:
                 array = np.array(None)
-            if array.dtype.kind not in "biuf" or array.size == 0:
-                raise ValueError(
-                    f"{STATS_PATH}: {name!r:.50} of {key!r:.100} is {value!r:.50}, expected numbers. "
-                    "Remove the entry (or the file) to have it computed again"
-                )
-            stats[key][name] = array
+            if array.dtype.kind in "biuf" and array.size:
+                stats[key][name] = array
+            elif len(not_read) < MAX_NOT_READ:
+                not_read.append(f"{where}: {name!r:.50} of {key!r:.100}, which is {value!r:.50} and no numbers")
     return stats
 
 
+def _place_broken(
+    fs: fsspec.AbstractFileSystem,
+    base: str,
+    data_files: Sequence[str],
+    data_file: np.ndarray,
+    length: np.ndarray,
+    broken: Collection[int],
+) -> None:
+    """Change the file of episodes whose own is not known to that of their neighbours, which stand after them.
+
+    Between two files it is the one that has rows for them, by its footer.
+    """
+    for episode in sorted(broken):
+        before = data_file[max(0, episode - 1)]
+        after = next((data_file[n] for n in range(episode + 1, len(length)) if n not in broken), before)
+        data_file[episode] = before
+        if before != after and episode and length[episode]:
+            path = data_files[before]
+            with open_parquet(fs, f"{base}/{path}", name=path) as file:
+                if length[data_file == before].sum() > file.metadata.num_rows:
+                    data_file[episode] = after
+
+
 def _in_order(
-    info: dict[str, Any], columns: dict[str, np.ndarray], tasks: list[tuple[str, ...]]
+    info: dict[str, Any],
+    columns: dict[str, np.ndarray],
+    tasks: list[tuple[str, ...]],
+    broken: dict[str, dict[int, str]],
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
-    """The table of episodes in the order of `episode_index`. Raises ValueError unless each is there once."""
+    """Return the table of episodes in the order of `episode_index`.
+
+    Where a number is missing, the table has the episode before it without frames, and `broken["data"]` says so.
+
+    Raises:
+        ValueError: there is no episode, or one is there twice; info.json has other totals.
+    """
     index = columns["episode_index"]
     order = np.argsort(index, kind="stable")
     if not len(index):
         raise ValueError("meta/episodes holds no episode; record one or more first")
-    wrong = np.flatnonzero(index[order] != np.arange(len(index)))
-    if wrong.size:
-        raise ValueError(
-            f"meta/episodes: {len(index)} episodes must be numbered 0..{len(index) - 1}, each once; "
-            f"found {index[order][wrong[0]]} where {wrong[0]} was expected"
-        )
+    ordered = index[order]
+    if (twice := ordered[1:][np.diff(ordered) == 0]).size:
+        raise ValueError(f"meta/episodes: episode {twice[0]} is there twice; copy the dataset again")
+    count = int(ordered[-1]) + 1
+    if count > MAX_EPISODES:
+        raise ValueError(f"meta/episodes: an episode has the number {count - 1:,}; there may be {MAX_EPISODES:,}")
+    if count > len(index):
+        at = np.maximum(np.searchsorted(ordered, np.arange(count), side="right") - 1, 0)
+        absent = np.setdiff1d(np.arange(count), ordered)
+        columns = {name: column[order][at] for name, column in columns.items()}
+        columns["episode_index"] = np.arange(count, dtype=np.int64)
+        columns["length"][absent] = 0
+        gone = set(absent.tolist())
+        tasks = [() if episode in gone else tasks[order[at[episode]]] for episode in range(count)]
+        broken.setdefault("data", {}).update(dict.fromkeys(absent.tolist(), "is in no file of meta/episodes"))
+        if absent[-1] > ordered[0]:
+            return columns, tasks
     for key, actual in (("total_episodes", len(index)), ("total_frames", int(columns["length"].sum()))):
         if type(info.get(key)) is not int or info[key] != actual:
             raise ValueError(
                 f"{INFO_PATH}: {key} is {info.get(key)!r:.50}, but meta/episodes holds {actual}; "
                 "the metadata is incomplete or from two versions: copy the dataset again"
             )
-    if (np.diff(order) < 0).any():
+    if count == len(index) and (np.diff(order) < 0).any():
         columns = {name: column[order] for name, column in columns.items()}
         tasks = [tasks[at] for at in order.tolist()]
     return columns, tasks

@@ -11,12 +11,14 @@ Read as they are, into what `metadata` makes of v3.0. Layout: LeRobot 0.3, `lero
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fsspec
 import numpy as np
 
+from vla_finetuning.data.episode_table import EpisodeTable
 from vla_finetuning.data.limits import (
     JOINED_STATS_BYTES,
     MAX_EPISODES,
@@ -48,21 +50,14 @@ def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
             raise ValueError(
                 f"{where}: task is {text!r:.100}, expected a text of at most {MAX_INSTRUCTION:,} characters"
             )
-        if index in tasks:
-            raise ValueError(f"{where}: task_index {index} appears twice")
-        tasks[index] = text
+        if tasks.setdefault(index, text) != text:
+            raise ValueError(f"{where}: task_index {index} is both {tasks[index]!r:.100} and {text!r:.100}")
     return tasks
 
 
-def read_episodes(
-    fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence[str], known: set[str]
-) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
-    """The columns that `metadata` reads of v3.0's `meta/episodes`, and the instructions of each episode.
+def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence[str]) -> EpisodeTable:
+    """Read `meta/episodes.jsonl`. Every episode has files of its own, in which it begins at 0.
 
-    Every episode has files of its own, in which it begins at 0.
-
-    Args:
-        known: the instructions of `meta/tasks.jsonl`.
     Raises:
         ValueError, FileNotFoundError: naming the line.
     """
@@ -71,15 +66,10 @@ def read_episodes(
     for where, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
         index.append(_whole_number(where, line, "episode_index", 0))
         length.append(_whole_number(where, line, "length", 1))
-        texts = line.get("tasks")
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{where}: tasks is {texts!r:.100}, expected a list of texts")
-        if unknown := [text for text in texts if text not in known]:
-            raise ValueError(
-                f"{where}: episode {index[-1]} has the task {unknown[0]!r:.200}, which {TASKS_PATH} lacks; the two "
-                "files do not belong together"
-            )
-        tasks.append(same.setdefault(tuple(texts), tuple(texts)))
+        listed = line.get("tasks")
+        listed = [listed] if isinstance(listed, str) else listed if isinstance(listed, list) else []
+        texts = tuple(text for text in listed if isinstance(text, str))
+        tasks.append(same.setdefault(texts, texts))
     columns: dict[str, np.ndarray] = {"episode_index": np.array(index, np.int64), "length": np.array(length, np.int64)}
     for prefix in ("data", *(f"videos/{key}" for key in video_keys)):
         # Paths are made of the episode's number (`TEMPLATES`).
@@ -87,28 +77,43 @@ def read_episodes(
         columns[f"{prefix}/file_index"] = columns["episode_index"].astype(np.int32)
     for key in video_keys:
         columns[f"videos/{key}/from_timestamp"] = np.zeros(len(index))
-    return columns, tasks
+    return EpisodeTable(columns, tasks)
 
 
-def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any) -> Stats:
-    """Statistics of all rows, joined from those of the episodes as LeRobot's `aggregate_stats` does.
+def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: list[str]) -> Stats:
+    """Read statistics of all rows, joined from those of the episodes as LeRobot's `aggregate_stats` does.
+
+    Those of a feature that some episode lacks, or has in another shape, are left out: a line in `not_read` says so.
 
     Args:
-        parsed: turns the JSON of statistics into arrays, or raises ValueError.
+        parsed: makes arrays of the JSON of an episode's statistics, given the words for where it is.
     """
     of_episodes: dict[str, list[dict[str, np.ndarray]]] = {}
-    held = 0
+    counts: Counter[str] = Counter()
+    held = episodes = 0
+
+    def joined() -> Stats:
+        stats = {}
+        for key, values in of_episodes.items():
+            try:
+                stats[key] = _joined(key, values)
+            except ValueError as error:
+                counts[key] = -episodes - 1  # no further episode makes it complete
+                not_read.append(str(error))
+        return stats
+
     for where, line in _lines(fs, base, STATS_PATH, MAX_EPISODES, None):
-        stats = line.get("stats")
+        stats, episodes = line.get("stats"), episodes + 1
         if not isinstance(stats, dict):
             raise ValueError(f"{where}: stats is {stats!r:.50}, expected an object")
-        for key, values in parsed(stats).items():
+        for key, values in parsed(stats, where).items():
             if {"min", "max", "mean", "std", "count"} <= values.keys():
                 of_episodes.setdefault(key, []).append(values)
+                counts[key] += 1
                 held += _held_bytes(values)
         if held > JOINED_STATS_BYTES:
             # What is joined is the statistics of so many rows, as an episode's are.
-            of_episodes = {key: [_joined(key, found)] for key, found in of_episodes.items()}
+            of_episodes = {key: [values] for key, values in joined().items()}
             held = sum(_held_bytes(values) for (values,) in of_episodes.values())
             if held > JOINED_STATS_BYTES:
                 raise ValueError(
@@ -116,7 +121,11 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any) -> Stats:
                     f"{JOINED_STATS_BYTES / 2**20:,.0f} MiB that they may have together: the file is damaged; "
                     "restore it, or remove it to have them computed again"
                 )
-    return {key: _joined(key, found) for key, found in of_episodes.items()}
+    of_all = joined()
+    for key in [key for key in of_all if counts[key] < episodes]:
+        not_read.append(f"{STATS_PATH}: statistics of {key!r:.100}, which not all of {episodes} episodes have")
+        del of_all[key]
+    return of_all
 
 
 def _held_bytes(values: Mapping[str, np.ndarray]) -> int:
@@ -177,6 +186,8 @@ def _lines(
 
 def _whole_number(where: str, line: Mapping[str, Any], name: str, least: int) -> int:
     value = line.get(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if type(value) is not int or not least <= value < MAX_INDEX:
         raise ValueError(f"{where}: {name} is {value!r:.50}, expected a whole number from {least} to {MAX_INDEX - 1}")
     return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -14,12 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.data.episode_table import EpisodeTable
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES, MAX_INSTRUCTION, MAX_TASKS, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, check_inside, shorten
 from vla_finetuning.data.safe_parquet import Budget, freeing_footers, open_parquet, read_columns
 
 TASKS_PATH = "meta/tasks.parquet"
-EPISODES_DIR = "meta/episodes"
+EPISODES_PATH = "meta/episodes"
 
 
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
@@ -37,12 +39,14 @@ def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
         table = read_columns(file, ["task_index", text_column], budget, name=TASKS_PATH)
     indices = _int_column(table, "task_index", TASKS_PATH, low=0).tolist()
     texts = table[text_column]
-    if not pa.types.is_string(texts.type) or texts.null_count:
-        raise ValueError(f"{TASKS_PATH}: {text_column} has type {texts.type}, expected texts without nulls")
-    tasks = dict(zip(indices, texts.to_pylist(), strict=True))
-    if len(tasks) != len(indices):
-        raise ValueError(f"{TASKS_PATH}: a task_index appears twice in {shorten(sorted(indices))}")
-    for index, text in tasks.items():
+    if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
+        raise ValueError(f"{TASKS_PATH}: {text_column} has type {texts.type}, expected texts")
+    tasks: dict[int, str] = {}
+    for index, text in zip(indices, texts.to_pylist(), strict=True):
+        if text is None:
+            continue  # a row of this task is refused where it is read
+        if tasks.setdefault(index, text) != text:
+            raise ValueError(f"{TASKS_PATH}: task_index {index} is both {tasks[index]!r:.100} and {text!r:.100}")
         _check_instruction(TASKS_PATH, index, text)
     return tasks
 
@@ -60,65 +64,69 @@ def _check_instruction(where: str, index: int, text: str) -> None:
 
 def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
     """The parquet files of `meta/episodes`, relative to `base`, in order."""
-    pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
+    pattern = re.compile(re.escape(f"{base}/{EPISODES_PATH}/") + r"[^/]+/[^/]+\.parquet")
     # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
     depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
-    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}", **depth) if pattern.fullmatch(path))
+    found = sorted(path for path in fs.find(f"{base}/{EPISODES_PATH}", **depth) if pattern.fullmatch(path))
     paths = [path[len(base) + 1 :] for path in found]
     if not paths:
-        raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
+        raise FileNotFoundError(f"{EPISODES_PATH}/chunk-*/file-*.parquet is missing; copy the dataset again")
     check_inside(fs, base, paths)
     return paths
 
 
-def read_episodes(
-    fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str], known: set[str]
-) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
+def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str]) -> EpisodeTable:
     """Read what is needed of `meta/episodes`, and check it.
 
-    Returns the columns, numbers of files and their chunks as int32, and the instructions of each episode. There may be
-    millions: columns take shape file by file, and equal instructions are one object.
+    There may be millions: columns take shape file by file, and equal instructions are one object.
+
+    Raises:
+        ValueError: names the file and the column, where no row could be placed: of the numbers of episodes and their
+            lengths. FileNotFoundError: there is no such file.
     """
     file_columns = []
     for prefix in ["data", *(f"videos/{key}" for key in video_keys)]:
         file_columns += [f"{prefix}/chunk_index", f"{prefix}/file_index"]
     start_columns = [f"videos/{key}/from_timestamp" for key in video_keys]
-    wanted = ["episode_index", "length", *file_columns, *start_columns, "tasks"]
+    names = ["episode_index", "length", *file_columns, *start_columns]
 
     paths = episode_files(fs, base)
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in wanted[:-1]}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     tasks: list[tuple[str, ...]] = []
+    broken: dict[str, dict[int, str]] = {}
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
     budget, texts_budget = (Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES) for _ in range(2))
     with freeing_footers() as free:
         for path in paths:
-            part, texts = _read_file(fs, base, path, wanted, budget, texts_budget)
+            part, texts = _read_file(fs, base, path, names, budget, texts_budget)
             free()
             for name in ("episode_index", "length"):
                 parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
-            for name in file_columns:
-                parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX).astype(np.int32))
-            for name in start_columns:
-                parts[name].append(_start_column(part, name, path))
             index, length = parts["episode_index"][-1], parts["length"][-1]
-            if (length < 1).any():
-                raise ValueError(f"{path}: episode {index[length < 1][0]} has length 0, expected one frame or more")
-            tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, index, known, path))
+            for name in file_columns:
+                parts[name].append(_place_column(part, name, path, index, broken).astype(np.int32))
+            for name in start_columns:
+                parts[name].append(_place_column(part, name, path, index, broken))
+            for episode in index[length < 1].tolist():
+                broken.setdefault("data", {})[episode] = f"has length 0 in {path}"
+            tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, len(index)))
 
     # A column at a time, so that there are never two of all.
-    return {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}, tasks
+    return EpisodeTable({name: np.concatenate(parts.pop(name)) for name in names}, tasks, broken)
 
 
 def _read_file(
-    fs: fsspec.AbstractFileSystem, base: str, path: str, wanted: list[str], budget: Budget, texts_budget: Budget
-) -> tuple[pa.Table, pa.ChunkedArray]:
-    """The columns of a file of `meta/episodes` that are `wanted`: numbers, and the last one, which has texts."""
+    fs: fsspec.AbstractFileSystem, base: str, path: str, names: list[str], budget: Budget, texts_budget: Budget
+) -> tuple[pa.Table, pa.ChunkedArray | None]:
+    """Return columns of numbers of a file of `meta/episodes`, and that of its tasks, if it has one."""
     with open_parquet(fs, f"{base}/{path}", name=path) as file:
-        missing = sorted(set(wanted) - set(file.schema_arrow.names))
+        missing = sorted(set(names) - set(file.schema_arrow.names))
         if missing:
             raise ValueError(f"{path}: lacks the columns {shorten(missing)}")
-        part = read_columns(file, wanted[:-1], budget, name=path)
-        return part, read_columns(file, wanted[-1:], texts_budget, name=path)[wanted[-1]]
+        part = read_columns(file, names, budget, name=path)
+        if "tasks" not in file.schema_arrow.names:
+            return part, None
+        return part, read_columns(file, ["tasks"], texts_budget, name=path)["tasks"]
 
 
 def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 2**62) -> np.ndarray:
@@ -138,38 +146,43 @@ def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 
     return values
 
 
-def _start_column(table: pa.Table, name: str, path: str) -> np.ndarray:
+def _place_column(
+    table: pa.Table, name: str, path: str, index: np.ndarray, broken: dict[str, dict[int, str]]
+) -> np.ndarray:
+    """Return where the episodes `index` are, by a number of a file or seconds in a video: float64.
+
+    Episodes without one are noted in `broken`, and have that of the episode before, among whose rows theirs may be.
+    """
     column = table[name]
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) or column.null_count:
-        raise ValueError(f"{path}: {name} has type {column.type} or empty values, expected seconds")
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_null(column.type)):
+        raise ValueError(f"{path}: {name} has type {column.type}, expected numbers")
     values = column.cast(pa.float64(), safe=False).to_numpy()
-    outside = values[~((values >= 0) & (values < MAX_INDEX))]
-    if outside.size:
-        raise ValueError(f"{path}: {name} is {outside[0]}, expected seconds from the start of a video")
-    return values
+    place, _, number = name.removeprefix("videos/").rpartition("/")
+    whole = number != "from_timestamp"
+    with np.errstate(invalid="ignore"):
+        good = (values >= 0) & (values < MAX_INDEX) & ((values == np.floor(values)) | (not whole))
+    for at in np.flatnonzero(~good).tolist():
+        found = "empty" if column[at].as_py() is None else column[at].as_py()
+        broken.setdefault(place, {})[int(index[at])] = f"has {found} as {name} in {path}"
+    before = np.maximum.accumulate(np.where(good, np.arange(len(values)), 0))
+    return np.where(good[before], values[before], 0.0)
 
 
-def _episode_tasks(column: pa.ChunkedArray, index: np.ndarray, known: set[str], path: str) -> Iterator[tuple[str, ...]]:
-    """The instructions of the episodes in a file, whose numbers are `index`."""
-    if not pa.types.is_list(column.type):
-        raise ValueError(f"{path}: tasks has type {column.type}, expected lists of texts")
+def _episode_tasks(column: pa.ChunkedArray | None, count: int) -> Iterator[tuple[str, ...]]:
+    """Yield the texts of each episode of a file: of a list of texts, or of one; none of anything else."""
+    kind: Any = pa.null() if column is None else column.type
+    if column is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        for text in column.to_pylist():
+            yield () if text is None else (text,)
+        return
+    if column is None or not pa.types.is_list(kind) or not pa.types.is_string(kind.value_type):
+        yield from [()] * count
+        return
     lists = column.cast(pa.large_list(pa.large_string())).combine_chunks()
-    if lists.null_count:
-        raise ValueError(f"{path}: tasks of episode {index[lists.is_null().index(True).as_py()]} is empty (null)")
     texts = pc.dictionary_encode(lists.flatten())
     values = texts.dictionary.to_pylist()
-    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
-    unknown = {position for position, text in enumerate(values) if text not in known}
-    if unknown or texts.null_count:
-        positions = texts.indices.to_numpy(zero_copy_only=False)
-        bad = next(i for i, position in enumerate(positions) if position in unknown or position != position)
-        episode, text = index[np.searchsorted(ends, bad, side="right")], texts[bad].as_py()
-        raise ValueError(
-            f"{path}: episode {episode} has the task {text!r:.200}, which {TASKS_PATH} lacks; "
-            "the two files do not belong together"
-        )
-    flat = [values[position] for position in texts.indices.to_pylist()]
+    flat = [None if position is None else values[position] for position in texts.indices.to_pylist()]
     begin = 0
-    for end in ends.tolist():
-        yield tuple(flat[begin:end])
-        begin = end
+    for length in pc.fill_null(pc.list_value_length(lists), 0).to_pylist():
+        yield tuple(text for text in flat[begin : begin + length] if text is not None)
+        begin += length

@@ -70,6 +70,8 @@ def choose_episodes(
         ValueError: an episode that the dataset has not, a pattern that fits no task, or nothing is left.
     """
     asked = chosen = select_episodes(meta, episodes)
+    if tasks is not None and not any(meta.episode_tasks):
+        raise ValueError(f"{meta.root}: --dataset.tasks: the metadata names no task of any episode; leave it out")
     left_out = []
     if exclude is not None and len(exclude):
         chosen = np.setdiff1d(chosen, select_episodes(meta, exclude))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import cast
 
 import numpy as np
 
 from vla_finetuning.data.frames import Stretches, movement_keys, stretches_of, table, told_weights
-from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.metadata import DatasetMetadata, check_readable, episode_ranges
 from vla_finetuning.data.selection import Choice, choose_episodes, of_each
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.plan.datasets import Datasets
@@ -107,7 +110,7 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
     included = of_each(d.episodes, roots, "--dataset.episodes")
     excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
     weights: Sequence[np.ndarray | None] = datasets.weights or [None] * len(roots)
-    return [
+    chosen = [
         choose_episodes(
             meta,
             episodes if member.episodes is None else member.episodes,
@@ -119,6 +122,26 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
             datasets.metas, datasets.members, included, excluded, weights, strict=True
         )
     ]
+    for number, (meta, member) in enumerate(zip(datasets.metas, datasets.members, strict=True)):
+        cameras = d.camera_keys if member.camera_keys is None else member.camera_keys
+        check_readable(meta, chosen[number][0], cameras, partial(exclusion, config, datasets, number))
+    return chosen
+
+
+def exclusion(config: Config, datasets: Datasets, number: int, episodes: Sequence[int]) -> str:
+    """Return the option that leaves out these episodes of dataset `number`, besides what is left out already."""
+    own = datasets.members[number].exclude_episodes
+    if own:
+        return (
+            f"exclude_episodes of {datasets.roots[number]} in the mixture: {episode_ranges(sorted({*own, *episodes}))}"
+        )
+    flag = "--dataset.exclude_episodes"
+    before = of_each(cast(Choice, config.dataset.exclude_episodes), datasets.roots, flag)
+    out = {root: sorted(numbers or ()) for root, numbers in zip(datasets.roots, before, strict=True)}
+    out[datasets.roots[number]] = sorted({*out[datasets.roots[number]], *episodes})
+    several = len(out) > 1
+    value = json.dumps({root: numbers for root, numbers in out.items() if numbers}) if several else ""
+    return f"{flag}={shlex.quote(value or episode_ranges(next(iter(out.values()))))}"
 
 
 def _split(

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from vla_finetuning.data.dataset_files import Holes, find_holes
-from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.metadata import DatasetMetadata, episode_ranges
 from vla_finetuning.data.selection import Choice, of_each
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets
@@ -95,10 +95,3 @@ def _remedy(
     count = sum(len(hole.episodes) for hole in holes)
     left = sum(map(len, episodes)) - count
     return f"go on with {left} episodes, without the {count} that need such files: {flag}"
-
-
-def episode_ranges(numbers: Sequence[int]) -> str:
-    """Numbers, ascending, as an option takes them: 3,7,20:30."""
-    ends = np.flatnonzero(np.diff(numbers) != 1) + 1
-    runs = [run.tolist() for run in np.split(np.asarray(numbers), ends)]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}" for run in runs)

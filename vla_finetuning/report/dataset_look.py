@@ -16,11 +16,10 @@ import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.dataset_files import check_files, find_holes
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names, episode_ranges
 from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
-from vla_finetuning.plan.missing_files import episode_ranges
 
 STATE, ACTION = "observation.state", "action"
 
