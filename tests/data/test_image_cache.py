@@ -1,7 +1,9 @@
 """Encoded images of data files: a row group is unpacked once per node, and images are what the files hold."""
 
+import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,16 +12,21 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lerobot_datasource import LeRobotDatasource
 from tests.data.test_number_cache import assert_same
-from tests.datasets import datasource, make_layouts
+from tests.datasets import datasource, make_dataset, make_layouts
 from vla_finetuning.data import node_cache as lerobot_node_cache
 from vla_finetuning.data import number_cache, videos
+from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.node_cache import NodeCache, Records
+from vla_finetuning.data.options import Features
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMERAS = {"observation.images.left": (16, 24), "observation.images.right": (8, 8)}
@@ -242,3 +249,71 @@ def test_records_of_any_length(tmp_path):
     # All or none.
     records.put([(number, memoryview(bytes(20_000))) for number in range(20, 24)])
     assert records.get(20) is None and records.get(2) == given[2]
+
+
+@pytest.mark.parametrize(
+    "form", ["bytes", "large bytes", "paths", "paths beside", "structures of paths", "some of each"]
+)
+def test_every_form_that_datasets_image_reads(tmp_path, form):
+    """Rows equal those of the same images as LeRobot embeds them; what the form means is said by `datasets.Image`."""
+    root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
+    key, meta = "observation.images.top", load_metadata(root)
+    expected = [frames_of(meta, key)]
+    for file in meta.data_files:
+        table = pq.read_table(root / file)
+        images = [image["bytes"] for image in table[key].to_pylist()]
+        folder = (root / file).parent if form == "paths beside" else root
+        paths = [f"images/{file.replace('/', '_')}_{n}.png" for n in range(len(images))]
+        (folder / "images").mkdir(exist_ok=True)
+        for path, data in zip(paths, images, strict=True):
+            (folder / path).write_bytes(data)
+        column = {
+            "bytes": pa.array(images, pa.binary()),
+            "large bytes": pa.array(images, pa.large_binary()),
+            "paths": pa.array(paths),
+            "paths beside": pa.array(paths),
+            "structures of paths": pa.array([{"path": path} for path in paths]),
+            "some of each": pa.array(
+                [{"bytes": None if n % 2 else data, "path": paths[n]} for n, data in enumerate(images)]
+            ),
+        }[form]
+        pq.write_table(table.set_column(table.column_names.index(key), key, column), root / file)
+        if folder == root:
+            with contextlib.chdir(root):  # `datasets` takes paths from the working directory
+                decoded = [datasets.Image().decode_example(as_example(value)) for value in column.to_pylist()]
+            plain = [decode_image(data, name="", height=16, width=24) for data in images]
+            np.testing.assert_array_equal(np.stack(decoded), plain)
+    expected.append(frames_of(load_metadata(root), key))
+    np.testing.assert_array_equal(*expected)
+
+
+def as_example(value):
+    if isinstance(value, dict):
+        return {"bytes": value.get("bytes"), "path": value["path"]}
+    return {"bytes": value, "path": None} if isinstance(value, bytes) else {"bytes": None, "path": value}
+
+
+def frames_of(meta, key):
+    source = LeRobotDatasource([meta], features=Features(camera_keys=[key]))
+    (rows,) = source.read_rows(range(meta.total_frames), meta.total_frames)
+    return rows[key]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (["/etc/hostname"] * 7, "outside of the dataset"),
+        (["../x.png"] * 7, "outside of the dataset"),
+        (["s3://bucket/x.png"] * 7, "outside of the dataset"),
+        (["gone.png"] * 7, "its file 'gone.png' is not below the dataset's folder: copy the images too"),
+        ([None] * 7, "the image is not embedded in the parquet file"),
+        ([1.5] * 7, "observation.images.top has type double, and images are stored as bytes, as paths, or"),
+    ],
+)
+def test_images_that_are_elsewhere_or_none(tmp_path, column, message):
+    root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
+    key, (file,) = "observation.images.top", load_metadata(root).data_files
+    table, values = pq.read_table(root / file), pa.array(column, pa.string() if column[0] is None else None)
+    pq.write_table(table.set_column(table.column_names.index(key), key, values), root / file)
+    with pytest.raises(ValueError, match=f"{file}.*{re.escape(message)}"):
+        frames_of(load_metadata(root), key)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from vla_finetuning.data import number_cache
 from vla_finetuning.data.node_cache import BLOCK_BYTES, NodeCache, Records, node_cache
@@ -23,16 +24,17 @@ from vla_finetuning.data.storage import RemoteFileSystem
 
 def read_images(
     file: DataFile, key: str, row_bytes: int, rows: np.ndarray, identity: str | None
-) -> Iterator[tuple[int, bytes | None]]:
+) -> Iterator[tuple[int, bytes | str | None]]:
     """The encoded images of a column in some rows of the file; at most one row group is in memory.
 
     Args:
         row_bytes: the most that an image takes. rows: int64 (N,), in any order.
         identity: of the file's content, the key of the store; None: nothing is stored.
     Returns:
-        Positions in `rows`, each once, in any order, with the image there; None where the file has none.
+        Positions in `rows`, each once, in any order, with the image there, or with the path of its file; None where the
+            file has neither.
     Raises:
-        ValueError: as `number_cache.read_groups`, when a row group is unpacked.
+        ValueError: as `number_cache.read_groups`, when a row group is unpacked; the column holds no images.
     """
     stored = None if identity is None else _stored(file, key, row_bytes, identity)
     missing = []
@@ -57,9 +59,9 @@ def _unpack(
     rows: np.ndarray,
     identity: str | None,
     store: Records | None,
-) -> list[bytes | None]:
+) -> list[bytes | str | None]:
     """The images of some rows of a row group; the first to come stores all of them."""
-    found: list[bytes | None] = [None] * len(rows)
+    found: list[bytes | str | None] = [None] * len(rows)
     # Other readers of this file wait: they would unpack the same group.
     with contextlib.nullcontext() if store is None else store.alone():
         if store is not None:
@@ -68,11 +70,36 @@ def _unpack(
             if store is not None and isinstance(file.fs, RemoteFileSystem):
                 file = replace(file, fs=file.fs.uncached())  # once on the disk, not its blocks as well
             table = read_groups(file, {key: row_bytes}, [group], identity).table
-            images = table.column(key).combine_chunks().field("bytes").cast(pa.binary())
-            found = images.take(pa.array(rows - group.first)).to_pylist()
-            if store is not None:
+            images, paths = _stored_forms(table.column(key).combine_chunks(), f"{file.name}: {key}")
+            at = pa.array(rows - group.first)
+            found = images.take(at).to_pylist()
+            if images.null_count:
+                named = paths.take(at).to_pylist()
+                found = [path if image is None else image for image, path in zip(found, named, strict=True)]
+            elif store is not None:
                 _put(store, group.first, images)
     return found
+
+
+def _stored_forms(column: pa.Array, name: str) -> tuple[pa.Array, pa.Array]:
+    """Return the encoded images and the paths of a column, null where it has none.
+
+    The forms are those that `datasets.Image` reads: bytes, paths, or structures of both.
+    """
+    kind, nulls = column.type, pa.nulls(len(column), pa.string())
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return column.cast(pa.binary()), nulls
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return nulls.cast(pa.binary()), column.cast(pa.string())
+    fields = {kind.field(i).name for i in range(kind.num_fields)} if pa.types.is_struct(kind) else set()
+    if not fields & {"bytes", "path"}:
+        raise ValueError(
+            f"{name} has type {kind}, and images are stored as bytes, as paths, or as structures of both: save the "
+            "dataset with LeRobot or with datasets.Image"
+        )
+    images = pc.struct_field(column, "bytes") if "bytes" in fields else nulls
+    paths = pc.struct_field(column, "path") if "path" in fields else nulls
+    return images.cast(pa.binary()), paths.cast(pa.string())
 
 
 def _is_an_end(rows: np.ndarray, group: Span) -> bool:

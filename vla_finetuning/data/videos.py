@@ -31,6 +31,7 @@ from vla_finetuning.data.image_cache import read_images
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
 from vla_finetuning.data.number_cache import DataFile
+from vla_finetuning.data.paths import read_whole
 from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
 from vla_finetuning.data.reused_memory import empty
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity, naming_file
@@ -186,11 +187,30 @@ class CameraFile:
         for i, data in read_images(file, feature.key, row_bytes, rows, file_identity(self.reader.fs, path)):
             w, sink, n = places[i]
             name = f"{self.name(w.episode)}, row {rows[i]}"
+            if isinstance(data, str):
+                data = self._read_image(data, row_bytes, name)
             if feature.is_depth:
                 unit = feature.info.get("depth_unit")
                 sink(n, decode_depth_image(data, unit, name=name, height=height, width=width))
             else:
                 sink(n, decode_image(data, name=name, height=height, width=width))
+
+    def _read_image(self, path: str, most_bytes: int, name: str) -> bytes:
+        """Read an image that the data file names: below the dataset's folder, or beside the data file."""
+        reader = self.reader
+        inside = path.removeprefix(f"{reader.base}/")
+        beside = self.file.rpartition("/")[0]
+        steps = inside.split("/")
+        if "://" in path or inside.startswith("/") or ".." in steps:
+            raise ValueError(f"{name}: the image is in {path!r:.200}, outside of the dataset; copy it into its folder")
+        places = [inside, f"{beside}/{inside}"]
+        place = next((place for place in places if reader.fs.exists(reader.path(place))), None)
+        if place is None:
+            raise ValueError(
+                f"{name}: the image is not embedded in the data file, and its file {path!r:.200} is not below the "
+                "dataset's folder: copy the images too, or save the dataset with embedded images"
+            )
+        return read_whole(reader.fs, reader.base, place, most_bytes)
 
 
 def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
