@@ -526,6 +526,11 @@ def read_lerobot(
     ):
         if not isinstance(value, kinds) or name != "root" and isinstance(value, str):
             raise TypeError(f"read_lerobot: {name}={value!r}: expected {' or '.join(k.__name__ for k in kinds)}")
+    for name, number in (("tolerance_s", tolerance_s), ("frame_cache_gb", frame_cache_gb)):
+        if isinstance(number, bool) or not isinstance(number, int | float | np.number) or not 0 < number < math.inf:
+            raise ValueError(f"read_lerobot: {name}={number!r}: expected a positive number")
+    if not isinstance(root, str | Path) and not len(root):
+        raise ValueError("read_lerobot: root is empty: give a dataset, or several")
     roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
     metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
     chosen = {str(k): v for k, v in episodes.items()} if isinstance(episodes, Mapping) else episodes

@@ -826,6 +826,19 @@ def test_arguments_that_do_not_fit(roots):
             read_lerobot(roots["rollover"], **{name: value})
 
 
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "x", None, True])
+@pytest.mark.parametrize("name", ["tolerance_s", "frame_cache_gb"])
+def test_what_is_no_positive_number_is_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"read_lerobot: {name}=.*: expected a positive number"):
+        read_lerobot(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("root", [[], (), {}])
+def test_no_dataset_is_refused(root):
+    with pytest.raises(ValueError, match="read_lerobot: root is empty"):
+        read_lerobot(root)
+
+
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
 def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tmp_path, windows, monkeypatch):
     root = make_dataset(tmp_path / "damaged")
