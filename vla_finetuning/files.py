@@ -17,6 +17,19 @@ from vla_finetuning.lines import LINES, replace_lines, text_of_lines
 MAX_JSON_BYTES = 16 * 2**20
 
 
+# How a Git LFS pointer begins, which a clone without LFS has in the place of a large file.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_pointer(name: str, begin: bytes) -> None:
+    """Raise ValueError where a file that begins so is a Git LFS pointer. `name`: how errors call the file."""
+    if begin.startswith(LFS_POINTER):
+        raise ValueError(
+            f"{name} is a Git LFS pointer and not the file itself: run `git lfs pull` in its repository, or download "
+            "it with `hf download`"
+        )
+
+
 def write_json(path: Path, value: Any) -> None:
     """Atomically: readers see the old file or the new one."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
@@ -70,8 +83,10 @@ def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
     Raises:
         OSError, ValueError: as `read_regular`; it is not JSON, or nested deeper than Python reads.
     """
+    text = read_regular(path, most_bytes)
+    refuse_pointer(str(path), text)
     try:
-        return json.loads(read_regular(path, most_bytes))
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deep") from error
 

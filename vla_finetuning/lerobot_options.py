@@ -12,6 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from importlib.metadata import version
 from typing import Any
 
 from draccus.parsers.decoding import decode
@@ -44,7 +45,13 @@ def make_config(
         place[last] = _read(_hint(kind, path), f"--{group}.{name}", text)
     try:
         return decode(kind, raw)
-    except NO_VALUE as error:
+    except Exception as error:  # whatever LeRobot raises where it checks a configuration
+        if unknown := sorted(set(saved or {}) - {field.name for field in fields(kind)}):
+            raise ValueError(
+                f"{source} has {', '.join(unknown)}, which {kind.__name__} of this LeRobot ({version('lerobot')}) does "
+                "not know: it was saved by a newer one, or is no such configuration; take them out where they say what "
+                "is the default here"
+            ) from error
         given = ", ".join(f"--{group}.{option.removeprefix('--')}" for option in options)
         source = " with ".join(filter(None, [source, given]))
         reason = "; ".join(" ".join(str(e).split()) for e in (error, error.__cause__) if e)

@@ -11,6 +11,7 @@ from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.policies.factory import make_policy as lerobots_policy
 from safetensors.torch import load_file
 
+from diagnostics import merge_adapter
 from tests import in_process
 from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.options.command_line import parse_args
@@ -131,6 +132,15 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
         load_file(path / "model.safetensors") for path in (setting[2], run.job.output_dir / "pretrained_model")
     )
     assert base.keys() == merged.keys()
+    tool = run.job.output_dir / "merged"
+    assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 0
+    assert merge_adapter.main([str(run.job.output_dir / "adapter"), str(tool)]) == 2  # it is there already
+    by_tool = load_file(tool / "model.safetensors")
+    assert by_tool.keys() == merged.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(by_tool[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert json.loads((tool / "config.json").read_text())["use_peft"] is False
+    in_process.resolved(setting, **{"policy.path": tool})  # training goes on from it
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {name.split(".lora_")[0] + ".weight" for name in trained.named()}
 

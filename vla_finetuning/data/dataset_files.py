@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import struct
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata, select_episodes, unreachable
 from vla_finetuning.data.paths import shorten
+from vla_finetuning.files import LFS_POINTER
 
 # Local files whose ends are looked at; a dataset with more is looked at in places.
 MAX_OPENED = 5_000
@@ -79,7 +81,11 @@ def find_holes(
         if not size:
             what = "is missing" if size is None else "is empty"
         elif not whole:
-            what = f"is cut short at {size} bytes, or no {path.rpartition('.')[2]} file"
+            kind = path.rpartition(".")[2]
+            what = f"is cut short at {size} bytes, or no {kind} file: a copy or a recording ended early"
+            with contextlib.suppress(OSError), open(Path(meta.base) / path, "rb") as file:
+                if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                    what = "is a Git LFS pointer (run `git lfs pull` in the repository)"
         else:
             continue
         found[path] = f"{what} (needed by episodes {shorten(used_by.tolist())})"

@@ -18,6 +18,8 @@ from av.video.reformatter import VideoReformatter
 from kornia_rs.io import decode_image_png_u8
 from PIL import ExifTags, Image, ImageOps
 
+from vla_finetuning.files import refuse_pointer
+
 # What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
 IMAGE_FORMATS = ("PNG", "JPEG", "TIFF", "WEBP", "BMP")
 # How a PNG begins. Width, height, bits of a value (8) and kind of pixels (2: RGB) follow.
@@ -50,6 +52,7 @@ def check_samples(source: Any, name: str) -> None:
         return  # of an object store: `video_index` reads its tables
     try:
         with open(source, "rb") as file:
+            refuse_pointer(name, file.read(64))
             size = os.fstat(file.fileno()).st_size
             for first, last in _boxes(file, [b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz"], 0, size):
                 file.seek(first)

@@ -199,6 +199,12 @@ def load_metadata(
                 "Lance table, its publisher usually has the same dataset as parquet and mp4 files; else read it with a "
                 "LeRobot that knows Lance (after 0.6.1), and write its frames with LeRobotDataset.create"
             )
+        if info.get("total_episodes") == 0:
+            raise ValueError(
+                f"no episode has been recorded yet ({INFO_PATH}: total_episodes is 0), or the recording ended before "
+                "its first episode was saved: record one or more (lerobot-record; save_episode and finalize of "
+                "LeRobotDataset)"
+            )
         if version in metadata_v2.VERSIONS:
             info = metadata_v2.TEMPLATES | info
         features, not_read = _parse_features(info)

@@ -70,7 +70,10 @@ def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
     found = sorted(path for path in fs.find(f"{base}/{EPISODES_PATH}", **depth) if pattern.fullmatch(path))
     paths = [path[len(base) + 1 :] for path in found]
     if not paths:
-        raise FileNotFoundError(f"{EPISODES_PATH}/chunk-*/file-*.parquet is missing; copy the dataset again")
+        raise FileNotFoundError(
+            f"{EPISODES_PATH}/chunk-*/file-*.parquet is missing: the copy, or the recording before it was finalized "
+            "(LeRobotDataset.finalize), was cut off; copy the dataset again, or record its episodes again"
+        )
     check_inside(fs, base, paths)
     return paths
 

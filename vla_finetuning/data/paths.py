@@ -20,6 +20,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data.storage import naming_file
+from vla_finetuning.files import refuse_pointer
 
 INFO_PATH = "meta/info.json"
 # Of one kind, of a camera or of numbers: v2.1 has one for each episode, v3.0 one for dozens.
@@ -132,6 +133,7 @@ def read_whole(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: 
         size = fs.size(f"{base}/{path}")
         text: bytes = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
     _check_bytes(path, size, most_bytes)
+    refuse_pointer(path, text)
     return text
 
 
@@ -159,6 +161,8 @@ def read_lines(
                         f"{path}, line {at} has more than the {line_bytes / 2**20:,.0f} MiB that it may have: it is "
                         "damaged or made to exhaust the memory; restore the file"
                     )
+                if number == 1:
+                    refuse_pointer(path, piece)
                 yield from lines
                 number += len(lines)
             if begun:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
 from vla_finetuning.data.storage import RemoteFile, StorageError, naming_file
+from vla_finetuning.files import refuse_pointer
 
 # The entry of a footer that Arrow makes a schema of, with its extension types; one as long, that it ignores.
 _ARROW_SCHEMA, _NO_SCHEMA = b"ARROW:schema", b"no-one:reads"
@@ -116,6 +117,7 @@ def open_parquet(
         with file, naming_file(name):
             metadata = None if identity is None else _footers.get(identity)
             if metadata is None:
+                refuse_pointer(name, file.read(64))
                 metadata = _parsed_footer(file)
                 if identity is not None:
                     _footers.keep(identity, metadata)
@@ -133,7 +135,10 @@ def open_parquet(
         if isinstance(error, OSError) and error.errno is not None:
             raise StorageError(f"{name}: {error}") from error
         reason = " ".join(str(error).split())
-        raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error
+        raise ValueError(
+            f"{name} cannot be read as a parquet file ({reason}): the copy, or the recording before it was finalized, "
+            "was cut off; copy it again, or record its episodes again"
+        ) from error
 
 
 def _parsed_footer(file: Any) -> pq.FileMetaData:

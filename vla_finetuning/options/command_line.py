@@ -303,6 +303,11 @@ def _saved_options(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
     known = {of.path: of for of in options_of(kind)}
+    if isinstance(saved, dict) and {"policy", "dataset", "wandb"} <= saved.keys():
+        raise ValueError(
+            f"{path} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "
+            "--resume goes on with a run, and --policy.path FOLDER/pretrained_model starts one from its policy"
+        )
     for name, value in leaves(saved, known.keys()):
         if name not in known:
             raise ValueError(f"{path}: {name} is no option{did_you_mean(name, list(known))}")

@@ -101,6 +101,10 @@ def check_policy(
         )
     if not family.from_config:
         _require_float32(str(getattr(policy_config, "dtype", "float32")))
+        if family.offline:
+            built = meta_policy(policy_config)
+            if folder is not None:
+                check_weights(folder, built)
         return None  # building others may download their backbones
     policy = with_float32_masters(meta_policy(policy_config))
     if folder is not None:
@@ -154,10 +158,12 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         require_trained(kind, f"--policy.type={kind}")
         policy_config = policy_config_of(f"--policy.type={kind}", kind, None, config.policy_options)
         if policy_config.pretrained_path is not None:
+            source = policy_config.pretrained_path
+            names = (name for name, value in vars(policy_config).items() if name != "pretrained_path" and value)
+            named = next((name for name in names if str(getattr(policy_config, name)) == str(source)), None)
             raise ValueError(
-                f"--policy.type={kind}: lerobot-train starts such a policy from the weights of "
-                f"{policy_config.pretrained_path}: give them with --policy.path, or --policy.base_model_id=null if "
-                "random ones are meant"
+                f"--policy.type={kind}: lerobot-train starts such a policy from the weights of {source}: give them "
+                "with --policy.path" + (f", or --policy.{named}=null if random ones are meant" if named else "")
             )
         return policy_config, None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision, partial(_trained_type, path))
@@ -165,6 +171,12 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
     weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
     if not weights.is_file():
         found = sorted(entry.name for entry in folder.iterdir())
+        if "adapter_config.json" in found:
+            raise FileNotFoundError(
+                f"policy {path} is adapters without the policy that they belong to; merge them, and give what is "
+                f"written: python -m diagnostics.merge_adapter {path} {folder.name}_merged (of a run of vla.py, its "
+                "pretrained_model is the same policy, merged)"
+            )
         raise FileNotFoundError(
             f"policy {path}: no model.safetensors, found {found}: there are no weights to start from; copy it again, "
             "or use --policy.type if random ones are meant"
@@ -185,11 +197,30 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
 def _trained_type(path: str, folder: Path) -> str:
     """The type of the policy in a folder; an error if it is not trained here."""
     try:
-        kind = read_foreign_json(folder / "config.json")["type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
+        saved = read_foreign_json(folder / "config.json")
+    except ValueError as error:
+        raise ValueError(f"policy {path}: config.json is damaged ({error}); copy it again") from error
+    if not isinstance(saved, dict) or "type" not in saved:
+        raise ValueError(f"policy {path}: config.json is of no LeRobot policy: {_whose_config(saved)}")
+    kind = saved["type"]
     require_trained(kind, f"policy {path}")
     return kind
+
+
+def _whose_config(saved: Any) -> str:
+    """Return whose configuration this is, which has no `type`, and what to do."""
+    keys = sorted(saved) if isinstance(saved, dict) else []
+    if {"paligemma_variant", "action_expert_variant"} & set(keys):
+        return (
+            "it is openpi's own, whose weights have other names too: give LeRobot's port of them, lerobot/pi05_base or "
+            "lerobot/pi0_base, or convert yours with LeRobot's conversion of PI0 checkpoints"
+        )
+    if "model_type" in keys or "architectures" in keys:
+        return (
+            f"it is a model of transformers ({saved.get('model_type') or saved.get('architectures')}), a part of a "
+            "policy at most: give a policy's folder, as lerobot/pi05_base"
+        )
+    return f"it has no `type`, but {', '.join(keys[:8]) or 'nothing'}: give the pretrained_model of a run, or a Hub id"
 
 
 def _digests(folder: Path, weights: Path) -> dict[str, str]:

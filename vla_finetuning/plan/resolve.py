@@ -38,8 +38,8 @@ from vla_finetuning.policies.pipelines import check_prompts_differ
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.texts import encode
-from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.folder import SKIPPED_NAME
+from vla_finetuning.run.checkpoint import AVERAGE, OPTIMIZER, Progress, checkpoint_names, latest_checkpoint
+from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.push import repositories
 
@@ -126,6 +126,8 @@ def resolve(config: Config, gpus_found: int, datasets: Datasets | None = None, *
     )
     spec = replace(spec, flops_by_prompt=_flops(config, spec))
     _try_processors(spec, rows)
+    if config.resume:
+        _check_checkpoint(config, spec)
     job = make_job(config, spec, steps, rows.identity)
     return Run(config, job, spec, rows, (*overruling, *chosen.notes, *skipped, *smaller))
 
@@ -212,6 +214,21 @@ def _policy_path(config: Config, datasets: Datasets) -> str | None:
     data = policy_data(config, datasets, [episodes for episodes, _ in choose(config, datasets)])
     labelled = config.recap.labels is not None
     return absolute(demo.prepare_base(demo.DEMO_CACHE, **vars(data), labelled=labelled))
+
+
+def _check_checkpoint(config: Config, spec: PolicySpec) -> None:
+    """Refuse to go on from a checkpoint that lacks the state of the run's optimizer, or its average of weights."""
+    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME)
+    if newest is None:
+        return
+    if spec.ema.enable and not checkpoint_names(newest, AVERAGE):
+        raise ValueError(f"--ema.enable: {newest} was written without an average of the weights: leave it out")
+    kinds = {name.partition(".")[0] for name in checkpoint_names(newest, OPTIMIZER)}
+    if kinds and kinds != spec.recipe.state_kinds:
+        raise ValueError(
+            f"--optimizer.type={spec.recipe.optimizer.type}: {newest} has the state of another optimizer "
+            f"({', '.join(sorted(kinds))}): give that of the run, or start a new one from its policy"
+        )
 
 
 def _flops(config: Config, spec: PolicySpec) -> dict[int, int]:

@@ -160,6 +160,8 @@ class Family:
         reads_texts: in the training worker it takes instructions as text: `task`, a list of strings.
         sized_by_images: its network, or what it checks of itself, follows from the image shapes in its configuration,
             so that a pretrained one keeps them.
+        offline: LeRobot builds its network from its configuration and `without_downloads`, so that names and shapes of
+            weights are known before training; so it is of all that are built `from_config`.
 
         modes: the parts (`parts`) that train, by `--train.mode`; where empty, only `full` is known, and trains what the
             policy's own configuration leaves trainable.
@@ -188,6 +190,7 @@ class Family:
     reads_texts: bool = False
     in_float32: bool = False
     sized_by_images: bool = False
+    offline: bool = False
 
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()
@@ -367,6 +370,8 @@ class Family:
 
     def without_downloads(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """The configuration, changed in place so that LeRobot builds the policy without a backbone's weights."""
+        if getattr(config, "pretrained_backbone_weights", None) is not None:
+            config.pretrained_backbone_weights = None
         return config
 
     def with_cameras(self, config: PreTrainedConfig, cameras: int, prompt: int | None = None) -> PreTrainedConfig:

@@ -39,7 +39,7 @@ from transformers.initialization import no_init_weights
 
 from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
-from vla_finetuning.files import let_others_read, read_foreign_json
+from vla_finetuning.files import let_others_read, read_foreign_json, refuse_pointer
 from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.lora import write_adapters
@@ -104,10 +104,18 @@ _LARGEST = {
 }
 
 
+# Options of policies that no network can do without.
+_POSITIVE = (
+    r"chunk_size|horizon|n_action_steps|n_obs_steps|dim_model|n_heads|max_(state|action)_dim|num_inference_steps"
+)
+
+
 def _check_sizes(config: PreTrainedConfig, source: str) -> None:
     """Refuse sizes that no policy has: of a configuration that came from elsewhere, anything may be asked for."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if type(value) is int and value < 1 and re.fullmatch(_POSITIVE, field.name):
+            raise ValueError(f"{f'{source}: ' if source else ''}--policy.{field.name}={value}: must be positive")
         most = next((limit for names, limit in _LARGEST.items() if re.search(names, field.name)), None)
         if type(value) is int and most is not None and value > most:
             where = f"{source}: " if source else ""
@@ -199,30 +207,39 @@ def load_policy(
     with no_init_weights() if family_of(config).from_config else contextlib.nullcontext():
         policy = new_policy(config, trusted=trusted)
     weights = _matching_weights(folder, policy, weights)
-    for key, tensor in weights.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{key} in {folder} holds values that are not finite; the file is damaged")
+    _check_finite(folder, weights)
     policy.load_state_dict(weights, strict=False)
     return policy.eval()
 
 
 def check_weights(folder: Path, policy: PreTrainedPolicy) -> None:
-    """Refuse what `load_policy` would refuse of a folder's files, keys and shapes, in seconds. Runs on the driver.
-
-    Only the files' headers are read, so values that are not finite are left to `load_policy`.
+    """Refuse what `load_policy` would refuse of a folder's files: keys, shapes, values. Runs on the driver.
 
     Args:
         policy: built for the folder's configuration, on any device; the meta device will do.
     """
-    _matching_weights(Path(folder), policy)
+    _check_finite(Path(folder), _matching_weights(Path(folder), policy))
+
+
+def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    for key, tensor in weights.items():
+        # A sum is finite where all values are, unless they are huge: that is looked at again.
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+            bad = int((~torch.isfinite(tensor)).sum())
+            if bad:
+                raise ValueError(
+                    f"{key} in {folder} holds values that are not finite, {bad:,} of {tensor.numel():,}: the file is "
+                    "damaged, or the policy had diverged when it was saved; start from another one"
+                )
 
 
 def _matching_weights(
     folder: Path, policy: PreTrainedPolicy, found: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """All tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
-    weights = read_weights(folder) if found is None else dict(found)
-    weights = family_of(policy.config).own_keys(policy, weights)
+    stored = read_weights(folder) if found is None else dict(found)
+    _explain_names(folder, list(stored))
+    weights = family_of(policy.config).own_keys(policy, stored)
     _check_keys(folder, policy.config, weights, policy.state_dict(keep_vars=True))
     return weights
 
@@ -263,7 +280,9 @@ def check_header(path: Path) -> None:
     if not path.exists():
         return
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        size = int.from_bytes(file.read(8), "little") if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+        begin = file.read(64)
+        refuse_pointer(str(path), begin)
+        size = int.from_bytes(begin[:8], "little") if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     if size is None or size > MAX_HEADER_BYTES:
         what = "is not a regular file" if size is None else f"claims a header of {size / 2**20:,.0f} MiB"
         raise ValueError(
@@ -293,6 +312,33 @@ def _check_keys(
         raise ValueError(
             f"the weights in {folder} are not of its '{config.type}' policy: {'; '.join(problems)}. Nothing "
             "was loaded. Check that config.json and weights belong together, and to this version of LeRobot"
+        )
+
+
+# What wraps a policy puts before the names of its weights.
+WRAPPERS = r"((module|_orig_mod)\.)+|base_model\.model\."
+
+
+def _explain_names(folder: Path, names: Sequence[str]) -> None:
+    """Raise ValueError with the cause and the command, where names of weights are wrong for a known reason."""
+    wrapped = [re.match(WRAPPERS, name) for name in names]
+    if wrapped and all(wrapped):
+        prefix = os.path.commonprefix([match[0] for match in wrapped if match])
+        code = (
+            "from safetensors.torch import load_file, save_file; p = 'model.safetensors'; "
+            f"save_file({{k.removeprefix('{prefix}'): v for k, v in load_file(p).items()}}, p, {{'format': 'pt'}})"
+        )
+        raise ValueError(
+            f"the names of the weights in {folder} all begin with {prefix!r}: they were saved from a policy wrapped in "
+            "DistributedDataParallel, torch.compile or PEFT. Take it off, once, in that folder: "
+            f'python -c "{code}"'
+        )
+    inside = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+    if old := [name for name in names if name.removeprefix("model.").startswith(inside)]:
+        raise ValueError(
+            f"the weights in {folder} have normalisation inside of the policy ({old[0]}), as LeRobot saved it before "
+            "processors: python -m lerobot.processor.migrate_policy_normalization "
+            f"--pretrained-path {folder} --output-dir {folder.name}_migrated, and give that folder"
         )
 
 

@@ -14,10 +14,20 @@ from vla_finetuning.policies.registry import family_of
 def meta_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
     """Build a policy on the meta device, as LeRobot does for its configuration.
 
-    Only of a family that is built `from_config`: others may download their backbones.
+    Only of a family that is built `from_config` or `offline`: others may download their backbones.
+
+    Raises:
+        ValueError: LeRobot does not build it.
     """
     config = family_of(config).without_downloads(copy.deepcopy(config))
     config.device = "meta"
     # LeRobot's SmolVLA prints what it does.
-    with torch.device("meta"), contextlib.redirect_stdout(None):
-        return get_policy_class(config.type)(config)
+    try:
+        with torch.device("meta"), contextlib.redirect_stdout(None):
+            return get_policy_class(config.type)(config)
+    except Exception as error:  # whatever LeRobot, torch or a backbone raises of sizes and names
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ValueError(
+            f"a '{config.type}' policy cannot be built from its configuration ({type(error).__name__}: {reason:.500}): "
+            "change its options (--policy.*), or the config.json that they come from"
+        ) from error

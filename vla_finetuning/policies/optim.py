@@ -176,6 +176,14 @@ class Recipe:
             f"LeRobot's schedule {self.scheduler.type} ({options})",
         ]
 
+    @property
+    def state_kinds(self) -> set[str]:
+        """Return what a checkpoint's names of optimizer state begin with."""
+        adam, momentum = {"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}
+        if self.optimizer.type == "sgd":
+            return momentum if getattr(self.optimizer, "momentum", 0) else set()
+        return adam | momentum if self.optimizer.type == "muon" else adam
+
     def build(self, policy: PreTrainedPolicy) -> torch.optim.Optimizer:
         """Build LeRobot's optimizer over what trains, fused. Its groups' `lr_scale` are their rates' shares of `peak`.
 

@@ -250,10 +250,10 @@ class VLAJEPA(Family):
 
 
 FAMILIES = (
-    ACT("act", as_lerobot=True, chunk_draws="nothing", in_float32=True),
-    Queued("diffusion", as_lerobot=True, in_float32=True, sized_by_images=True),
+    ACT("act", as_lerobot=True, offline=True, chunk_draws="nothing", in_float32=True),
+    Queued("diffusion", as_lerobot=True, offline=True, in_float32=True, sized_by_images=True),
     XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
-    VQBeT("vqbet", as_lerobot=True, in_float32=True, sized_by_images=True),
+    VQBeT("vqbet", as_lerobot=True, offline=True, in_float32=True, sized_by_images=True),
     Queued(
         "multi_task_dit",
         as_lerobot=True,

@@ -1,0 +1,73 @@
+"""Merge adapters into the policy that they were trained from, for vla.py, evaluate.py and robots, which load it whole.
+
+    python -m diagnostics.merge_adapter ADAPTER_FOLDER OUTPUT_FOLDER [--base FOLDER_OR_HUB_ID]
+
+ADAPTER_FOLDER is what LeRobot or `vla.py --peft.export adapter` writes: config.json, adapter_config.json and
+adapter_model.safetensors. The base is what adapter_config.json names, or --base. PEFT merges; every tensor of the base
+is loaded or none. Exit status: 0 written; 2 not, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vla_finetuning.files import read_foreign_json
+from vla_finetuning.policies.loading import (
+    check_header,
+    fetch_pretrained,
+    load_policy,
+    load_policy_config,
+    save_pretrained,
+)
+from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.terminal import tell, tell_error
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
+    """Write the merged policy, with the adapter's own configuration and processors.
+
+    Raises:
+        OSError, ValueError: a file is missing or damaged, the base cannot be found, or something is at `output`.
+    """
+    from peft import PeftModel  # not above: it takes a second to import
+
+    if output.exists():
+        raise FileExistsError(f"{output} is there already; choose another folder")
+    for name in ("config.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (adapter / name).is_file():
+            raise FileNotFoundError(f"{adapter} has no {name}: it is no folder of adapters as LeRobot writes it")
+    check_header(adapter / ADAPTER_WEIGHTS)
+    saved = read_foreign_json(adapter / ADAPTER_CONFIG)
+    source = base or saved.get("base_model_name_or_path")
+    if not isinstance(source, str):
+        raise ValueError(f"{adapter / ADAPTER_CONFIG} names no base: give --base FOLDER_OR_HUB_ID")
+    folder, _ = fetch_pretrained(source, None if base else saved.get("revision"))
+    config = load_policy_config(adapter)
+    policy = load_policy(folder, config)
+    PeftModel.from_pretrained(policy, str(adapter)).merge_and_unload()
+    config.use_peft = False
+    save_pretrained(policy, *load_processors(adapter, config), output, config)
+    tell(f"Policy       {output}: {adapter} merged into {source}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--base", help="a folder or a Hub id, instead of what adapter_config.json names")
+    options = parser.parse_args(argv)
+    try:
+        merge_adapter(options.adapter, options.output, options.base)
+    except (OSError, ValueError) as error:
+        tell_error(error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
