@@ -36,6 +36,7 @@ from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.launch import on_cluster
+from vla_finetuning.plan.look import look_at_rows
 from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import Run, resolve
@@ -178,6 +179,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     evaluator = Evaluator(run, policy_at) if config.env_type else None
     tell_text(describe(run))
+    tell(*look_at_rows(run, examined.datasets))
     gpu_bytes = check_memory(run)
     for repo_id in run.repositories.values():
         tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")

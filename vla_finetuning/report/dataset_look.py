@@ -16,10 +16,18 @@ import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.dataset_files import check_files, find_holes
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names, episode_ranges
+from vla_finetuning.data.metadata import (
+    NUMERIC_DTYPES,
+    DatasetMetadata,
+    Feature,
+    dimension_names,
+    episode_ranges,
+    select_episodes,
+)
 from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
+from vla_finetuning.plan import look as run_look
 
 STATE, ACTION = "observation.state", "action"
 
@@ -186,6 +194,13 @@ def look_at(meta: DatasetMetadata) -> Look:
                 f"--dataset.exclude_episodes={episode_ranges(holes.episodes.tolist())}",
             )
         )
+    seen = {episode for members in damaged.values() for episode in members} | set(holes.episodes.tolist())
+    found = run_look.look_at(meta, select_episodes(meta, None), Features()).problems
+    findings += [
+        Finding("damaged", f"episode {episode} would end a run: {problem}")
+        for episode, problem in list(found.items())[:5]
+        if episode not in seen and "not finite" not in problem
+    ]
     findings += columns.not_finite()
     findings += camera_findings
     findings += columns.gaps(meta.fps)

@@ -1,0 +1,136 @@
+"""A look at a run's data with the run's own reader and limits, before anything is paid for.
+
+Reads the numbers of some episodes, and frames of every camera at both ends of a few. Whatever ends a read task ends
+the look: a frame that cannot be decoded or is not where its timestamp says, images of another kind, rows in another
+order, an unknown task. Values that are not finite end it too: no loss can be computed of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
+from vla_finetuning.data.options import Features, Order, Reading, Selection
+from vla_finetuning.data.plan import evenly_spaced
+from vla_finetuning.plan.datasets import Datasets
+from vla_finetuning.plan.episodes import exclusion
+from vla_finetuning.plan.resolve import Run
+
+# Of a dataset: rows and episodes whose numbers are read, and episodes of which frames are decoded.
+LOOK_ROWS, LOOK_EPISODES, FRAME_EPISODES = 20_000, 100, 8
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was read of a dataset.
+
+    Attributes:
+        rows, episodes: whose numbers were read. frames: rows whose cameras were decoded.
+        problems: by episode, what would end a run.
+    """
+
+    rows: int
+    episodes: int
+    frames: int
+    problems: dict[int, str]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows:,} rows of {self.episodes:,} episodes, {self.frames} of them with every camera's frame, "
+            "by the reader of the run"
+        )
+
+
+def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features) -> Look:
+    """Read a sample of a dataset's rows as a run with these features would.
+
+    Args:
+        episodes: int64, those that are used.
+    Raises:
+        OSError: a store or a disk does not answer.
+    """
+    length = meta.episode_length
+    chosen = episodes[evenly_spaced(len(episodes), LOOK_EPISODES)]
+    while len(chosen) > FRAME_EPISODES and length[chosen].sum() > LOOK_ROWS:
+        chosen = chosen[evenly_spaced(len(chosen), len(chosen) * 3 // 4)]
+    numbers = [
+        key
+        for key in (meta.features if features.columns is None else features.columns)
+        if key in meta.features and meta.features[key].dtype in NUMERIC_DTYPES
+    ]
+    sources = [
+        LeRobotDatasource([meta], Selection(episodes=[chosen]), f, Order(), Reading(check_files=False))
+        for f in (replace(features, camera_keys=[], columns=numbers, delta_timestamps={}), features)
+    ]
+    cameras = meta.camera_keys if features.camera_keys is None else features.camera_keys
+    watched = set(chosen[evenly_spaced(len(chosen), FRAME_EPISODES)].tolist()) if len(cameras) else set()
+    problems: dict[int, str] = {}
+    rows = frames = first = 0
+    for episode in chosen.tolist():
+        count = min(int(length[episode]), LOOK_ROWS)
+        try:
+            (batch,) = sources[0].read_rows(range(first, first + count), count)
+            rows += count
+            _check_finite(batch, numbers, meta, episode)
+            at = {0, int(length[episode]) - 1} if episode in watched else set()
+            late = np.abs(batch["timestamp"] - np.arange(count) / meta.fps)
+            if len(cameras) and late.max() > features.tolerance_s:
+                at.add(int(late.argmax()))
+            for row in sorted(at):
+                list(sources[1].read_rows([first + row], 1))
+                frames += 1
+        except (ValueError, FileNotFoundError) as error:
+            problems[episode] = str(error)
+        first += int(length[episode])
+    return Look(rows, len(chosen), frames, problems)
+
+
+def _check_finite(batch: dict[str, np.ndarray], numbers: Sequence[str], meta: DatasetMetadata, episode: int) -> None:
+    for key in numbers:
+        values = batch[key].reshape(len(batch[key]), -1)
+        bad = np.argwhere(~np.isfinite(values))
+        if len(bad):
+            row, entry = bad[0].tolist()
+            where = f"{key}[{entry}]" if values.shape[1] > 1 else key
+            raise ValueError(
+                f"{meta.root}: episode {episode}, frame {row}: {where} is {values[row, entry]}, of which no loss can "
+                f"be computed ({len(bad)} values of the episode are not finite): repair the recording, or leave it out"
+            )
+
+
+def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
+    """Look at the rows of a run.
+
+    Args:
+        datasets: as `find_datasets` found them.
+    Returns:
+        Lines for the plan: what was looked at, and with --dataset.on_error skip what will be skipped.
+    Raises:
+        ValueError: names what would end the run, and the option that goes on without those episodes.
+        OSError: as `look_at`.
+    """
+    lines: list[str] = []
+    config, rows = run.config, run.rows
+    for number, meta in enumerate(rows.metas):
+        own = rows.of_datasets([number])
+        (episodes,) = own.episodes
+        look = look_at(meta, episodes, replace(own.features, image_size=None))
+        lines.append(f"Looked at    {meta.root}: {look}")
+        if not look.problems:
+            continue
+        broken, example = sorted(look.problems), next(iter(look.problems.values()))
+        if config.dataset.on_error == "skip" and "not finite" not in example and len(broken) < look.episodes:
+            lines.append(f"             {len(broken)} of them will be skipped, by --dataset.on_error: {example}")
+            continue
+        if len(broken) == look.episodes:
+            raise ValueError(f"{example} (so it is in all {look.episodes} episodes that were looked at)")
+        assert datasets is not None  # a run that trains on rows has them
+        raise ValueError(
+            f"{example}. Of {len(episodes)} episodes {look.episodes} were looked at, and {len(broken)} are so or "
+            f"alike; to go on without them: {exclusion(config, datasets, number, broken)}"
+        )
+    return lines
