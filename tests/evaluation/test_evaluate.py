@@ -92,6 +92,9 @@ def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tm
     renamed = '--rename_map={"observation.images.hand": "observation.images.wrist"}'
     with pytest.raises(ValueError, match=r"'action' has the shape \(3,\).*\(5,\): it was trained for another robot"):
         trial.resolve_trial(parse_evaluate([*flags, "--env.type=arm", renamed]))
+    slip = '--rename_map={"observation.images.hnad": "observation.images.wrist"}'
+    with pytest.raises(ValueError, match="arm does not show .*images.hnad; it shows .*images.hand"):
+        trial.resolve_trial(parse_evaluate([*flags, "--env.type=arm", slip]))
 
 
 @pytest.mark.ray

@@ -73,7 +73,7 @@ def evaluated(run):
             acted(played[-1], np.zeros((1, 3)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "call_there", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))
+        patch.setattr(cluster, "run_remote", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))
         patch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
         patch.setattr(after_training, "is_demo", lambda *_: True)
         patch.setattr(side_by_side, "play", play)

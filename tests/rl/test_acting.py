@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import torch
 
-from vla_finetuning.rl.acting import Explorer
+from vla_finetuning.rl.acting import StochasticActor
 
 
 def test_what_was_recorded_is_given_up_as_it_is_put_together():
     recorded = [{"image": torch.full((n, 2), float(n)), "x": torch.arange(n)} for n in (3, 1, 2)]
-    explorer = Explorer(SimpleNamespace(device=None), None, 0, 0)
+    explorer = StochasticActor(SimpleNamespace(device=None), None, 0, 0)
     explorer._recorded = parts = [dict(part) for part in recorded]
     columns = explorer.columns()
     for key in ("image", "x"):

@@ -11,7 +11,7 @@ from tests.rl.test_learning import CPU, make_base, resolved, train
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.rl import loop
-from vla_finetuning.rl.demonstrations import as_lessons, in_tasks, micro_positions
+from vla_finetuning.rl.demonstrations import as_batch, in_tasks, micro_positions
 from vla_finetuning.rl.objective import Objective
 from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
@@ -79,7 +79,7 @@ def test_rows_are_what_imitation_trains_on(base, root, tmp_path):
     run = filtered(base, tmp_path / "run", root)
     source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)
     (rows,) = source.read_rows([3, 90, 5], 3)
-    found = as_lessons(read_chunk(source, prepare, np.array([3, 90, 5])))
+    found = as_batch(read_chunk(source, prepare, np.array([3, 90, 5])))
     seconds = [i / 10 for i in range(10)]
     dataset = LeRobotDataset("local/t", root=root, video_backend="pyav", delta_timestamps={"action": seconds})
     batch = torch.utils.data.default_collate([dataset[int(index)] for index in rows["index"]])

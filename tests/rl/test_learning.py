@@ -32,9 +32,9 @@ from vla_finetuning.options.command_line import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl import before_after, flow_sde, learning, loop
-from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
+from vla_finetuning.rl.acting import Actor, DeterministicActor, StochasticActor
 from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
-from vla_finetuning.rl.learning import Lessons, Played
+from vla_finetuning.rl.learning import RolloutBatch, RolloutGroup
 from vla_finetuning.rl.objective import Objective
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
@@ -200,12 +200,12 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     monkeypatch.setattr(learning.dist, "all_gather_into_tensor", lambda ranks, mine: None)
     assert learning.everyone(torch.zeros(3, 0)).shape == (2, 3, 0)
     config = parse_grpo(["--preset=demo", "--grpo.method=ppo", "--grpo.groups=2", "--grpo.group_size=2"])
-    played = Played(torch.zeros(2, 2), torch.zeros(2, 2), np.full(4, 3), np.full(4, 9), np.arange(4), {})
+    played = RolloutGroup(torch.zeros(2, 2), torch.zeros(2, 2), np.full(4, 3), np.full(4, 9), np.arange(4), {})
     explorer = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=dict, device=torch.device("cpu"))
-    monkeypatch.setattr(Lessons, "_score", lambda self, *_: setattr(self, "_values", torch.zeros(0)))
+    monkeypatch.setattr(RolloutBatch, "_score", lambda self, *_: setattr(self, "_values", torch.zeros(0)))
     monkeypatch.setattr(learning, "advantages", lambda *_: (torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool)))
-    lessons = Lessons(config, None, None, actor, explorer, played, worker=Rank(0, 2))
+    lessons = RolloutBatch(config, None, None, actor, explorer, played, worker=Rank(0, 2))
     assert lessons.rows == 0 and list(lessons.epoch(0)) == [] and lessons.explained_variance() is None
 
 
@@ -272,7 +272,7 @@ def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch)
     """Only rank 0's group has a signal; the other fills its micro-batches up with a row of weight zero."""
     config = parse_grpo(["--preset=demo", "--grpo.kl=0.01", "--grpo.groups=4", "--grpo.group_size=2"])
     returns = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
-    played = Played(returns, returns, np.full(8, 3), np.full(8, 9), np.arange(8), {})
+    played = RolloutGroup(returns, returns, np.full(8, 3), np.full(8, 9), np.arange(8), {})
     columns = {"which": torch.zeros(12, 2, dtype=torch.long), "after": torch.zeros(12, 2, 4, 3)}
     explorer = SimpleNamespace(iteration=0, columns=lambda: columns, rows=lambda episodes, _: [0] * len(episodes))
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=lambda batch: batch, device=torch.device("cpu"))
@@ -284,7 +284,7 @@ def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch)
     loss = SimpleNamespace(prefix=lambda images: None, images=lambda batch: batch)
     objective = SimpleNamespace(critic=None, loss=loss, score=score)
     for rank, weight in ((0, 1.0), (1, 0.0)):
-        lessons = Lessons(config, objective, objective, actor, explorer, played, worker=Rank(rank, 2))
+        lessons = RolloutBatch(config, objective, objective, actor, explorer, played, worker=Rank(rank, 2))
         batches = [batch for _, count, micros in lessons.epoch(0) for batch in in_number(micros, count)]
         assert batches
         for batch in batches:
@@ -307,8 +307,8 @@ def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, m
 
     monkeypatch.setattr(flow_sde, "log_prob", noted)
     run = resolved(base, tmp_path / "run", **{"policy.n_action_steps": 4, "grpo.iterations": 1})
-    kept, columns = [], Explorer.columns
-    monkeypatch.setattr(Explorer, "columns", lambda self: kept.append(columns(self)) or kept[-1])
+    kept, columns = [], StochasticActor.columns
+    monkeypatch.setattr(StochasticActor, "columns", lambda self: kept.append(columns(self)) or kept[-1])
     _, lines = train(run)
     assert seen == {((4, 3), (4, 3))} and lines[1]["updates"] > 0 and lines[1]["ratio_off"] > 0
     assert kept[0]["x"].shape[1:] == (3, 10, run.policy.config.max_action_dim)
@@ -336,7 +336,7 @@ def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
 
     to_env, player.to_env = player.to_env, noted
     episodes = {n: Episode("plain", "two_bins", n, 50 + n) for n in range(5)}
-    decide = Explorer(actor, run.sde, 0, 0) if explore else Exploiter(actor, 0, episodes)
+    decide = StochasticActor(actor, run.sde, 0, 0) if explore else DeterministicActor(actor, 0, episodes)
     actions = decide(seen, decisions)
     pre, post = make_pre_post_processors(loss.policy.config, pretrained_path=str(folder))
     for row, chunk in enumerate(torch.cat(chunks)):
@@ -402,17 +402,17 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, metho
     assert -0.001 < line["step_s"] - spent < 0.5 * line["step_s"]  # each is rounded
 
 
-def test_ppo_judges_each_decision_by_its_critic(base, tmp_path):
+def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
     """Advantages are those of a plain loop over the episodes; the critic learns; the export is the policy alone."""
     noted = []
-    judge = learning.Lessons._judge
+    judge = learning.RolloutBatch._estimate_advantages
 
     def watched(self, played):
         judge(self, played)
         noted.append((self, played))
 
     run = resolved(base, tmp_path / "run", **{"grpo.method": "ppo", "grpo.iterations": 6, "grpo.value_lr": 0.01})
-    with mock.patch.object(learning.Lessons, "_judge", watched):
+    with mock.patch.object(learning.RolloutBatch, "_estimate_advantages", watched):
         whole, lines = train(run)
     lessons, played = noted[-1]
     raw = torch.zeros(lessons.rows)
@@ -503,6 +503,7 @@ def test_a_presets_flags_come_before_the_users():
         ({"grpo.kl": 0.1, "grpo.method": "filtered"}, "--grpo.kl=0.1 with --grpo.method=filtered: .* leave it out"),
         ({"train.compile": "true"}, "--train.compile=true: decisions come in batches of any size"),
         ({"rename_map": '{"observation.images.top": "observation.images.other"}'}, "the policy needs"),
+        ({"rename_map": '{"observation.images.tpo": "observation.images.top"}'}, "does not show .*tpo; it shows .*top"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(base, tmp_path, changes, message):
@@ -564,7 +565,7 @@ def in_lists(base, folder, **changes):
 
 def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
     """By the state that the environment itself came to after its reset."""
-    run, began = in_lists(base, tmp_path / "run"), {Explorer: [], Exploiter: []}
+    run, began = in_lists(base, tmp_path / "run"), {StochasticActor: [], DeterministicActor: []}
     play = LocalRollouts.play
 
     def noted(self, episodes, decide):
@@ -587,9 +588,9 @@ def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
                 return number
         raise AssertionError
 
-    assert {place(*one) for one in began[Explorer]} == {0, 1}
-    assert {place(*one) for one in began[Exploiter]} == {2}
-    assert {task for task, *_ in began[Explorer]} == {"near/0", "near/1", "far/0"}
+    assert {place(*one) for one in began[StochasticActor]} == {0, 1}
+    assert {place(*one) for one in began[DeterministicActor]} == {2}
+    assert {task for task, *_ in began[StochasticActor]} == {"near/0", "near/1", "far/0"}
 
 
 def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch):
@@ -645,7 +646,7 @@ def alike_at_first(monkeypatch, until):
 
     def noted(self, episodes, decide):
         ended = play(self, episodes, decide)
-        if isinstance(decide, Explorer):
+        if isinstance(decide, StochasticActor):
             played.extend(episodes)
             for n, one in ended.items():
                 again, group = divmod(n // 3, 4)

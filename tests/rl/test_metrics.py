@@ -18,7 +18,7 @@ from tests.in_process import GivenTime
 from tests.rl.test_learning import LocalRollouts, Rank, make_base, resolved
 from util import TrainableOptimizer
 from vla_finetuning.rl import acting, learning, loop
-from vla_finetuning.rl.acting import Actor, Explorer
+from vla_finetuning.rl.acting import Actor, StochasticActor
 from vla_finetuning.rl.objective import Objective
 from vla_finetuning.training import attempt
 
@@ -37,11 +37,11 @@ class Watched:
 
     def train(self):
         watched, forward, step = self, Objective.forward, TrainableOptimizer.step
-        executed, score, take_step = Actor.executed, learning.Lessons._score, loop.GrpoState.take_step
+        executed, score, take_step = Actor.executed, learning.RolloutBatch._score, loop.GrpoState.take_step
 
         class Rollouts(LocalRollouts):
             def play(self, episodes, decide):
-                return watched.play(super().play(episodes, decide), isinstance(decide, Explorer))
+                return watched.play(super().play(episodes, decide), isinstance(decide, StochasticActor))
 
             def take_seconds(self):
                 return SIMULATION_S, RENDERING_S
@@ -86,7 +86,7 @@ class Watched:
             patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
             patch.setattr(attempt, "log_to", mock.Mock())
             patch.setattr(Actor, "executed", inference)
-            patch.setattr(learning.Lessons, "_score", scored)
+            patch.setattr(learning.RolloutBatch, "_score", scored)
             patch.setattr(Objective, "forward", forwarded)
             patch.setattr(TrainableOptimizer, "step", updated)
             patch.setattr(loop, "train_step", trained)
@@ -267,6 +267,7 @@ def test_every_number_is_a_plain_computation(base, tmp_path, method):
     lines, expected = watched.train(), plainly(watched)
     assert [line["step"] for line in lines] == [0, 1, 2] and len(expected) == 3
     for line, plain in zip(lines, expected, strict=True):
+        assert (line.pop("checkpoint_pause_s", None) is not None) == bool(line["step"])
         assert line.keys() == plain.keys(), "a key of metrics.jsonl without a plain computation, or one too many"
         for key, value in plain.items():
             near = value if value is None else pytest.approx(value, rel=2e-3, abs=1e-5, nan_ok=True)

@@ -354,7 +354,7 @@ def add(one, *, other):
 @pytest.mark.ray
 def test_a_process_for_work_after_training_is_not_waited_for_for_ever(ray_cluster, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.1)
-    there = partial(cluster.call_there, add, 1, other=2)
+    there = partial(cluster.run_remote, add, 1, other=2)
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "60")
     assert there(scaling=ScalingOptions()) == 3
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "0.3")

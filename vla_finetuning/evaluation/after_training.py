@@ -24,7 +24,7 @@ def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:
         tell(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
         return 0
     try:
-        errors = cluster.call_there(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
+        errors = cluster.run_remote(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
         for name, of in errors_by_robot(errors).items():
             tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
         if is_demo(run.config, run.policy):

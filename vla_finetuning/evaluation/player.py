@@ -247,6 +247,26 @@ def own_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     return {key: tuple(feature.shape) for key, feature in config.input_features.items()}
 
 
+def shown_features(config: PreTrainedConfig, env: EnvConfig) -> dict[str, Any]:
+    """Return the features that an environment shows a policy, by the environment's own names."""
+    # Some environments' own processors make what policies see: LIBERO's the state, of its parts.
+    features = env.get_env_processors()[0].transform_features(
+        {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
+    )
+    merged = {key: feature for features_of_type in features.values() for key, feature in features_of_type.items()}
+    return family_of(config).env_features(config, env, merged)
+
+
+def check_rename_map(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
+    """Raise ValueError for a key of --rename_map that the environment does not show."""
+    shown = sorted(shown_features(config, env).keys() - {ACTION})
+    if unknown := sorted(rename_map.keys() - set(shown)):
+        raise ValueError(
+            f"--rename_map: --env.type={env.type} does not show {', '.join(unknown)}; it shows {', '.join(shown)}: "
+            "give one of these names as the key"
+        )
+
+
 def check_fits(
     config: PreTrainedConfig,
     env: EnvConfig,
@@ -268,11 +288,7 @@ def check_fits(
         raise ValueError(f"a '{config.type}' policy {past}, which is not done here yet; lerobot-eval can")
     if reason := family.cannot_predict(config):
         raise ValueError(f"a '{config.type}' policy predicts nothing as it is configured: {reason}")
-    # Some environments' own processors make what policies see: LIBERO's the state, of its parts.
-    features = env.get_env_processors()[0].transform_features(
-        {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
-    )
-    features = family.env_features(config, env, {key: one for part in features.values() for key, one in part.items()})
+    features = shown_features(config, env)
     shown = {rename_map.get(key, key): feature for key, feature in features.items()}
     missing = {key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA)}
     # A name that the policy does not know is a slip in the map, not a camera to do without.

@@ -36,7 +36,7 @@ REPO_ID, SUCCESS = "recorded/policy", "next.success"
 # Episodes that a process writes as a dataset of its own: enough that starting it is not what takes the time.
 SHARE_EPISODES = 10
 # An episode: its line in episodes.jsonl, and the actions that were executed, (steps, A).
-Played = tuple[Mapping[str, Any], np.ndarray]
+PlayedEpisode = tuple[Mapping[str, Any], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _stacked(observation: Observation) -> Observation:
     return {k: _stacked(v) if isinstance(v, dict) else np.asarray(v)[None] for k, v in observation.items()}
 
 
-def recorded_frames(maker: Maker, eyes: Eyes, played: Played) -> Iterator[dict[str, Any]]:
+def recorded_frames(maker: Maker, eyes: Eyes, played: PlayedEpisode) -> Iterator[dict[str, Any]]:
     """The frames of an episode as LeRobot's writer takes them: what was seen, done, and came of it.
 
     Raises:
@@ -85,7 +85,7 @@ def recorded_frames(maker: Maker, eyes: Eyes, played: Played) -> Iterator[dict[s
             seen = after.observation
 
 
-def record_share(folder: Path, makers: Mapping[str, Maker], eyes: Eyes, share: Sequence[Played]) -> Path:
+def record_share(folder: Path, makers: Mapping[str, Maker], eyes: Eyes, share: Sequence[PlayedEpisode]) -> Path:
     """Write some episodes as a dataset of their own. Runs in a Ray task; done again, it begins anew."""
     choose_gl()
     with makers[share[0][0]["task"]]() as env:
@@ -141,7 +141,7 @@ def record_played(
     root: Path,
     makers: Mapping[str, Maker],
     eyes: Eyes,
-    episodes: Sequence[Played],
+    episodes: Sequence[PlayedEpisode],
     about: Mapping[str, Any],
 ) -> None:
     """Write episodes as a dataset, which appears at its place complete or not at all.

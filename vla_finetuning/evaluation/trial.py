@@ -24,7 +24,14 @@ from vla_finetuning.envs.stage import Maker
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Book, Condition, Episode, episode_list, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
-from vla_finetuning.evaluation.player import PolicySource, check_advantage, check_fits, opening_of, own_shapes
+from vla_finetuning.evaluation.player import (
+    PolicySource,
+    check_advantage,
+    check_fits,
+    check_rename_map,
+    opening_of,
+    own_shapes,
+)
 from vla_finetuning.evaluation.recording import Eyes, is_recorded, record_played
 from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
@@ -76,6 +83,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     )
     policy_config, folder, base = resolve_policy(asked, _policy_for(config.policy_path, env, config.rename_map))
     assert folder is not None  # there was a path
+    check_rename_map(policy_config, env, config.rename_map)
     renamed = {**saved_rename_map(folder), **config.rename_map}
     check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)

@@ -98,7 +98,7 @@ def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
 
-class Explorer:
+class StochasticActor:
     """Acts at random, as `rollout.Decide`, and remembers what is needed to learn from it.
 
     All random numbers of a decision are a function of (seed, iteration, episode, decision).
@@ -174,7 +174,7 @@ class Explorer:
         return columns
 
 
-class Exploiter:
+class DeterministicActor:
     """Acts by LeRobot's sampler, as `rollout.Decide`, on the draws that `evaluate.py` has for the same episodes."""
 
     def __init__(self, actor: Actor, seed: int, episodes: Mapping[int, Episode]) -> None:

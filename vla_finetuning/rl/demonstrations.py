@@ -83,7 +83,7 @@ def micro_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows
     return np.array_split(own, -(-most // micro_rows))
 
 
-def as_lessons(columns: Columns) -> dict[str, Tensor]:
+def as_batch(columns: Columns) -> dict[str, Tensor]:
     """Prepared rows as the loss takes them: `action_is_pad` bool (N, T) is false, as imitation counts padded steps."""
     found = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in columns.items() if key not in ROW_COLUMNS}
     found["action_is_pad"] = torch.zeros(found["action"].shape[:2], dtype=torch.bool)

@@ -26,15 +26,15 @@ from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.closed_loop import ROOM_TIMEOUT_S
 from vla_finetuning.evaluation.episodes import episode_list
-from vla_finetuning.evaluation.recording import Played as Recorded
+from vla_finetuning.evaluation.recording import PlayedEpisode
 from vla_finetuning.lines import append_line
 from vla_finetuning.options.grpo import CRITIC, GrpoOptions, Reward
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.value import advantages_and_targets
-from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
-from vla_finetuning.rl.demonstrations import Read, as_lessons, in_tasks, micro_positions
+from vla_finetuning.rl.acting import Actor, DeterministicActor, StochasticActor
+from vla_finetuning.rl.demonstrations import Read, as_batch, in_tasks, micro_positions
 from vla_finetuning.rl.minibatches import Minibatch, Table, group_seed, minibatches, rank_of
 from vla_finetuning.rl.objective import EPSILON, Objective, advantages, totals
 from vla_finetuning.rl.recording import recorded_episodes
@@ -80,7 +80,7 @@ def make_demonstrations(rows: Rows | None, policy: PolicySpec, timeouts: Timeout
 
 
 @dataclass(frozen=True)
-class Played:
+class RolloutGroup:
     """What all ranks know of some groups' episodes.
 
     Attributes:
@@ -95,14 +95,14 @@ class Played:
     steps: np.ndarray
     numbers: np.ndarray
     rewards: Mapping[int, list[float]]
-    episodes: Sequence[Recorded] = ()
+    episodes: Sequence[PlayedEpisode] = ()
 
     @property
     def alike(self) -> Tensor:
         """Groups whose returns are all equal, bool (N,): nothing distinguishes their episodes."""
         return (self.returns == self.returns[:, :1]).all(dim=1)
 
-    def with_groups(self, others: Played, places: Tensor) -> Played:
+    def with_groups(self, others: RolloutGroup, places: Tensor) -> RolloutGroup:
         """The same with other groups at `places`, int64 (number of the others,)."""
         size = self.returns.shape[1]
         episodes = (places[:, None] * size + torch.arange(size)).flatten().numpy()
@@ -111,12 +111,12 @@ class Played:
             column[episodes] = getattr(others, name)
         returns = self.returns.index_copy(0, places, others.returns)
         success = self.success.index_copy(0, places, others.success)
-        return Played(returns, success, **columns, rewards={**self.rewards, **others.rewards})
+        return RolloutGroup(returns, success, **columns, rewards={**self.rewards, **others.rewards})
 
 
 def play_iteration(
-    options: GrpoOptions, scene: Scene, rollouts: Rollouts, explorer: Explorer, worker: Worker
-) -> tuple[Played, list[Played]]:
+    options: GrpoOptions, scene: Scene, rollouts: Rollouts, explorer: StochasticActor, worker: Worker
+) -> tuple[RolloutGroup, list[RolloutGroup]]:
     """The groups to learn from, and all that were played for them. Every rank must call it.
 
     With `--grpo.resample`, groups whose returns are all equal are replaced by groups that begin elsewhere, so many
@@ -137,11 +137,11 @@ def play_groups(
     options: GrpoOptions,
     scene: Scene,
     rollouts: Rollouts,
-    explorer: Explorer,
+    explorer: StochasticActor,
     worker: Worker,
     groups: Sequence[int] | None = None,
     again: int = 0,
-) -> Played:
+) -> RolloutGroup:
     """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it.
 
     Args:
@@ -172,7 +172,7 @@ def play_groups(
     decisions, steps, numbers = (whole[:, column].long().numpy() for column in (2, 3, 4))
     rewards = {number: rewards_of(one, options.reward) for number, one in ended.items()}
     recorded = recorded_episodes(starts, ended, explorer) if explorer.recorded else ()
-    return Played(returns, success, decisions, steps, numbers, rewards, recorded)
+    return RolloutGroup(returns, success, decisions, steps, numbers, rewards, recorded)
 
 
 def rewards_of(episode: Ended, reward: Reward) -> list[float]:
@@ -192,7 +192,7 @@ def _check_alike(ended: Mapping[int, Ended], size: int) -> None:
             )
 
 
-def check_first(options: GrpoOptions, iteration: int, played: Played) -> None:
+def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup) -> None:
     """Refuse to go on if nothing can be learned from the first iteration: it would be the same in the next one."""
     _, used = advantages(played.returns, options.method, options.normalise)
     if iteration or bool(used.any()):
@@ -227,7 +227,7 @@ def held_out(config: GrpoConfig, scene: Scene, rollouts: Rollouts, actor: Actor,
     episodes = dict(enumerate(listed))
     own = {number: one for number, one in episodes.items() if number % worker.world == worker.rank}
     starts = [Start(number, one.task, one.seed, one.episode) for number, one in own.items()]
-    ended = rollouts.play(starts, Exploiter(actor, config.seed, own))
+    ended = rollouts.play(starts, DeterministicActor(actor, config.seed, own))
     counts = torch.tensor([sum(one.success_once for one in ended.values()), len(ended)], device=actor.device)
     successes, count = everyone(counts).sum(dim=0).tolist()
     return {"held_out_successes": successes, "held_out_episodes": count}
@@ -236,7 +236,7 @@ def held_out(config: GrpoConfig, scene: Scene, rollouts: Rollouts, actor: Actor,
 # ---- what they teach ---------------------------------------------------------------------------------------------
 
 
-class Lessons:
+class RolloutBatch:
     """This rank's rows of what an iteration's episodes teach, and the order in which all ranks learn from them.
 
     Args:
@@ -251,8 +251,8 @@ class Lessons:
         objective: Objective,
         start: Objective | None,
         actor: Actor,
-        explorer: Explorer,
-        played: Played,
+        explorer: StochasticActor,
+        played: RolloutGroup,
         *,
         worker: Worker,
         demonstrations: Read | None = None,
@@ -285,7 +285,7 @@ class Lessons:
         else:
             self._score(objective, start)
         if options.method == "ppo":
-            self._judge(played)
+            self._estimate_advantages(played)
 
     @property
     def rows(self) -> int:
@@ -336,7 +336,7 @@ class Lessons:
 
     def _demonstration(self, columns: Columns, positions: np.ndarray) -> Batch:
         """Prepared rows at these positions of the stream as `Objective` takes them; of none, one of weight zero."""
-        batch = self._actor.on_device(as_lessons(columns))
+        batch = self._actor.on_device(as_batch(columns))
         names = [(self._config.seed, int(position)) for position in positions] or [(0, 0)]
         own = {"weight": torch.full((len(names),), float(len(positions) > 0)), **self._noise(names)}
         return batch | {key: value.to(self._actor.device) for key, value in own.items()}
@@ -365,7 +365,7 @@ class Lessons:
                         self._start_mean[rows] = start.score(batch)[1].cpu()
         self._old, self._values = old, values
 
-    def _judge(self, played: Played) -> None:
+    def _estimate_advantages(self, played: RolloutGroup) -> None:
         """Advantages and value targets of the decisions of all ranks, by the critic before the first update."""
         options, episodes, values = self._config.grpo, self._table.episode, self._values
         assert values is not None
@@ -489,9 +489,9 @@ class Times:
 
 def metrics_of(
     options: GrpoOptions,
-    played: Played,
-    rounds: Sequence[Played],
-    lessons: Lessons,
+    played: RolloutGroup,
+    rounds: Sequence[RolloutGroup],
+    lessons: RolloutBatch,
     objective: Objective,
     results: Sequence[StepResult],
 ) -> dict[str, Any]:

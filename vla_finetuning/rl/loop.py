@@ -13,10 +13,10 @@ from torch import nn
 from util import Batch, StepResult, train_step
 from vla_finetuning.evaluation.player import Player
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.rl.acting import Actor, Explorer
+from vla_finetuning.rl.acting import Actor, StochasticActor
 from vla_finetuning.rl.learning import (
     IterationLog,
-    Lessons,
+    RolloutBatch,
     Times,
     build_grpo_optimizer,
     check_finite,
@@ -114,7 +114,7 @@ class GrpoState(LoopState):
         gc.collect()  # images of the iteration before, which this one's would be beside
         self.times = Times()
         is_recorded = is_iteration_recorded(run, iteration)
-        explorer = Explorer(self.actor, run.sde, run.config.seed, iteration, is_recorded)
+        explorer = StochasticActor(self.actor, run.sde, run.config.seed, iteration, is_recorded)
         played, rounds = play_iteration(options, run.scene, self.rollouts, explorer, worker)
         if is_recorded:
             episodes = [episode for groups in rounds for episode in groups.episodes]
@@ -122,7 +122,7 @@ class GrpoState(LoopState):
         self.episodes += sum(groups.returns.numel() for groups in rounds)
         check_first(options, iteration, played)
         self.times.mark("play")
-        lessons = Lessons(
+        lessons = RolloutBatch(
             run.config,
             self.objective,
             self._start,
@@ -141,7 +141,7 @@ class GrpoState(LoopState):
         self._nonfinite += self._line["nonfinite_steps"]
         check_finite(run.config.train.max_nonfinite, self._nonfinite)
 
-    def _learn(self, lessons: Lessons) -> list[StepResult]:
+    def _learn(self, lessons: RolloutBatch) -> list[StepResult]:
         """Take an iteration's updates; fewer where the policy has moved far enough."""
         options, results = self.run.options, list[StepResult]()
         self.objective.clear()
@@ -203,7 +203,6 @@ class IterationCheckpoints(Checkpoints):
     def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
         self._success = line["success"]
         super().on_log(state, line)
-        del line["checkpoint_pause_s"]
 
     def progress(self, state: LoopState) -> Progress:
         return replace(super().progress(state), loss=-self._success)

@@ -28,7 +28,7 @@ def advantages(returns: Tensor, method: Method, normalise: bool = True) -> tuple
 
     grpo: the return less the group's mean, by the group's standard deviation (DeepSeekMath, arXiv 2402.03300); a group
     whose returns are all equal teaches nothing. filtered: 1 for every episode with a return above zero. ppo: zero here,
-    as a critic judges decisions (`learning.Lessons`); nothing is learned where no episode was worth anything.
+    as a critic judges decisions (`learning.RolloutBatch`); nothing is learned where no episode was worth anything.
 
     Args:
         returns: float (N, G), one row per group. normalise: whether grpo divides by the standard deviation.

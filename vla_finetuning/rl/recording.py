@@ -15,9 +15,9 @@ from typing import Any
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import Episode, line_of, pack_actions, unpack_actions
-from vla_finetuning.evaluation.recording import Eyes, Played, is_recorded, record_played
+from vla_finetuning.evaluation.recording import Eyes, PlayedEpisode, is_recorded, record_played
 from vla_finetuning.files import read_lines, remove, write_whole
-from vla_finetuning.rl.acting import Explorer
+from vla_finetuning.rl.acting import StochasticActor
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.worker import Worker
@@ -30,9 +30,11 @@ def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
     return run.options.record_dataset is not None and iteration % run.options.record_every == 0
 
 
-def recorded_episodes(starts: Sequence[Start], ended: Mapping[int, Ended], explorer: Explorer) -> list[Played]:
+def recorded_episodes(
+    starts: Sequence[Start], ended: Mapping[int, Ended], explorer: StochasticActor
+) -> list[PlayedEpisode]:
     """Each episode's line, as an evaluation has it, and the actions that it executed, in the order of the list."""
-    found: list[Played] = []
+    found: list[PlayedEpisode] = []
     for start in starts:
         one = ended[start.number]
         named = Episode("plain", start.task, start.initial_state, start.seed)
@@ -51,7 +53,7 @@ def forget_episodes(output_dir: Path, first: int) -> None:
             remove(path)
 
 
-def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: Iterable[Played]) -> None:
+def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: Iterable[PlayedEpisode]) -> None:
     """Write down a training process's episodes of an iteration, all or none; in a bucket before the next checkpoint."""
     path = output_dir / FOLDER / f"{iteration:06d}-{worker.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -59,7 +61,7 @@ def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: I
     write_whole(path, "".join(lines), now=False)
 
 
-def read_episodes(output_dir: Path) -> Iterator[Played]:
+def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
     """All episodes that were written down, iteration after iteration."""
     for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
         for text in read_lines(path):

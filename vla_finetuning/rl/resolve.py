@@ -25,7 +25,7 @@ from vla_finetuning.envs.configs import (
     task_makers,
 )
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
-from vla_finetuning.evaluation.player import check_fits, opening_of
+from vla_finetuning.evaluation.player import check_fits, check_rename_map, opening_of
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
@@ -161,6 +161,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
             f"a probability, which is known here for the flow matching of {types_that(lambda family: family.flow)}; "
             "train one with vla.py"
         )
+    check_rename_map(policy_config, env, config.rename_map)
     renamed = {**saved_rename_map(folder), **config.rename_map}
     check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)

@@ -138,7 +138,7 @@ def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
     return _wait_for(work, _wanted(scaling), Timeouts.from_environment().nodes)
 
 
-def call_there(function: Callable[..., Any], *arguments: Any, scaling: WorkerOptions, **named: Any) -> Any:
+def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOptions, **named: Any) -> Any:
     """Call a function in a process with one CPU, and a GPU if the run's workers have one; wait as `wait_for`."""
     share = {"CPU": 1.0, **({"GPU": 1.0} if scaling.use_gpu else {})}
     # A task that waits for its resources does so unseen, a placement group does not.
