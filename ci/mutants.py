@@ -36,7 +36,7 @@ TESTS = {
     "vla_finetuning/data/plan.py": ["tests/data/test_plan.py", "-k", "not planned"],
     "vla_finetuning/data/quantiles.py": ["tests/data/test_quantiles.py"],
     "vla_finetuning/evaluation/intervals.py": ["tests/evaluation/test_intervals.py"],
-    "vla_finetuning/rl/objective.py": ["tests/rl/test_objective.py"],
+    "vla_finetuning/rl/objectives/grpo.py": ["tests/rl/test_objective.py"],
     "vla_finetuning/rl/values.py": ["tests/rl/test_values.py"],
     "vla_finetuning/run/checkpoint.py": ["tests/run/test_checkpoint.py"],
     "vla_finetuning/training/stream.py": ["tests/training/test_stream.py"],

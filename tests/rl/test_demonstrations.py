@@ -12,7 +12,7 @@ from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.rl import loop
 from vla_finetuning.rl.demonstrations import as_batch, in_tasks, micro_positions
-from vla_finetuning.rl.objective import Objective
+from vla_finetuning.rl.objectives.filtered import FilteredImitation
 from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
 
@@ -46,7 +46,7 @@ def in_process(rows, policy, noted):
 
 def trained(run):
     noted = []
-    with mock.patch.object(loop, "make_demonstrations", lambda rows, policy, _: in_process(rows, policy, noted)):
+    with mock.patch.object(loop, "in_tasks", lambda rows, policy, _: in_process(rows, policy, noted)):
         return (*train(run), [position for micro in noted for position in micro])
 
 
@@ -95,22 +95,21 @@ def test_rows_are_what_imitation_trains_on(base, root, tmp_path):
     losses = policy.model.forward(images, masks, *language, policy.prepare_action(expected), noise, time)
     theirs = losses[:, :, :3].mean()
     loss = PI05Loss(policy)
-    loss.mask_padding = True  # as the run's
-    objective = Objective(loss, run.sde, run.options).to(CPU)
+    objective = FilteredImitation(loss, run.sde, run.options).to(CPU)
     ours = objective({**found, "weight": torch.ones(3), "noise": noise, "time": time})
     torch.testing.assert_close(ours, 3 * theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_actions_that_were_not_executed_are_no_example(base, tmp_path):
     run = resolved(base, tmp_path / "run", **{"grpo.method": "filtered", "policy.n_action_steps": 4})
-    seen, forward = [], Objective.forward
+    seen, forward = [], FilteredImitation.forward
 
     def noted(self, batch, *rest):
         assert self.loss.mask_padding
         seen.append(batch["action_is_pad"])
         return forward(self, batch, *rest)
 
-    with mock.patch.object(Objective, "forward", noted):
+    with mock.patch.object(FilteredImitation, "forward", noted):
         train(run)
     assert {tuple(row) for batch in seen for row in batch.tolist()} == {(False,) * 4 + (True,) * 6}
 
@@ -119,14 +118,14 @@ def test_half_of_a_minibatch_is_half_of_its_loss(base, root, tmp_path):
     """By LeRobot's losses in the only update: an own row's is the mean over its four executed steps of ten."""
     changes = {"policy.n_action_steps": 4, "grpo.iterations": 1, "grpo.epochs": 1, "grpo.minibatch": 1000}
     run = filtered(base, tmp_path / "run", root, **changes)
-    seen, forward, policy = [], Objective.forward, run.policy.start()
+    seen, forward, policy = [], FilteredImitation.forward, run.policy.start()
 
     def noted(self, batch, *rest):
         found = forward(self, batch, *rest)
         seen.append((self.loss.images(batch), float(found.detach())))
         return found
 
-    with mock.patch.object(Objective, "forward", noted):
+    with mock.patch.object(FilteredImitation, "forward", noted):
         _, lines, _ = trained(run)
     rows, total = {4: 0, 10: 0}, 0.0
     for batch, found in seen:
@@ -135,7 +134,7 @@ def test_half_of_a_minibatch_is_half_of_its_loss(base, root, tmp_path):
         actions = policy.prepare_action(batch)
         with torch.no_grad():
             losses = policy.model.forward(images, masks, *language, actions, batch["noise"], batch["time"])
-        steps = 4 if "advantage" in batch else 10
+        steps = 4 if batch["action_is_pad"].any() else 10
         expected = sum(float(one[:steps, :3].mean()) for one in losses)
         assert found == pytest.approx(expected, rel=1e-4)
         rows[steps] += len(losses)

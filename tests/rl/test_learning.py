@@ -31,11 +31,13 @@ from vla_finetuning.evaluation.player import Player
 from vla_finetuning.options.command_line import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.rl import before_after, flow_sde, learning, loop
+from vla_finetuning.rl import batches, before_after, flow_sde, groups, learning, loop
 from vla_finetuning.rl.acting import Actor, DeterministicActor, StochasticActor
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
 from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
-from vla_finetuning.rl.learning import RolloutBatch, RolloutGroup
-from vla_finetuning.rl.objective import Objective
+from vla_finetuning.rl.objectives.base import totals
+from vla_finetuning.rl.objectives.grpo import GRPO
+from vla_finetuning.rl.objectives.ppo import PPO
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
@@ -195,18 +197,21 @@ def in_number(micros, count):
 
 def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     """With ppo and two workers, where no episode succeeds: there is nothing to judge, and nothing to gather."""
-    monkeypatch.setattr(learning.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(learning.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(learning.dist, "all_gather_into_tensor", lambda ranks, mine: None)
-    assert learning.everyone(torch.zeros(3, 0)).shape == (2, 3, 0)
+    monkeypatch.setattr(batches.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(batches.dist, "all_gather_into_tensor", lambda ranks, mine: None)
+    assert batches.everyone(torch.zeros(3, 0)).shape == (2, 3, 0)
     config = parse_grpo(["--preset=demo", "--grpo.method=ppo", "--grpo.groups=2", "--grpo.group_size=2"])
     played = RolloutGroup(torch.zeros(2, 2), torch.zeros(2, 2), np.full(4, 3), np.full(4, 9), np.arange(4), {})
     explorer = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=dict, device=torch.device("cpu"))
-    monkeypatch.setattr(RolloutBatch, "_score", lambda self, *_: setattr(self, "_values", torch.zeros(0)))
-    monkeypatch.setattr(learning, "advantages", lambda *_: (torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool)))
-    lessons = RolloutBatch(config, None, None, actor, explorer, played, worker=Rank(0, 2))
-    assert lessons.rows == 0 and list(lessons.epoch(0)) == [] and lessons.explained_variance() is None
+    objective = PPO.__new__(PPO)
+    torch.nn.Module.__init__(objective)
+    objective.options = config.grpo
+    rollouts = RolloutBatch(config, actor, explorer, played, objective.used(played.returns), worker=Rank(0, 2))
+    objective.prepare(rollouts, played, None)
+    assert rollouts.rows == 0 and list(rollouts.epoch(0)) == []
+    assert objective.metrics(rollouts, totals(torch.zeros(7)))["explained_variance"] is None
 
 
 def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path):
@@ -277,17 +282,24 @@ def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch)
     explorer = SimpleNamespace(iteration=0, columns=lambda: columns, rows=lambda episodes, _: [0] * len(episodes))
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=lambda batch: batch, device=torch.device("cpu"))
 
-    def score(batch, prefix=None):
-        rows = len(batch["which"])
-        return torch.zeros(rows, 2), torch.ones(rows, 2, 4, 3), torch.ones(rows, 2)
+    class Fixed(GRPO):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.options = config.grpo
+            self.loss = SimpleNamespace(prefix=lambda images: None, images=lambda batch: batch)
 
-    loss = SimpleNamespace(prefix=lambda images: None, images=lambda batch: batch)
-    objective = SimpleNamespace(critic=None, loss=loss, score=score)
+        def score(self, batch, prefix=None):
+            rows = len(batch["which"])
+            return torch.zeros(rows, 2), torch.ones(rows, 2, 4, 3), torch.ones(rows, 2)
+
+    objective = Fixed()
     for rank, weight in ((0, 1.0), (1, 0.0)):
-        lessons = RolloutBatch(config, objective, objective, actor, explorer, played, worker=Rank(rank, 2))
-        batches = [batch for _, count, micros in lessons.epoch(0) for batch in in_number(micros, count)]
-        assert batches
-        for batch in batches:
+        used = objective.used(played.returns)
+        rollouts = RolloutBatch(config, actor, explorer, played, used, worker=Rank(rank, 2))
+        objective.prepare(rollouts, played, objective)
+        micro_batches = [batch for _, count, micros in rollouts.epoch(0) for batch in in_number(micros, count)]
+        assert micro_batches
+        for batch in micro_batches:
             assert batch["start_mean"].shape == (len(batch["weight"]), 2, 4, 3)
             assert (batch["weight"] == weight).all() and (batch["start_mean"] == weight).all()
 
@@ -405,27 +417,29 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, metho
 def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
     """Advantages are those of a plain loop over the episodes; the critic learns; the export is the policy alone."""
     noted = []
-    judge = learning.RolloutBatch._estimate_advantages
+    prepare = PPO.prepare
 
-    def watched(self, played):
-        judge(self, played)
-        noted.append((self, played))
+    def watched(self, rollouts, group, start):
+        prepare(self, rollouts, group, start)
+        noted.append((rollouts, group))
 
     run = resolved(base, tmp_path / "run", **{"grpo.method": "ppo", "grpo.iterations": 6, "grpo.value_lr": 0.01})
-    with mock.patch.object(learning.RolloutBatch, "_estimate_advantages", watched):
+    with mock.patch.object(PPO, "prepare", watched):
         whole, lines = train(run)
-    lessons, played = noted[-1]
-    raw = torch.zeros(lessons.rows)
+    rollouts, played = noted[-1]
+    raw = torch.zeros(rollouts.rows)
     for episode in range(12):
-        rows = np.flatnonzero(lessons._table.episode == episode)
-        values = [*lessons._values[rows].tolist(), 0.0]
+        rows = np.flatnonzero(rollouts.table.episode == episode)
+        values = [*rollouts.values["value"][rows].tolist(), 0.0]
         rewards = played.rewards[int(played.numbers[episode])]
         assert len(rewards) == len(rows) == played.decisions[episode]
         errors = [rewards[t] + 0.99 * values[t + 1] - values[t] for t in range(len(rows))]
         for t, row in enumerate(rows):
             raw[row] = sum((0.99 * 0.95) ** (k - t) * errors[k] for k in range(t, len(rows)))
-            assert float(lessons._targets[row]) == pytest.approx(float(raw[row]) + values[t], abs=1e-5)
-    torch.testing.assert_close(lessons._advantage, (raw - raw.mean()) / raw.std(correction=0), atol=1e-4, rtol=1e-4)
+            assert float(rollouts.values["target"][row]) == pytest.approx(float(raw[row]) + values[t], abs=1e-5)
+    torch.testing.assert_close(
+        rollouts.values["advantage"], (raw - raw.mean()) / raw.std(correction=0), atol=1e-4, rtol=1e-4
+    )
     assert lines[1]["used"] == lines[1]["decisions"]  # of every group
     assert lines[1]["explained_variance"] == pytest.approx(0, abs=1e-6) and lines[-1]["value_loss"] > 0
     critic = [name for name in whole if ".critic." in name or name.startswith("critic.")]
@@ -437,9 +451,9 @@ def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
 
 def test_a_success_is_worth_one_in_the_decision_that_had_it():
     ended = SimpleNamespace(rewards=(0.5, 2.0, -1.0), success_decision=1)
-    assert learning.rewards_of(ended, "success") == [0, 1, 0]
-    assert learning.rewards_of(ended, "return") == [0.5, 2.0, -1.0]
-    assert learning.rewards_of(replace_none(ended), "success") == [0, 0, 0]
+    assert groups.rewards_of(ended, "success") == [0, 1, 0]
+    assert groups.rewards_of(ended, "return") == [0.5, 2.0, -1.0]
+    assert groups.rewards_of(replace_none(ended), "success") == [0, 0, 0]
 
 
 def replace_none(ended):
@@ -455,21 +469,21 @@ def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_
         train(run)
     played = SimpleNamespace(returns=torch.ones(4, 3), success=torch.ones(4, 3))
     with pytest.raises(ValueError, match="nothing left to learn"):
-        learning.check_first(run.options, 0, played)
-    learning.check_first(run.options, 1, played)  # later it may happen
+        groups.check_first(run.options, 0, played, torch.zeros(4, 3))
+    groups.check_first(run.options, 1, played, torch.zeros(4, 3))  # later it may happen
 
 
 def test_a_reset_that_does_not_decide_the_state_is_said():
     ended = {n: SimpleNamespace(initial_state=str(n == 1)) for n in range(3)}
     with pytest.raises(ValueError, match="reset.* does not decide"):
-        learning._check_alike(ended, 3)
-    learning._check_alike({3: ended[0], 1: ended[1]}, 3)
+        groups._check_alike(ended, 3)
+    groups._check_alike({3: ended[0], 1: ended[1]}, 3)
 
 
 def test_the_rate_is_the_runs_own_never_the_imitations(base, tmp_path):
     run = resolved(base, tmp_path / "run", lr=3e-6)
     loss = FlowLoss(run.policy.start())
-    optimizer = learning.build_grpo_optimizer(run.config, Objective(loss, run.sde, run.options))
+    optimizer = learning.build_grpo_optimizer(run.config, GRPO(loss, run.sde, run.options))
     assert [optimizer.schedule(iteration) for iteration in (0, 3, 50)] == pytest.approx([3e-6 / 4, 3e-6, 3e-6])
     assert parse_grpo(["--policy.path=p", "--env.type=two_bins", "--output_dir=o"]).lr == 5e-6
     assert loss.policy.config.get_optimizer_preset().lr > 2e-5

@@ -19,7 +19,8 @@ from tests.rl.test_learning import LocalRollouts, Rank, make_base, resolved
 from util import TrainableOptimizer
 from vla_finetuning.rl import acting, learning, loop
 from vla_finetuning.rl.acting import Actor, StochasticActor
-from vla_finetuning.rl.objective import Objective
+from vla_finetuning.rl.objectives import objective_class
+from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.training import attempt
 
 GROUPS, SIZE, ITERATIONS, PEAK_LR, WARMUP, KL, HELD_OUT = 4, 3, 2, 0.01, 1, 0.02, 4
@@ -36,8 +37,10 @@ class Watched:
         self.start = self.before = None
 
     def train(self):
-        watched, forward, step = self, Objective.forward, TrainableOptimizer.step
-        executed, score, take_step = Actor.executed, learning.RolloutBatch._score, loop.GrpoState.take_step
+        watched, step = self, TrainableOptimizer.step
+        objective_type = objective_class(self.run.options.method)
+        forward, score = objective_type.forward, GRPO.score_rollouts
+        executed, take_step = Actor.executed, loop.GrpoState.take_step
 
         class Rollouts(LocalRollouts):
             def play(self, episodes, decide):
@@ -51,11 +54,11 @@ class Watched:
             self.time.spend(INFERENCE_S)
             return executed(actor, chunks)
 
-        def scored(lessons, objective, start):
+        def scored(objective, rollouts, start):
             self.time.spend(SCORE_S)
             self.start = self.start or copy.deepcopy(objective)
             self.before = copy.deepcopy(objective)
-            return score(lessons, objective, start)
+            return score(objective, rollouts, start)
 
         def forwarded(objective, batch, *draws):
             self.updates[-1]["micros"].append(self.note(objective, batch))
@@ -86,8 +89,8 @@ class Watched:
             patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
             patch.setattr(attempt, "log_to", mock.Mock())
             patch.setattr(Actor, "executed", inference)
-            patch.setattr(learning.RolloutBatch, "_score", scored)
-            patch.setattr(Objective, "forward", forwarded)
+            patch.setattr(GRPO, "score_rollouts", scored)
+            patch.setattr(objective_type, "forward", forwarded)
             patch.setattr(TrainableOptimizer, "step", updated)
             patch.setattr(loop, "train_step", trained)
             patch.setattr(loop.GrpoState, "take_step", iteration)

@@ -1,6 +1,7 @@
 """What is learned from how episodes went: advantages, the clipped loss, and its gradient."""
 
 import copy
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,27 +9,41 @@ import torch
 
 from tests.rl.test_flow_sde import SDE, draw, inputs
 from tests.tiny import ACTION_DIM, make_policy
-from vla_finetuning.options.grpo import GrpoOptions
+from vla_finetuning.options.grpo import GrpoOptions, Method
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
 from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
-from vla_finetuning.rl.objective import Objective, advantages, clipped, totals, value_loss
+from vla_finetuning.rl.objectives import objective_class
+from vla_finetuning.rl.objectives.base import Objective, totals
+from vla_finetuning.rl.objectives.grpo import GRPO, clipped
+from vla_finetuning.rl.objectives.ppo import PPO, value_loss
 
 
-def test_advantages_compare_within_a_group():
+def make_objective(loss, options):
+    return objective_class(options.method)(loss, SDE, options)
+
+
+def test_each_method_is_a_module_with_its_objective():
+    classes = {method: objective_class(method) for method in get_args(Method)}
+    assert len(set(classes.values())) == len(classes)
+    assert all(issubclass(chosen, Objective) and chosen.describe(GrpoOptions()) for chosen in classes.values())
+
+
+def test_advantages_compare_within_a_group(loss):
     returns = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]])
-    worth, used = advantages(returns, "grpo")
+    objective = GRPO(loss, SDE, GrpoOptions())
+    worth, used = objective.advantages(returns), objective.used(returns)
     expected = (returns - returns.mean(1, keepdim=True)) / (returns.std(1, keepdim=True) + 1e-6)
     torch.testing.assert_close(worth, expected)
     assert used.any(1).tolist() == [True, False, False, True] and worth[1:3].abs().max() == 0
-    plain, _ = advantages(returns, "grpo", normalise=False)
+    plain = GRPO(loss, SDE, GrpoOptions(normalise=False)).advantages(returns)
     torch.testing.assert_close(plain, returns - returns.mean(1, keepdim=True))
-    worth, used = advantages(returns, "filtered")
-    assert torch.equal(used, returns > 0) and torch.equal(worth, returns)
-    # A critic judges decisions: of all episodes, unless none was worth anything.
-    worth, used = advantages(returns, "ppo")
-    assert not worth.any() and used.all() and used.shape == returns.shape
-    assert not advantages(0 * returns, "ppo")[1].any() and advantages(-returns, "ppo")[1].all()
+    filtered = make_objective(loss, GrpoOptions(method="filtered"))
+    assert torch.equal(filtered.used(returns), returns > 0)
+    # A critic compares decisions: of all episodes, unless none was worth anything.
+    ppo = PPO(loss, SDE, GrpoOptions(method="ppo"))
+    assert ppo.used(returns).all() and ppo.used(returns).shape == returns.shape
+    assert not ppo.used(0 * returns).any() and ppo.used(-returns).all()
 
 
 def test_the_clip_is_ppos_and_its_gradient_ends_where_it_says():
@@ -73,7 +88,7 @@ def close(found, expected, tolerance=1e-5):
 
 def test_the_first_ratio_is_exactly_one_and_the_gradient_that_of_reinforce(loss):
     batch = micro_batch(loss)
-    objective = Objective(loss, SDE, GrpoOptions())
+    objective = make_objective(loss, GrpoOptions())
     value, found, after = gradients(objective, batch)
     said = totals(after.sums)
     assert said.ratio_off == 0.0 and said.kl == 0.0 and said.clipped == 0.0
@@ -88,20 +103,21 @@ def walk_of(batch):
 
 
 def test_equal_returns_give_no_gradient(loss):
-    worth, _ = advantages(torch.ones(1, 6), "grpo")
-    _, found, _ = gradients(Objective(loss, SDE, GrpoOptions()), micro_batch(loss, advantage=worth[0]))
+    worth = GRPO(loss, SDE, GrpoOptions()).advantages(torch.ones(1, 6))
+    _, found, _ = gradients(make_objective(loss, GrpoOptions()), micro_batch(loss, advantage=worth[0]))
     assert all(float(gradient.abs().max()) == 0 for gradient in found.values())
 
 
 @pytest.mark.parametrize("method", ["grpo", "filtered"])
 def test_rows_of_weight_zero_change_nothing(loss, method):
-    """Whatever is in them, and in no method."""
-    objective = Objective(loss, SDE, GrpoOptions(method=method, kl=0.1 if method == "grpo" else 0.0))
+    """Whatever is in them, and in no objective."""
+    objective = make_objective(loss, GrpoOptions(method=method, kl=0.1 if method == "grpo" else 0.0))
     batch = micro_batch(loss)
     generator = torch.Generator().manual_seed(3)
     batch["noise"] = torch.randn(batch["x"][:, 0].shape, generator=generator)
     batch["time"] = torch.rand(6, generator=generator)
     batch["start_mean"] = batch["after"] + 0.1
+    batch["action_is_pad"] = torch.zeros(batch["noise"].shape[:2], dtype=torch.bool)
     value, expected, alone = gradients(objective, {key: v[:4] for key, v in batch.items()})
     filled = {**batch, "weight": torch.tensor([1.0, 1, 1, 1, 0, 0])}
     filled["old"] = torch.cat([batch["old"][:4], torch.full_like(batch["old"][4:], -1e4)])
@@ -117,20 +133,20 @@ def test_filtered_is_the_imitation_of_what_was_done(loss):
     batch = micro_batch(loss)
     generator = torch.Generator().manual_seed(3)
     noise, time = torch.randn(batch["x"][:, 0].shape, generator=generator), torch.rand(6, generator=generator)
-    found = Objective(loss, SDE, GrpoOptions(method="filtered"))({**batch, "noise": noise, "time": time})
-    seen = {key: value for key, value in batch.items() if "observation" in key}
-    torch.testing.assert_close(found, 6 * loss({**seen, "action": batch["action"]}, noise, time))
+    batch |= {"action_is_pad": torch.zeros(noise.shape[:2], dtype=torch.bool), "noise": noise, "time": time}
+    found = make_objective(loss, GrpoOptions(method="filtered"))(batch)
+    seen = {key: value for key, value in batch.items() if "observation" in key or "action" in key}
+    torch.testing.assert_close(found, 6 * loss(seen, noise, time))
 
 
 def test_a_decision_weighs_as_much_as_a_demonstration(loss, monkeypatch):
     """Each row is the mean over its executed steps: of some chunks all, of others the first two."""
-    monkeypatch.setattr(loss, "mask_padding", True)
     batch = micro_batch(loss)
     generator = torch.Generator().manual_seed(3)
     noise, time = torch.randn(batch["x"][:, 0].shape, generator=generator), torch.rand(6, generator=generator)
     executed = torch.tensor([2, 2, 2, noise.shape[1], noise.shape[1], noise.shape[1]])
     padded = torch.arange(noise.shape[1]) >= executed[:, None]
-    objective = Objective(loss, SDE, GrpoOptions(method="filtered"))
+    objective = make_objective(loss, GrpoOptions(method="filtered"))
     found = objective({**batch, "action_is_pad": padded, "noise": noise, "time": time})
     seen = {key: value for key, value in batch.items() if "observation" in key} | {"action": batch["action"]}
     alone = []
@@ -152,7 +168,7 @@ def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
     deviation = std[:, :, None, None].expand_as(mean)
     normals = (torch.distributions.Normal(m, deviation) for m in (mean, start))
     expected = torch.distributions.kl_divergence(*normals).sum((2, 3)).mean(1).sum()
-    found = Objective(loss, SDE, GrpoOptions(kl=0.5))({**batch, "start_mean": start})
+    found = make_objective(loss, GrpoOptions(kl=0.5))({**batch, "start_mean": start})
     torch.testing.assert_close(found, 0.5 * expected, rtol=1e-4, atol=1e-5)
 
 
@@ -169,7 +185,7 @@ def test_the_reported_divergence_is_per_executed_dimension(loss, executed):
         found.append(normal.log_prob(batch["after"]).sum((2, 3)))
     now, then = found
     batch["old"] = score(loss, batch, SDE, walk_of(batch))[0].detach() - (now - then)
-    objective = Objective(loss, SDE, GrpoOptions())
+    objective = make_objective(loss, GrpoOptions())
     objective(batch)
     expected = ((now - then).exp() - 1 - (now - then)).mean() / (executed * ACTION_DIM)
     assert totals(objective.sums).kl == pytest.approx(float(expected), rel=1e-3) and expected > 1e-6
@@ -185,7 +201,7 @@ def test_what_an_update_says_of_itself_are_means_over_the_rows_of_all_ranks(loss
         batch |= {"weight": weight, "start_mean": mean + 0.1 * std[:, :, None, None]}
         batch |= {"value": torch.linspace(-1, 1, 6), "target": torch.linspace(1, 0, 6)}
         options = GrpoOptions(method="ppo", kl=0.5, value_clip=0.2)
-        objective = Objective(loss, SDE, options)
+        objective = make_objective(loss, options)
         torch.nn.init.normal_(objective.critic.output.weight)
         change = now - batch["old"]
         losses, flat = clipped(
@@ -216,7 +232,7 @@ def test_what_an_update_says_of_itself_are_means_over_the_rows_of_all_ranks(loss
     assert 0 < expected["clipped"] < 1 and not objective.sums.any()
     assert returned == pytest.approx(float(weight.sum()) * (expected["loss"] + expected["value_loss"]), rel=1e-3)
     assert "sums" not in objective.state_dict()
-    by_default = Objective(loss, SDE, options).critic.state_dict()
+    by_default = make_objective(loss, options).critic.state_dict()
     torch.testing.assert_close(by_default, make_value_head(loss.value_layers(), 0).state_dict(), rtol=0, atol=0)
     assert set(vars(totals(torch.zeros(7))).values()) == {0.0}
     assert totals(torch.tensor([0.5, 2.0, 0, 0, 0, 0, 0])).loss == 4.0
@@ -301,7 +317,7 @@ def test_the_value_head_attends_to_what_counts_and_leaves_the_policy_alone(loss)
 def test_ppos_gradient_of_the_policy_is_grpos_for_the_same_advantages(loss):
     batch = micro_batch(loss)
     batch |= {"value": torch.zeros(6), "target": torch.linspace(0, 1, 6)}
-    both = {name: Objective(loss, SDE, GrpoOptions(method=name)) for name in ("grpo", "ppo")}
+    both = {name: make_objective(loss, GrpoOptions(method=name)) for name in ("grpo", "ppo")}
     found = {name: gradients(objective, batch) for name, objective in both.items()}
     close(found["ppo"][1], found["grpo"][1])
     critic = found["ppo"][2].critic

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from vla_finetuning.options.environment import check_recorded
 from vla_finetuning.options.fields import option
 
+# Each names a module of rl/objectives/: the registry of objectives.
 Method = Literal["grpo", "ppo", "filtered"]
 Reward = Literal["success", "return"]
 # How the names of a critic's parameters begin in a checkpoint; it is not part of the policy.
@@ -131,26 +132,6 @@ class GrpoOptions:
                 f"--scaling.strategy={strategy}: a worker that holds a shard of the parameters cannot act by itself, "
                 "and workers decide at different times; use --scaling.strategy=ddp with --train.mode=expert or heads"
             )
-
-    def describe_objective(self) -> str:
-        """Return what the plan says of the method."""
-        clipped = f"ratio clipped to {1 - self.clip_low:g} .. {1 + self.clip_high:g}"
-        ends = (
-            f", an iteration's updates end at a KL of {self.target_kl:g} per executed dimension"
-            if self.target_kl
-            else ""
-        )
-        if self.method == "filtered":
-            return "imitation of the episodes that succeeded; --grpo.target_kl does not stop it" + (
-                f"; half of each minibatch from {self.demonstrations}" if self.demonstrations else ""
-            )
-        if self.method == "ppo":
-            moves = f"values move by {self.value_clip:g} an iteration at most, " if self.value_clip else ""
-            return (
-                f"decisions against a critic (rate {self.value_lr:g}, {moves}gamma {self.gamma:g}, lambda "
-                f"{self.gae_lambda:g}), {clipped}{ends}"
-            )
-        return clipped + (f", dual clip {self.dual_clip:g}" if self.dual_clip else "") + ends
 
     def describe_recording(self, episodes: int) -> list[str]:
         """The plan's lines about the dataset of what was learned from. `episodes`: of an iteration."""

@@ -20,6 +20,7 @@ from vla_finetuning.cards import PLANNED
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import choose_gl, look_on_demand
 from vla_finetuning.policies.counting import flops_per_sample
+from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.training.capacity import card_of, planned_memory
 from vla_finetuning.training.memory import StepMemory
@@ -99,7 +100,7 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     ]
     # Backward is twice the forward where everything trains.
     forward = cast(int, flops_per_sample(policy.config, policy.cameras, "full", g.flow_steps, policy.prompts[-1])) / 3
-    acting, scoring = decisions * forward, decisions * forward * (g.method != "filtered")
+    acting, scoring = decisions * forward, decisions * forward * objective_class(g.method).scores
     updating = g.epochs * decisions * policy.flops_by_prompt[policy.prompts[-1]]
     counted = f"acting {acting / 1e12:,.1f} TFLOP, updates at most {(scoring + updating) / 1e12:,.1f} per worker"
     card = card_of(config.training(), None)

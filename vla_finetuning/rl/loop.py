@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,22 +15,12 @@ from util import Batch, StepResult, train_step
 from vla_finetuning.evaluation.player import Player
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.acting import Actor, StochasticActor
-from vla_finetuning.rl.learning import (
-    IterationLog,
-    RolloutBatch,
-    Times,
-    build_grpo_optimizer,
-    check_finite,
-    check_first,
-    everyone,
-    frozen_copy,
-    held_out,
-    make_demonstrations,
-    make_rollouts,
-    metrics_of,
-    play_iteration,
-)
-from vla_finetuning.rl.objective import Objective, totals
+from vla_finetuning.rl.batches import RolloutBatch, everyone
+from vla_finetuning.rl.demonstrations import in_tasks
+from vla_finetuning.rl.groups import check_first, held_out, make_rollouts, play_iteration
+from vla_finetuning.rl.learning import IterationLog, Times, build_grpo_optimizer, check_finite, metrics_of
+from vla_finetuning.rl.objectives import objective_class
+from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, write_episodes
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rl.rollout import Rollouts
@@ -89,10 +80,10 @@ class GrpoState(LoopState):
             autocast=self._autocast,
             device=device,
         )
-        loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
-        self._demonstrations = make_demonstrations(run.demonstrations, policy, job.timeouts)
-        self.objective = Objective(loss, run.sde, options, run.config.seed).to(device)
-        self._start = frozen_copy(self.objective) if options.kl else None
+        rows = run.demonstrations
+        self._demonstrations = None if rows is None else in_tasks(rows, policy, job.timeouts.batch)
+        self.objective = objective_class(options.method)(loss, run.sde, options, run.config.seed).to(device)
+        self._start = copy.deepcopy(self.objective).requires_grad_(False) if options.kl else None
         self.model = spread(self.objective, job.scaling.strategy, device, worker.world, autocast=self._autocast)
         self.optimizer = build_grpo_optimizer(run.config, self.objective)
         if self.attempt.checkpoint is not None:
@@ -120,33 +111,34 @@ class GrpoState(LoopState):
             episodes = [episode for groups in rounds for episode in groups.episodes]
             write_episodes(run.job.output_dir, iteration, worker, episodes)
         self.episodes += sum(groups.returns.numel() for groups in rounds)
-        check_first(options, iteration, played)
+        used = self.objective.used(played.returns)
+        check_first(options, iteration, played, used)
         self.times.mark("play")
-        lessons = RolloutBatch(
+        rollouts = RolloutBatch(
             run.config,
-            self.objective,
-            self._start,
             self.actor,
             explorer,
             played,
+            used,
             worker=worker,
             demonstrations=self._demonstrations,
             first_row=self.first_row,
         )
+        self.objective.prepare(rollouts, played, self._start)
         self.times.mark("score")
-        results = self._learn(lessons)
-        self.first_row += lessons.demonstrated
+        results = self._learn(rollouts)
+        self.first_row += rollouts.demonstrated
         self.times.mark("update")
-        self._line = metrics_of(options, played, rounds, lessons, self.objective, results)
+        self._line = metrics_of(played, rounds, rollouts, self.objective, results)
         self._nonfinite += self._line["nonfinite_steps"]
         check_finite(run.config.train.max_nonfinite, self._nonfinite)
 
-    def _learn(self, lessons: RolloutBatch) -> list[StepResult]:
+    def _learn(self, rollouts: RolloutBatch) -> list[StepResult]:
         """Take an iteration's updates; fewer where the policy has moved far enough."""
         options, results = self.run.options, list[StepResult]()
         self.objective.clear()
         for epoch in range(options.epochs):
-            for rows, count, micros in lessons.epoch(epoch):
+            for rows, count, micros in rollouts.epoch(epoch):
                 before = self.objective.sums.clone()
                 result = train_step(
                     self.model,

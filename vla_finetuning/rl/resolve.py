@@ -41,6 +41,7 @@ from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
 from vla_finetuning.rl.flow_sde import FlowSDE
+from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped
 
@@ -238,7 +239,7 @@ def describe_grpo(run: GrpoRun) -> str:
         f"{g.iterations} iterations, {g.iterations * run.episodes:,} episodes",
         *g.describe_resampling(run.episodes),
         f"Sampler      {g.flow_steps} steps, {g.random_steps} of them random, noise level {g.noise_level:g}",
-        f"Learning     {g.method}: {g.describe_objective()}",
+        f"Learning     {g.method}: {objective_class(g.method).describe(g)}",
         f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
         f"once per worker; rate {config.lr:g}, after {g.warmup} iterations of warm-up; AdamW",
         f"Rollouts     at most {held / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
+from vla_finetuning.rl.batches import Table, group_seed, minibatches, rank_of
 
 
 def table():

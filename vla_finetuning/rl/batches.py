@@ -1,0 +1,264 @@
+"""What an iteration's episodes teach: the decisions of all ranks, cut into minibatches and micro-batches.
+
+All ranks know how every episode went, and so the whole table of decisions; each holds the columns of its own groups. A
+minibatch is a piece of one permutation of the table, a function of the episodes and the seed, whatever the number of
+workers. A rank computes its own rows of it, in as many micro-batches as the rank that has most: where one has fewer,
+rows of weight zero fill up, and every sum is divided by the rows of all ranks.
+
+Legend: N groups, G episodes of a group, E = N G, R rows (decisions) to learn from, W ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from util import Batch
+from vla_finetuning.evaluation.recording import PlayedEpisode
+from vla_finetuning.options.programs import GrpoConfig
+from vla_finetuning.rl.acting import Actor, StochasticActor
+from vla_finetuning.rl.demonstrations import Read, as_batch, micro_positions
+from vla_finetuning.training.stream import Columns
+from vla_finetuning.training.worker import Worker
+
+
+def everyone(mine: Tensor) -> Tensor:
+    """A tensor of every rank, stacked in their order. Every rank must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine[None]
+    ranks = torch.empty(dist.get_world_size() * mine.numel(), dtype=mine.dtype, device=mine.device)
+    dist.all_gather_into_tensor(ranks, mine.flatten())
+    return ranks.view(dist.get_world_size(), *mine.shape)
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """What all ranks know of some groups' episodes.
+
+    Attributes:
+        returns, success: float32 (N, G). decisions, steps, numbers: int64 (N G,), of each episode.
+        rewards: of each decision, by the number of the episode; of this rank's episodes.
+        episodes: this rank's, where they are recorded.
+    """
+
+    returns: Tensor
+    success: Tensor
+    decisions: np.ndarray
+    steps: np.ndarray
+    numbers: np.ndarray
+    rewards: Mapping[int, list[float]]
+    episodes: Sequence[PlayedEpisode] = ()
+
+    @property
+    def alike(self) -> Tensor:
+        """Groups whose returns are all equal, bool (N,): nothing distinguishes their episodes."""
+        return (self.returns == self.returns[:, :1]).all(dim=1)
+
+    def with_groups(self, others: RolloutGroup, places: Tensor) -> RolloutGroup:
+        """The same with other groups at `places`, int64 (number of the others,)."""
+        size = self.returns.shape[1]
+        episodes = (places[:, None] * size + torch.arange(size)).flatten().numpy()
+        columns = {name: getattr(self, name).copy() for name in ("decisions", "steps", "numbers")}
+        for name, column in columns.items():
+            column[episodes] = getattr(others, name)
+        returns = self.returns.index_copy(0, places, others.returns)
+        success = self.success.index_copy(0, places, others.success)
+        return RolloutGroup(returns, success, **columns, rewards={**self.rewards, **others.rewards})
+
+
+def group_seed(seed: int, iteration: int, group: int) -> int:
+    """Of the initial state of a group's episodes. Never one of the small numbers that held-out episodes have."""
+    state = np.random.SeedSequence([seed, iteration, group]).generate_state(1)
+    return int(2**31 + state[0] % 2**31)
+
+
+def rank_of[T: (int, np.ndarray)](group: T, ranks: int) -> T:
+    """Who plays a group; or groups."""
+    return group % ranks
+
+
+@dataclass(frozen=True)
+class Table:
+    """The decisions to learn from, those of an episode one after the other: int64 (R,) each."""
+
+    episode: np.ndarray
+    decision: np.ndarray
+
+    @classmethod
+    def of(cls, decisions: np.ndarray, used: np.ndarray) -> Table:
+        """decisions: int (E,), how many each episode had; used: bool (E,)."""
+        counts = np.where(used, decisions, 0)
+        episode = np.repeat(np.arange(len(counts)), counts)
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
+        return cls(episode, np.arange(len(episode)) - starts)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one rank does for an update.
+
+    Attributes:
+        rows: of all ranks together. micros: rows of the table that this rank computes, one micro-batch after the other;
+            an empty one is filled up.
+    """
+
+    rows: int
+    micros: list[np.ndarray]
+
+
+def minibatches(
+    table: Table, owner: np.ndarray, *, rank: int, ranks: int, size: int, micro_rows: int, key: tuple[int, ...]
+) -> Iterator[Minibatch]:
+    """A pass over the table.
+
+    Args:
+        owner: int (R,), whose rank holds a row. size: rows of a minibatch at most; they are cut evenly.
+        micro_rows: at most so many of them at once on a rank. key: of the permutation.
+    """
+    rows = len(table.episode)
+    order = np.random.default_rng(list(key)).permutation(rows)
+    for piece in np.array_split(order, -(-rows // size)) if rows else ():
+        most = np.bincount(owner[piece], minlength=ranks).max()
+        own = piece[owner[piece] == rank]
+        yield Minibatch(len(piece), np.array_split(own, -(-int(most) // micro_rows)))
+
+
+class RolloutBatch:
+    """This rank's rows of what an iteration's episodes teach, and the order in which all ranks learn from them.
+
+    Args:
+        used: bool (N, G), the episodes to learn from.
+        demonstrations: reads the rows of a dataset that are as many of each minibatch as decisions are.
+        first_row: of their stream.
+    Attributes:
+        table: the decisions of all ranks. owned: bool (R,), which of them are this rank's.
+        columns: what was remembered of this rank's decisions, by name.
+        values: what the objective knows of each row before the first update, (R, ...) by name.
+        draw: from rows and the key of a pass to what is drawn for these rows in the pass.
+    """
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        actor: Actor,
+        explorer: StochasticActor,
+        group: RolloutGroup,
+        used: Tensor,
+        *,
+        worker: Worker,
+        demonstrations: Read | None = None,
+        first_row: int = 0,
+    ) -> None:
+        self._demonstrations, self._first_row = demonstrations, first_row
+        self._config, self._actor, self._iteration = config, actor, explorer.iteration
+        self._rank, self._world = worker.rank, worker.world
+        self.table = Table.of(group.decisions, used.flatten().numpy())
+        self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
+        self.owned = self._owner == worker.rank
+        self.columns = explorer.columns()
+        # Where a row of the table is in this rank's columns.
+        self._place = np.full(self.rows, -1)
+        self._place[self.owned] = explorer.rows(
+            group.numbers[self.table.episode[self.owned]], self.table.decision[self.owned]
+        )
+        self.values: dict[str, Tensor] = {}
+        self.draw: Callable[[np.ndarray, tuple[int, ...]], Mapping[str, Tensor]] = lambda rows, key: {}
+
+    @property
+    def rows(self) -> int:
+        """Decisions to learn from, of all ranks."""
+        return len(self.table.episode)
+
+    @property
+    def demonstrated(self) -> int:
+        """Rows of the demonstrations that all passes take, of all ranks."""
+        return self.rows * self._config.grpo.epochs if self._demonstrations else 0
+
+    def computing(self) -> torch.autocast:
+        """Return the context in which the network computes."""
+        return self._actor.computing()
+
+    def first_pass(self) -> Iterator[tuple[np.ndarray, Batch]]:
+        """Yield this rank's rows, and their columns on the device, in the micro-batches of the first pass."""
+        for minibatch in self._minibatches(0):
+            for rows in minibatch.micros:
+                if len(rows):
+                    yield rows, self._batch(self._place[rows])
+
+    def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:
+        """Yield each minibatch of a pass: its rows on all ranks, this rank's micro-batches: how many, and one by one.
+
+        A micro-batch is on the device from when it is asked for; a minibatch of images is gigabytes.
+        """
+        minibatches = list(self._minibatches(number))
+        if self._demonstrations is None:
+            for minibatch in minibatches:
+                yield minibatch.rows, len(minibatch.micros), self._micro_batches(minibatch, number)
+            return
+        first, beside = self._first_row + number * self.rows, []
+        for minibatch in minibatches:
+            shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._config.batch_size}
+            beside.append(micro_positions(first, minibatch.rows, **shares))
+            first += minibatch.rows
+        # A rank without rows of its own in a micro-batch fills it up with the stream's first.
+        read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in beside for p in micros])
+        for minibatch, micros in zip(minibatches, beside, strict=True):
+            demonstrations = (self._demonstration(next(read), positions) for positions in micros)
+            batches = itertools.chain(self._micro_batches(minibatch, number), demonstrations)
+            yield 2 * minibatch.rows, len(minibatch.micros) + len(micros), batches
+
+    def _micro_batches(self, minibatch: Minibatch, epoch: int) -> Iterator[Batch]:
+        return (self._micro_batch(rows, epoch) for rows in minibatch.micros)
+
+    def _minibatches(self, number: int) -> Iterator[Minibatch]:
+        config, options = self._config, self._config.grpo
+        return minibatches(
+            self.table,
+            self._owner,
+            rank=self._rank,
+            ranks=self._world,
+            size=options.minibatch if self._demonstrations is None else max(1, options.minibatch // 2),
+            micro_rows=config.batch_size,
+            key=(config.seed, self._iteration, number),
+        )
+
+    def _demonstration(self, columns: Columns, positions: np.ndarray) -> Batch:
+        """Prepared rows at these positions of the stream as an objective takes them; of none, one of weight zero."""
+        batch = self._actor.on_device(as_batch(columns))
+        names = [(self._config.seed, int(position)) for position in positions] or [(0, 0)]
+        weight = torch.full((len(names),), float(len(positions) > 0))
+        return batch | self._to_device({"weight": weight, **imitation_draws(self._actor.loss.policy.config, names)})
+
+    def _batch(self, places: np.ndarray) -> Batch:
+        return self._actor.on_device({key: value[places] for key, value in self.columns.items()})
+
+    def _micro_batch(self, rows: np.ndarray, epoch: int) -> Batch:
+        """Rows of the table as an objective takes them; of none, one row of weight zero."""
+        filled = len(rows) == 0
+        batch = self._batch(np.zeros(1, np.int64) if filled else self._place[rows])
+        rows = np.zeros(1, np.int64) if filled else rows
+        values = {"weight": torch.full((len(rows),), 0.0 if filled else 1.0)}
+        values |= {name: value[rows] for name, value in self.values.items()}
+        values |= self.draw(rows, (self._config.seed, self._iteration, epoch))
+        return batch | self._to_device(values)
+
+    def _to_device(self, values: Mapping[str, Tensor]) -> Batch:
+        return {key: value.to(self._actor.device) for key, value in values.items()}
+
+
+def imitation_draws(config: Any, names: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return noise and time of each named row, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
+    noise, times = [], []
+    for name in names:
+        rng = np.random.default_rng(name)
+        noise.append(rng.standard_normal((config.chunk_size, config.max_action_dim), np.float32))
+        fraction = rng.beta(config.time_sampling_beta_alpha, config.time_sampling_beta_beta)
+        times.append(fraction * config.time_sampling_scale + config.time_sampling_offset)
+    return {"noise": torch.from_numpy(np.stack(noise)), "time": torch.tensor(times, dtype=torch.float32)}

@@ -1,0 +1,62 @@
+"""Filtered imitation: the policy's own loss of the decisions of episodes that succeeded; a baseline.
+
+Legend: B rows (decisions), T chunk, A action, N groups, G episodes of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from util import Batch
+from vla_finetuning.options.grpo import GrpoOptions
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, imitation_draws
+from vla_finetuning.rl.objectives.base import Objective, Totals
+
+
+class FilteredImitation(Objective):
+    """The policy's own loss; a micro-batch has `action` (B, T, A), `action_is_pad` bool (B, T), `noise` and `time`."""
+
+    scores = False
+    masks_padding = True
+
+    @classmethod
+    def describe(cls, options: GrpoOptions) -> str:
+        shared = f"; half of each minibatch from {options.demonstrations}" if options.demonstrations else ""
+        return f"imitation of the episodes that succeeded; --grpo.target_kl does not stop it{shared}"
+
+    def used(self, returns: Tensor) -> Tensor:
+        """Return the episodes with a return above zero, bool (N, G)."""
+        return returns > 0
+
+    def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
+        for name in ("x", "after", "which"):
+            rollouts.columns.pop(name, None)
+        config: Any = self.loss.policy.config
+
+        def draw(rows: np.ndarray, key: tuple[int, ...]) -> dict[str, Tensor]:
+            table = rollouts.table
+            names = [(*key, table.episode[row], table.decision[row]) for row in rows]
+            # An action that was not executed is no example of success.
+            padded = (torch.arange(config.chunk_size) >= config.n_action_steps).repeat(len(rows), 1)
+            return {**imitation_draws(config, names), "action_is_pad": padded}
+
+        rollouts.draw = draw
+
+    def forward(self, batch: Batch, noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        # The mean over what was executed, or a demonstration would weigh several decisions.
+        weight, steps = batch["weight"], batch["action_is_pad"].shape[1]
+        row_weight = weight * (steps / (steps - batch["action_is_pad"].sum(dim=1)))
+        loss = self.loss({**batch, "row_weight": row_weight}, batch["noise"], batch["time"]) * len(weight)
+        self.add(weight.sum(), loss.detach())
+        return loss
+
+    def metrics(self, rollouts: RolloutBatch, totals: Totals) -> dict[str, float | None]:
+        """Return those of `Objective`; there is no divergence from the policy that acted."""
+        return super().metrics(rollouts, totals) | {"kl": None}
+
+
+METHOD = FilteredImitation

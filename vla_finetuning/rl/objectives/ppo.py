@@ -1,0 +1,99 @@
+"""PPO: GRPO's clipped policy gradient, with decisions compared with a critic that learns beside the policy.
+
+Legend: B rows (decisions), N groups, G episodes of a group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from util import Batch
+from vla_finetuning.options.grpo import GrpoOptions
+from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.value import advantages_and_targets, make_value_head
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
+from vla_finetuning.rl.flow_sde import FlowSDE
+from vla_finetuning.rl.objectives.base import EPSILON, Objective, Totals
+from vla_finetuning.rl.objectives.grpo import GRPO
+
+
+def value_loss(value: Tensor, old: Tensor, target: Tensor, clip: float | None) -> Tensor:
+    """Return half of the squared error of values, the larger of that and the one within `clip` of the old value.
+
+    All of shape (B,); as in PPO's reference implementation (arXiv 1707.06347, openai/baselines).
+    """
+    errors = (value - target).square()
+    if clip is not None:
+        errors = torch.maximum(errors, (old + (value - old).clamp(-clip, clip) - target).square())
+    return errors / 2.0
+
+
+class PPO(GRPO):
+    """As `GRPO`, with advantages of decisions; a micro-batch also has `value` and `target` (B,), of the critic."""
+
+    def __init__(self, loss: FlowLoss, sde: FlowSDE, options: GrpoOptions, seed: int = 0):
+        super().__init__(loss, sde, options, seed)
+        self.critic = make_value_head(loss.value_layers(), seed)
+
+    @classmethod
+    def describe(cls, options: GrpoOptions) -> str:
+        moves = f"values move by {options.value_clip:g} an iteration at most, " if options.value_clip else ""
+        critic = f"rate {options.value_lr:g}, {moves}gamma {options.gamma:g}, lambda {options.gae_lambda:g}"
+        return f"decisions against a critic ({critic}), {super().describe(options)}"
+
+    def used(self, returns: Tensor) -> Tensor:
+        """Return all episodes, bool (N, G), unless none was worth anything."""
+        return (returns != 0).any().expand_as(returns)
+
+    def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
+        self.score_rollouts(rollouts, start)
+        if rollouts.rows:  # of no rank otherwise
+            self.estimate_advantages(rollouts, group)
+
+    def row_shapes(self, columns: Batch, start: Objective | None) -> dict[str, tuple[int, ...]]:
+        return super().row_shapes(columns, start) | {"value": ()}
+
+    def score_rows(self, batch: Batch, prefix: Any, start: Objective | None) -> dict[str, Tensor]:
+        return super().score_rows(batch, prefix, start) | {"value": self.values(prefix)}
+
+    def estimate_advantages(self, rollouts: RolloutBatch, group: RolloutGroup) -> None:
+        """Add advantages and value targets of the decisions of all ranks, by the critic before the first update."""
+        episodes, values = rollouts.table.episode, rollouts.values["value"]
+        estimates = torch.zeros(3, rollouts.rows)  # advantages, targets, values; of this rank's rows
+        for episode in np.unique(episodes[rollouts.owned]):
+            rows = np.flatnonzero(episodes == episode)  # one after the other
+            rewards = group.rewards[int(group.numbers[episode])]
+            pair = advantages_and_targets(rewards, values[rows].tolist(), self.options.gamma, self.options.gae_lambda)
+            estimates[:, rows] = torch.stack([*map(torch.tensor, pair), values[rows]])
+        advantage, target, value = everyone(estimates.to(self.sums.device)).sum(dim=0).cpu()
+        normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + EPSILON)
+        rollouts.values |= {"advantage": normalised, "target": target, "value": value}
+
+    def values(self, prefix: Any) -> Tensor:
+        """Return what the critic expects from here on, float32 (B,)."""
+        assert self.critic is not None
+        with torch.autocast(self.sums.device.type, enabled=False):
+            return self.critic(*self.loss.value_inputs(prefix))[:, 0]
+
+    def value_loss(self, batch: Batch, prefix: Any) -> Tensor:
+        errors = value_loss(self.values(prefix), batch["value"], batch["target"], self.options.value_clip)
+        return (errors * batch["weight"]).sum()
+
+    def metrics(self, rollouts: RolloutBatch, totals: Totals) -> dict[str, float | None]:
+        """Return those of `Objective`, the critic's loss, and the share of the targets' variance that it explains."""
+        explained = None
+        if "target" in rollouts.values:
+            target, value = rollouts.values["target"], rollouts.values["value"]
+            unexplained = (target - value).var(correction=0)
+            explained = float(1.0 - unexplained / target.var(correction=0).clamp(min=1e-12))
+        return super().metrics(rollouts, totals) | {
+            "value_loss": totals.value_loss,
+            "explained_variance": explained,
+        }
+
+
+METHOD = PPO
