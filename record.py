@@ -21,9 +21,9 @@ if __name__ == "__main__":  # help and wrong flags, before seconds of imports
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from vla_finetuning.envs import recording
 from vla_finetuning.options.command_line import RECORD, parse_record
 from vla_finetuning.program import Work, run_program
+from vla_finetuning.rollouts import experts
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import tell_text
 
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(argv: list[str], held: ExitStack) -> Work:
     """Resolve the recording."""
-    resolved = recording.resolve_recording(parse_record(argv))
+    resolved = experts.resolve_recording(parse_record(argv))
 
     def work() -> int:
         cluster.connect()
-        tell_text(recording.record(resolved))
+        tell_text(experts.record(resolved))
         return 0
 
     return work

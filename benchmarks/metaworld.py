@@ -35,16 +35,17 @@ import vla
 from diagnostics.report import Environment
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, metaworld_tasks, task_makers
-from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
+from vla_finetuning.evaluation.episodes import Book, read_evaluation
 from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.open_loop import other_instructions
-from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME, EvalOptions
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.tiny import make_tiny_base
+from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.player import PolicySource, check_fits
+from vla_finetuning.rollouts.scheduler import play
 from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.terminal import tell, tell_error, tell_text

@@ -29,7 +29,8 @@ LEROBOTS = {*GROUND, f"{PACKAGE}.lerobot_options"}
 POLICIES = {*LEROBOTS, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
 ENVS = {*LEROBOTS, f"{PACKAGE}.envs"}
 RUN = {*GROUND, f"{PACKAGE}.data.hub", f"{PACKAGE}.run"}
-PLAN = {*DATA, *POLICIES, *ENVS, *RUN, f"{PACKAGE}.plan"}
+ROLLOUTS = {*POLICIES, *ENVS, *RUN, f"{PACKAGE}.rollouts"}
+PLAN = {*DATA, *ROLLOUTS, f"{PACKAGE}.plan"}
 TRAINING, REPORT = {*PLAN, f"{PACKAGE}.training"}, {*PLAN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
 # It trains on what the loop shows, so it imports both: what trains there also acts.
@@ -55,6 +56,7 @@ MAY_IMPORT = {
     f"{PACKAGE}.policies": POLICIES,
     f"{PACKAGE}.envs": ENVS,
     f"{PACKAGE}.run": RUN,
+    f"{PACKAGE}.rollouts": ROLLOUTS,
     f"{PACKAGE}.plan": PLAN,
     f"{PACKAGE}.training": TRAINING,
     f"{PACKAGE}.report": REPORT,
@@ -109,10 +111,18 @@ def test_no_circles():
 )
 @pytest.mark.parametrize(
     ("unit", "upward"),
-    [("environment", "data.plan"), ("data", "policies.pi05"), ("policies", "plan.resolve"),
-     ("run", "plan.rows"), ("plan", "training.worker"),
-     ("envs", "policies.pi05"), ("report", "evaluation.open_loop"), ("training", "report.page")],
-)  # fmt: skip
+    [
+        ("environment", "data.plan"),
+        ("data", "policies.pi05"),
+        ("policies", "plan.resolve"),
+        ("run", "plan.rows"),
+        ("plan", "training.worker"),
+        ("envs", "policies.pi05"),
+        ("rollouts", "plan.resolve"),
+        ("report", "evaluation.open_loop"),
+        ("training", "report.page"),
+    ],
+)
 def test_a_planted_upward_import_is_named(tmp_path, unit, upward, how):
     for name in (unit, upward):
         path = tmp_path / PACKAGE / f"{name.replace('.', '/')}.py"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import metaworld
-from vla_finetuning.envs.stage import choose_gl
+from vla_finetuning.envs.protocol import choose_gl
 
 choose_gl()
 needs_metaworld = pytest.mark.skipif(

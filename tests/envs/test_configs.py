@@ -8,8 +8,8 @@ from lerobot.utils.constants import ACTION
 
 from tests.evaluation import several
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
-from vla_finetuning.envs.recording import resolve_recording
 from vla_finetuning.options.command_line import parse_record
+from vla_finetuning.rollouts.experts import resolve_recording
 
 
 def test_metaworld_is_what_its_flags_say(monkeypatch):

@@ -15,7 +15,7 @@ from tests.evaluation import several
 from vla_finetuning.envs.configs import env_config, initial_state_counts
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
 from vla_finetuning.envs.libero import DrawnOnDemand
-from vla_finetuning.envs.stage import choose_initial_state, initial_states
+from vla_finetuning.envs.protocol import choose_initial_state, initial_states
 
 COUNT = 50
 

@@ -15,10 +15,10 @@ from lerobot.envs.configs import EnvConfig
 
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.libero import DrawnOnDemand
-from vla_finetuning.envs.stage import choose_gl
-from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Condition, episode_list
+from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.scheduler import play
 
 choose_gl()
 libero = pytest.importorskip("libero.libero", reason="LIBERO is installed by those who want it: docs/simulators.md")

@@ -11,10 +11,10 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 import record
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.metaworld import EPISODE_LENGTH, GYM_ID, expert
-from vla_finetuning.envs.stage import choose_gl
-from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Condition, episode_list
+from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.scheduler import play
 
 choose_gl()
 metaworld = pytest.importorskip("metaworld", reason="Meta-World is installed by make metaworld")

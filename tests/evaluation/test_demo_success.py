@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from tests.evaluation.test_player import act_config
+from tests.rollouts.test_player import act_config
 from vla_finetuning.evaluation.demo_success import LABELS, _to_show, is_demo, success_table
 
 

@@ -18,14 +18,14 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs import configs
 from vla_finetuning.evaluation import during
-from vla_finetuning.evaluation.closed_loop import NoCapacityError
 from vla_finetuning.evaluation.during import Evaluator, capacity_beside
 from vla_finetuning.evaluation.episodes import read_evaluation
-from vla_finetuning.evaluation.player import packed, unpacked
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.rollouts.player import packed, unpacked
+from vla_finetuning.rollouts.scheduler import NoCapacityError
 from vla_finetuning.run.folder import evaluations
 from vla_finetuning.training.export import policy_at
 

@@ -6,15 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from vla_finetuning.envs.stage import Ended
-from vla_finetuning.evaluation.episodes import (
-    EPISODES_NAME,
-    Book,
-    episode_list,
-    line_of,
-    noise,
-    read_evaluation,
-)
+from vla_finetuning.evaluation.episodes import EPISODES_NAME, Book, read_evaluation
+from vla_finetuning.rollouts.episodes import episode_list, line_of, noise
+from vla_finetuning.rollouts.stage import Ended
 
 ABOUT = {"policy": "a"}
 

@@ -10,8 +10,8 @@ from lerobot.policies.factory import make_pre_post_processors
 import evaluate
 import tests.arm  # noqa: F401 (an environment)
 from tests.buckets import forget, runs_bucket
-from tests.evaluation.test_player import STATS, act_config, masked  # noqa: F401 (a fixture)
 from tests.pages import check_page
+from tests.rollouts.test_player import STATS, act_config, masked  # noqa: F401 (a fixture)
 from vla_finetuning import node_disk
 from vla_finetuning.bucket import place
 from vla_finetuning.evaluation import trial

@@ -13,7 +13,7 @@ from lerobot.scripts import lerobot_eval
 import evaluate
 from tests.evaluation import several  # noqa: F401 registers its environment
 from tests.evaluation.test_evaluate import lines_of
-from tests.evaluation.test_player import STATS, act_config
+from tests.rollouts.test_player import STATS, act_config
 from vla_finetuning.envs.two_bins_scene import BINS
 from vla_finetuning.policies.loading import save_pretrained
 

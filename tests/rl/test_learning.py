@@ -23,11 +23,7 @@ from tests.in_process import TINY
 from tests.tiny import make_config
 from tests.training.test_parallel import broadcast, meet, processes
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.stage import Stage, Start
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
-from vla_finetuning.evaluation.closed_loop import concatenate
-from vla_finetuning.evaluation.episodes import Episode
-from vla_finetuning.evaluation.player import Player
 from vla_finetuning.options.command_line import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
@@ -39,6 +35,10 @@ from vla_finetuning.rl.objectives.base import totals
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.objectives.ppo import PPO
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
+from vla_finetuning.rollouts.episodes import Episode
+from vla_finetuning.rollouts.player import Player
+from vla_finetuning.rollouts.scheduler import concatenate
+from vla_finetuning.rollouts.stage import Stage, Start
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
 from vla_finetuning.training.export import export, exported_checkpoint
@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 
 
 class LocalRollouts:
-    """Stands in for `rollout.Rollouts`: two stages in this process. Every third episode is worth more than others.
+    """Stands in for `lockstep.Rollouts`: two stages in this process. Every third episode is worth more than others.
 
     With seed 13 none is, and with seed 14 none of the first round's odd groups.
     """

@@ -1,6 +1,7 @@
 """The episodes that a policy learned from, as a dataset, against an environment that plays the same actions."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
@@ -15,11 +16,12 @@ from vla_finetuning import node_disk
 from vla_finetuning.bucket import place
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.evaluation.recording import Eyes, record_share
 from vla_finetuning.files import read_lines
 from vla_finetuning.lines import flush_lines
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
+from vla_finetuning.rollouts.player import Eyes
+from vla_finetuning.rollouts.recording import DatasetForm, replay_frames, write_share
 
 OPTIONS = {
     "env.episode_length": 6,
@@ -57,9 +59,10 @@ def test_every_other_iteration_is_written_down(run):
 
 def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
     episodes = list(read_episodes(run.job.output_dir))
-    root = record_share(
-        tmp_path / "dataset", task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes
-    )
+    root, share = tmp_path / "dataset", [(line["task"], (line, actions)) for line, actions in episodes]
+    play = partial(replay_frames, Eyes(run.scene.env, run.policy.config))
+    form = DatasetForm("recorded/policy", run.scene.env.fps, "two_bins")
+    assert write_share(root, task_makers(run.scene.env), play, share, form) == [True] * len(episodes)
     dataset, row = LeRobotDataset("recorded/policy", root=root, video_backend="pyav"), 0
     for line, actions in episodes:
         env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=6)

@@ -25,7 +25,7 @@ from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_IMAGE, OBS_IMAGES
 
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.libero import DrawnOnDemand
-from vla_finetuning.envs.stage import Maker, choose_gl, initial_states
+from vla_finetuning.envs.protocol import Maker, choose_gl, initial_states
 from vla_finetuning.envs.two_bins_scene import GANTRY, Robot
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config

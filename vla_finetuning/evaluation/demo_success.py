@@ -8,10 +8,8 @@ from typing import Any
 
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.episodes import Condition
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.open_loop import other_instructions
-from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.options.environment import EvalOptions
@@ -20,6 +18,8 @@ from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_shapes
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.rollouts.episodes import Condition
+from vla_finetuning.rollouts.player import PolicySource, check_fits
 from vla_finetuning.run.job import Job
 
 SCENES, FIRST_SEED = 60, 1000

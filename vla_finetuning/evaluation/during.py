@@ -28,10 +28,8 @@ from tqdm import tqdm
 
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
-from vla_finetuning.evaluation.closed_loop import ROOM_TIMEOUT_S, SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
-from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
+from vla_finetuning.evaluation.episodes import Book, read_evaluation
 from vla_finetuning.evaluation.intervals import interval_with_errors, share
-from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, own_shapes, packed
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.lines import append_line
@@ -39,6 +37,9 @@ from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.player import Packed, PolicySource, check_fits, own_shapes, packed
+from vla_finetuning.rollouts.scheduler import ROOM_TIMEOUT_S, SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
 from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints

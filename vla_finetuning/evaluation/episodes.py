@@ -1,93 +1,24 @@
-"""What an evaluation in the loop is: a list of episodes fixed beforehand, and what became of each. Knows no Ray.
+"""An evaluation's folder: the list of its episodes, fixed beforehand, and what became of each. Knows no Ray.
 
-A score is over exactly the list. An episode is a function of its own numbers: its seed fixes the scene, and the noise
-of its n-th decision is drawn from (seed, task, episode, n), so that neither batches nor the order in which things
-happen change it.
+A score is over exactly the list.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vla_finetuning.bucket import place
-from vla_finetuning.envs.stage import Ended
 from vla_finetuning.files import read_json, read_lines, write_json, write_whole
 from vla_finetuning.lines import append_line
+from vla_finetuning.rollouts.episodes import Episode, pack_actions, unpack_actions
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Under what an episode is played.
-
-    Attributes:
-        policy: which of the policies that take part.
-        instructions: what the policy gets in place of an instruction; itself where there is no entry.
-        blindfolded: the policy sees black images.
-    """
-
-    policy: str = "policy"
-    instructions: Mapping[str, str] = field(default_factory=dict)
-    blindfolded: bool = False
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One of the list. `seed` is the environment's; `condition` names one of the evaluation's conditions.
-
-    Where an environment has a list of states to start from, `episode` modulo its length is the place in it, as in
-    `lerobot-eval`.
-    """
-
-    condition: str
-    task: str
-    episode: int
-    seed: int
-
-
-def episode_list(
-    conditions: Iterable[str],
-    tasks: Iterable[str],
-    count: int,
-    seed: int,
-    number: Callable[[str, int], int] = lambda _, i: i,
-) -> list[Episode]:
-    """`count` episodes of each task for each condition, the same ones: seeds from `seed` on, as in `lerobot-eval`.
-
-    Args:
-        number: `Episode.episode` of a task's i-th.
-    """
-    names = list(conditions)
-    return [Episode(name, task, number(task, i), seed + i) for task in tasks for i in range(count) for name in names]
-
-
-def noise(seed: int, task: str, episode: int, decision: int, shape: tuple[int, ...]) -> np.ndarray:
-    """What a policy's sampling starts from: standard normal, float32, a function of the four names."""
-    return generator(seed, task, episode, decision).standard_normal(shape, np.float32)
-
-
-def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Generator:
-    """Of all random numbers of a decision, whatever the condition: conditions are compared on the same draws."""
-    return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
-
-
-# ---- what became of them --------------------------------------------------------------------------------------------
-
-
-def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions: int) -> dict[str, Any]:
-    """An episode's line. One that could not be played to its end has an `error`, and null for what is not known."""
-    known = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
-    known.pop("number")
-    return {**asdict(episode), **known, "decisions": decisions, "error": error}
 
 
 class Book:
@@ -134,17 +65,6 @@ class Book:
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in Episode.__dataclass_fields__)
-
-
-def pack_actions(actions: np.ndarray) -> dict[str, Any]:
-    """Actions (steps, A) as JSON has them, to the bit."""
-    coded = base64.b64encode(actions.tobytes()).decode()
-    return {"dtype": actions.dtype.str, "shape": actions.shape, "base64": coded}
-
-
-def unpack_actions(line: Mapping[str, Any]) -> np.ndarray:
-    """What `pack_actions` was given."""
-    return np.frombuffer(base64.b64decode(line["base64"]), line["dtype"]).reshape(line["shape"])
 
 
 def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:

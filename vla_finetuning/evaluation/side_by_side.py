@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.envs.stage import Maker
-from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Condition, episode_list
+from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.intervals import wilson
-from vla_finetuning.evaluation.player import PolicySource
-from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.player import PolicySource
+from vla_finetuning.rollouts.replay import make_films
+from vla_finetuning.rollouts.scheduler import play
 
 Line = dict[str, Any]
 

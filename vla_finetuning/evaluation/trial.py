@@ -20,11 +20,18 @@ from tqdm import tqdm
 
 from vla_finetuning.bucket import place
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
-from vla_finetuning.envs.stage import Maker
-from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Book, Condition, Episode, episode_list, read_actions, read_evaluation
+from vla_finetuning.envs.protocol import Maker
+from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
-from vla_finetuning.evaluation.player import (
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.options.programs import Config, EvaluateConfig
+from vla_finetuning.plan.base_policy import resolve_policy
+from vla_finetuning.policies.loading import load_policy_config
+from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
+from vla_finetuning.rollouts.episodes import Condition, Episode, episode_list
+from vla_finetuning.rollouts.player import (
+    Eyes,
     PolicySource,
     check_advantage,
     check_fits,
@@ -32,14 +39,9 @@ from vla_finetuning.evaluation.player import (
     opening_of,
     own_shapes,
 )
-from vla_finetuning.evaluation.recording import Eyes, is_recorded, record_played
-from vla_finetuning.evaluation.replay import make_films
-from vla_finetuning.files import read_json, write_json
-from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.options.programs import Config, EvaluateConfig
-from vla_finetuning.plan.base_policy import resolve_policy
-from vla_finetuning.policies.loading import load_policy_config
-from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
+from vla_finetuning.rollouts.recording import is_recorded, record_played
+from vla_finetuning.rollouts.replay import make_films
+from vla_finetuning.rollouts.scheduler import play
 from vla_finetuning.run.cluster import find_gpus
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, tell

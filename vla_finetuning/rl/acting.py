@@ -14,12 +14,13 @@ from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LAN
 from torch import Tensor
 
 from util import Batch
-from vla_finetuning.envs.stage import Decision, Observation
-from vla_finetuning.evaluation.episodes import Episode, noise
-from vla_finetuning.evaluation.player import Player
+from vla_finetuning.envs.protocol import Observation
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.rl.flow_sde import FlowSDE, follow, sample
+from vla_finetuning.rollouts.episodes import Episode, noise
+from vla_finetuning.rollouts.player import Player
+from vla_finetuning.rollouts.stage import Decision
 
 PROMPT = (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
 
@@ -99,7 +100,7 @@ def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
 
 
 class StochasticActor:
-    """Acts at random, as `rollout.Decide`, and remembers what is needed to learn from it.
+    """Acts at random, as `lockstep.Decide`, and remembers what is needed to learn from it.
 
     All random numbers of a decision are a function of (seed, iteration, episode, decision).
 
@@ -175,7 +176,7 @@ class StochasticActor:
 
 
 class DeterministicActor:
-    """Acts by LeRobot's sampler, as `rollout.Decide`, on the draws that `evaluate.py` has for the same episodes."""
+    """Acts by LeRobot's sampler, as `lockstep.Decide`, on the draws that `evaluate.py` has for the same episodes."""
 
     def __init__(self, actor: Actor, seed: int, episodes: Mapping[int, Episode]) -> None:
         self._actor, self._seed, self._episodes = actor, seed, episodes

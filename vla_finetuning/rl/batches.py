@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch
-from vla_finetuning.evaluation.recording import PlayedEpisode
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.acting import Actor, StochasticActor
 from vla_finetuning.rl.demonstrations import Read, as_batch, micro_positions
+from vla_finetuning.rollouts.recording import PlayedEpisode
 from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 

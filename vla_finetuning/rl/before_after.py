@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.evaluation.episodes import Condition
 from vla_finetuning.evaluation.intervals import share
-from vla_finetuning.evaluation.player import PolicySource
 from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rl.resolve import GrpoRun
+from vla_finetuning.rollouts.episodes import Condition
+from vla_finetuning.rollouts.player import PolicySource
 
 # Fresh ones: the held-out list, which is looked at on the way, begins at the run's seed; groups' seeds are above 2^31.
 # Where an environment has a list of initial states, fresh episodes begin in the held-out ones, with other noise.

@@ -18,7 +18,7 @@ from lerobot.envs.utils import env_to_policy_features
 
 from vla_finetuning.cards import PLANNED
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.stage import choose_gl, look_on_demand
+from vla_finetuning.envs.protocol import choose_gl, look_on_demand
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.resolve import GrpoRun

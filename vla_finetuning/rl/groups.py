@@ -9,16 +9,16 @@ from torch import Tensor
 
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.stage import Ended, Start
-from vla_finetuning.evaluation.closed_loop import ROOM_TIMEOUT_S
-from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.options.grpo import GrpoOptions, Reward
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.acting import Actor, DeterministicActor, StochasticActor
 from vla_finetuning.rl.batches import RolloutGroup, everyone, group_seed, rank_of
 from vla_finetuning.rl.recording import recorded_episodes
 from vla_finetuning.rl.resolve import Scene
-from vla_finetuning.rl.rollout import Rollouts
+from vla_finetuning.rollouts.episodes import episode_list
+from vla_finetuning.rollouts.lockstep import Rollouts
+from vla_finetuning.rollouts.scheduler import ROOM_TIMEOUT_S
+from vla_finetuning.rollouts.stage import Ended, Start
 from vla_finetuning.training.worker import Worker
 
 

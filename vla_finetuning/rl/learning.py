@@ -19,7 +19,7 @@ from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.acting import Actor
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
 from vla_finetuning.rl.objectives.base import Objective, totals
-from vla_finetuning.rl.rollout import Rollouts
+from vla_finetuning.rollouts.lockstep import Rollouts
 from vla_finetuning.run.progress import keep_metrics
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from util import Batch, StepResult, train_step
-from vla_finetuning.evaluation.player import Player
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.acting import Actor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, everyone
@@ -23,7 +22,8 @@ from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, write_episodes
 from vla_finetuning.rl.resolve import GrpoRun
-from vla_finetuning.rl.rollout import Rollouts
+from vla_finetuning.rollouts.lockstep import Rollouts
+from vla_finetuning.rollouts.player import Player
 from vla_finetuning.run.checkpoint import Progress, load_checkpoint
 from vla_finetuning.training.callbacks import Checkpoints, StopFile
 from vla_finetuning.training.model import build_model, check_attention

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.stage import Ended, Start
-from vla_finetuning.evaluation.episodes import Episode, line_of, pack_actions, unpack_actions
-from vla_finetuning.evaluation.recording import Eyes, PlayedEpisode, is_recorded, record_played
 from vla_finetuning.files import read_lines, remove, write_whole
 from vla_finetuning.rl.acting import StochasticActor
 from vla_finetuning.rl.resolve import GrpoRun
+from vla_finetuning.rollouts.episodes import Episode, line_of, pack_actions, unpack_actions
+from vla_finetuning.rollouts.player import Eyes
+from vla_finetuning.rollouts.recording import PlayedEpisode, is_recorded, record_played
+from vla_finetuning.rollouts.stage import Ended, Start
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.worker import Worker
 

@@ -25,7 +25,6 @@ from vla_finetuning.envs.configs import (
     task_makers,
 )
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
-from vla_finetuning.evaluation.player import check_fits, check_rename_map, opening_of
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
@@ -42,6 +41,7 @@ from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
 from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.rl.objectives import objective_class
+from vla_finetuning.rollouts.player import check_fits, check_rename_map, opening_of
 from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped
 

@@ -21,19 +21,19 @@ from lerobot.configs.types import PipelineFeatureType
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import ACTION, OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_STATE, OBS_STR
 
-from vla_finetuning.envs.stage import Observation
-from vla_finetuning.evaluation.episodes import generator, noise
+from vla_finetuning.envs.protocol import Observation
 from vla_finetuning.files import read_json
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.policies.flow import FlowLoss, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors
-from vla_finetuning.policies.processors import EMPTY_CAMERA
+from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.rollouts.episodes import generator, noise
 
 TASK = "task"
 # What a decision's draws are named by: seed, task, episode, decision.
@@ -222,6 +222,30 @@ class Player:
 def _row(observation: Mapping[str, Any], row: int) -> Observation:
     """One row of an observation, as N = 1."""
     return {k: _row(v, row) if isinstance(v, Mapping) else v[row : row + 1] for k, v in observation.items()}
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """How an environment's observations become a dataset's, as a policy sees them before its own processors."""
+
+    env: EnvConfig
+    config: PreTrainedConfig
+
+    def __call__(self, observation: Observation) -> dict[str, np.ndarray]:
+        """Of one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
+        before, _ = family_of(self.config).env_processors(self.config, self.env, own=(IMAGENET_STEP,))
+        seen = before(preprocess_observation(_stacked(observation)))
+        found = {}
+        for key, value in seen.items():
+            if key.startswith(OBS_STR) and isinstance(value, torch.Tensor):
+                row = value[0]
+                image = row.ndim == 3
+                found[key] = ((row * 255).round().to(torch.uint8).permute(1, 2, 0) if image else row.float()).numpy()
+        return found
+
+
+def _stacked(observation: Observation) -> Observation:
+    return {k: _stacked(v) if isinstance(v, dict) else np.asarray(v)[None] for k, v in observation.items()}
 
 
 def opening_of(folder: Path) -> str:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from vla_finetuning.envs import two_bins
-from vla_finetuning.envs.film import MAX_FRAMES, MAX_WIDTH, film
 from vla_finetuning.envs.two_bins_scene import COLOURS, demonstrate
+from vla_finetuning.rollouts.replay import MAX_FRAMES, MAX_WIDTH, film
 
 CAMERAS_ONLY = partial(gymnasium.make, two_bins.GYM_ID, max_episode_steps=500)
 MAKE = partial(CAMERAS_ONLY, render_mode="rgb_array")

@@ -8,9 +8,11 @@ import gymnasium
 import numpy as np
 import pytest
 
-from vla_finetuning.envs import stage, two_bins
-from vla_finetuning.envs.stage import Decision, Stage, Start, state_hash
+from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.protocol import state_hash
 from vla_finetuning.envs.two_bins_scene import GANTRY, demonstrate
+from vla_finetuning.rollouts import stage
+from vla_finetuning.rollouts.stage import Decision, Stage, Start
 
 EPISODES = [Start(number, "two_bins", 1000 + number) for number in range(7)]
 MAKERS = {"two_bins": partial(gymnasium.make, two_bins.GYM_ID)}

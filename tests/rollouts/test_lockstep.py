@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import ray
 
-from tests.evaluation.players import FAULTY_ID, Seeing
+from tests.rollouts.players import FAULTY_ID, Seeing
 from vla_finetuning.envs import two_bins
-from vla_finetuning.envs.stage import Start
-from vla_finetuning.rl import rollout
-from vla_finetuning.rl.rollout import Rollouts
+from vla_finetuning.rollouts import lockstep
+from vla_finetuning.rollouts.lockstep import Rollouts
+from vla_finetuning.rollouts.stage import Start
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 MAKERS = {"two_bins": partial(gymnasium.make, f"{two_bins.__name__}:{two_bins.GYM_ID}", max_episode_steps=30)}
@@ -21,7 +21,7 @@ EPISODES = [Start(number, "two_bins", 100 + number // 2) for number in range(12)
 
 
 def faulty(**options):
-    return {"two_bins": partial(gymnasium.make, f"tests.evaluation.players:{FAULTY_ID}", **options)}
+    return {"two_bins": partial(gymnasium.make, f"tests.rollouts.players:{FAULTY_ID}", **options)}
 
 
 class Scattered:
@@ -55,7 +55,7 @@ def test_a_process_that_has_no_cpu_and_no_episode_is_not_waited_for():
     """Two of four find their CPUs; there are episodes for two."""
     rollouts = Rollouts(MAKERS, actors=2, slots=1, cpus=0.1, step_limit_s=60.0, room_s=120.0)
     rollouts._cpus = 1000.0  # more than there are
-    rollouts._seats += [rollout._Seat(*rollouts._make_stage()) for _ in range(2)]
+    rollouts._seats += [lockstep._Seat(*rollouts._make_stage()) for _ in range(2)]
     try:
         assert len(rollouts.play(EPISODES[:2], Scattered())) == 2
         assert rollouts.take_seconds()[0] > 0 and rollouts.take_seconds() == (0.0, 0.0)
@@ -131,7 +131,7 @@ def test_an_environment_that_fails_once_changes_nothing_either(undisturbed, tmp_
 
 
 def test_one_that_fails_always_is_said(monkeypatch):
-    monkeypatch.setattr(rollout, "DEATHS", 1)
+    monkeypatch.setattr(lockstep, "DEATHS", 1)
     options = {"seed": 103, "how": "raises", "max_episode_steps": 30}
     with pytest.raises(RuntimeError, match="failed 2 times.*the simulation diverged"):
         play(faulty(**options))

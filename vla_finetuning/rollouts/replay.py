@@ -1,28 +1,37 @@
-"""An episode to look at: played again from the actions that were recorded, with rendering on, as an animated picture.
+"""Episodes to look at: played again from the actions that were recorded, with rendering on, as animated pictures.
 
-Knows gymnasium and Pillow. An episode that ends in another state than it did is not shown as if it were that one.
+An episode that ends in another state than it did is not shown as if it were that one.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+import ray
 from PIL import Image
 
-from vla_finetuning.envs.stage import Observation, choose_gl, choose_initial_state, look_on_demand, state_hash
+from vla_finetuning.envs.protocol import Maker, Observation, choose_gl, choose_initial_state, look_on_demand, state_hash
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.run.folder import FILMS
 
+# Processes share a CPU as those that simulate do.
+FILM_CPUS = 0.5
+# For all pictures of an evaluation together: they are no reason to wait for ever.
+LIMIT_S = 300.0
 # Of a picture: enough to see what happens, few enough that a page with some dozens of them opens at once.
 MAX_FRAMES, MAX_WIDTH, QUALITY = 60, 240, 70
 # What the last frame stands for before it begins again.
 PAUSE_MS = 1200
 
 
-def film(make: Callable[[], gymnasium.Env[Any, Any]], line: Mapping[str, Any], actions: np.ndarray) -> bytes:
+def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
     """Play an episode again, and show it: an animated WebP of the environment's own view, at the speed it had.
 
     Runs in a Ray task. Browsers play the format, and of those that they play it is the smallest for rendered scenes.
@@ -108,3 +117,49 @@ def _seen(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
 def _small(frame: np.ndarray) -> Image.Image:
     picture, width = Image.fromarray(frame), min(frame.shape[1], MAX_WIDTH)
     return picture.resize((width, max(1, round(frame.shape[0] * width / frame.shape[1]))), Image.Resampling.LANCZOS)
+
+
+def make_films(
+    folder: Path,
+    makers: Mapping[str, Maker],
+    chosen: Sequence[tuple[str, Mapping[str, Any], np.ndarray]],
+    limit_s: float = LIMIT_S,
+) -> list[dict[str, Any]]:
+    """Pictures of episodes, in `folder`/films: what a page shows (`report.loop`).
+
+    Runs on the driver, joined to a cluster. An episode that cannot be shown says why, and costs nothing else.
+
+    Args:
+        makers: of each task's environment, as a process is to make it. chosen: (title, line, actions) of each.
+    Returns:
+        For each: `{"title", "file": in it, "instruction", "seed", "success", "steps", "problem": None or why
+        there is no file}`.
+    """
+    (folder / FILMS).mkdir(parents=True, exist_ok=True)
+    task = ray.remote(num_cpus=FILM_CPUS, max_retries=0)(film)
+    tasks = [task.remote(makers[line["task"]], dict(line), actions) for _, line, actions in chosen]
+    deadline, films = time.monotonic() + limit_s, []
+    for made, (title, line, _) in zip(tasks, chosen, strict=True):
+        file, problem = f"{'-'.join(_words(title, line['task'], line['seed']))}.webp", None
+        if not ray.wait([made], timeout=max(0.0, deadline - time.monotonic()))[0]:
+            ray.cancel(made, force=True)
+            problem = f"playing it again took more than {limit_s:g} s"
+        else:
+            try:
+                (folder / FILMS / file).write_bytes(ray.get(made))
+            except Exception as error:  # whatever an environment may end with
+                problem = root_cause(error)
+        films.append(
+            {
+                **{"title": title, "file": None if problem else file, "problem": problem},
+                **{key: line[key] for key in ("instruction", "seed", "steps")},
+                "success": line["success_once"],
+            }
+        )
+    return films
+
+
+def _words(*names: Any) -> Iterator[str]:
+    """What is left of names in a file's name."""
+    for name in names:
+        yield "".join(c if c.isalnum() else "_" for c in str(name))[:60]

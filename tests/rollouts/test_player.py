@@ -17,15 +17,14 @@ from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import resolved
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
-from vla_finetuning.evaluation.episodes import generator, noise
-from vla_finetuning.evaluation.player import Player, _row, check_advantage, check_fits
-from vla_finetuning.evaluation.recording import Eyes
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pipelines import load_processors, saved_shapes
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import FAMILIES
+from vla_finetuning.rollouts.episodes import generator, noise
+from vla_finetuning.rollouts.player import Eyes, Player, _row, check_advantage, check_fits
 
 ENV = env_config("two_bins")
 KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.envs.two_bins_scene import BINS, GANTRY, INSTRUCTIONS
-from vla_finetuning.evaluation.episodes import noise
+from vla_finetuning.rollouts.episodes import noise
 
 BATCHES = "batches"
 

@@ -1,6 +1,6 @@
 """Does the robot succeed? Many episodes of an environment at once, on Ray, and one batch of decisions after the other.
 
-Stages (`envs/stage.py`) simulate, on CPUs: each executes whole chunks in its episodes and then waits for decisions.
+Stages (`stage.py`) simulate, on CPUs: each executes whole chunks in its episodes and then waits for decisions.
 Policy servers decide for the waiting episodes of all stages. The driver sees neither images nor weights: it holds the
 list (`episodes.py`), hands out episodes, and writes down how they ended. Which process plays an episode, and with which
 others, leaves no trace in it; so what a dead process held is simply played again.
@@ -22,9 +22,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vla_finetuning.environment import Timeouts
-from vla_finetuning.envs.stage import Decision, Ended, Maker, Observation, Stage, Start
-from vla_finetuning.evaluation.episodes import Condition, Episode, line_of
+from vla_finetuning.envs.protocol import Maker, Observation
 from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.rollouts.episodes import Condition, Episode, line_of
+from vla_finetuning.rollouts.stage import Decision, Ended, Stage, Start
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import tell
 

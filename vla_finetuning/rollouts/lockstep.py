@@ -1,6 +1,6 @@
 """Episodes played by the process that trains: its own environments, in two halves that take turns with inference.
 
-While one half of the stages (`envs/stage.py`, processes on CPUs) executes its chunks, the policy decides for the other.
+While one half of the stages (`stage.py`, processes on CPUs) executes its chunks, the policy decides for the other.
 A half is decided for when all of it waits, in the order of its seats: so what is computed together, and every bit of
 the result, depends on the episodes alone, not on which process was faster.
 
@@ -20,8 +20,9 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from vla_finetuning.envs.stage import Decision, Ended, Maker, Observation, Stage, Start
-from vla_finetuning.evaluation.closed_loop import concatenate
+from vla_finetuning.envs.protocol import Maker, Observation
+from vla_finetuning.rollouts.scheduler import concatenate
+from vla_finetuning.rollouts.stage import Decision, Ended, Stage, Start
 from vla_finetuning.run.failures import root_cause
 
 # A stage is made anew so often during one `play` before that gives up.

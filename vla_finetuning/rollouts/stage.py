@@ -5,23 +5,25 @@ Knows gymnasium, and nothing of policies: a process that only simulates is small
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import hashlib
-import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
 import numpy as np
 
-# As gymnasium returns them, and stacked: nested dicts of arrays.
-Observation = dict[str, Any]
-# Makes a task's environment; can be pickled.
-Maker = Callable[[], gymnasium.Env[Any, Any]]
+from vla_finetuning.envs.protocol import (
+    Maker,
+    Observation,
+    choose_gl,
+    choose_initial_state,
+    look_on_demand,
+    looked,
+    state_hash,
+)
+
 # An environment that is not made after so long hangs. Some load gigabytes of meshes and compile them.
 MAKE_LIMIT_S = 900.0
 
@@ -221,48 +223,6 @@ class _Slot:
         return self._env.has_wrapper_attr("state_hash") or looked(self._env)
 
 
-def initial_states(env: gymnasium.Env[Any, Any]) -> int | None:
-    """How many states an environment's list of initial states has, by its `initial_states`; None: it has no list."""
-    return env.get_wrapper_attr("initial_states") if env.has_wrapper_attr("initial_states") else None
-
-
-def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
-    """Have the next reset begin from a state of the environment's list, where it has one, as LeRobot's LIBERO."""
-    if hasattr(env.unwrapped, "init_state_id"):
-        cast(Any, env.unwrapped).init_state_id = number
-
-
-def look_on_demand(env: gymnasium.Env[Any, Any], look: bool) -> None:
-    """Whether the next steps look through the cameras, where an environment can go without: its `rendering`.
-
-    Rendering is what most environments spend their time on.
-    """
-    env.set_wrapper_attr("rendering", look, force=False)
-
-
-def looked(env: gymnasium.Env[Any, Any]) -> bool:
-    """Whether the images observed last are of the state that it is in."""
-    return not env.has_wrapper_attr("rendering") or bool(env.get_wrapper_attr("rendering"))
-
-
-def choose_gl() -> None:
-    """Have simulators that draw with OpenGL do so without a screen, by what this machine has for it.
-
-    Call before they are imported: they look then. Mesa, where it draws on CPUs, gets one thread in each process.
-    """
-    os.environ.setdefault("LP_NUM_THREADS", "1")
-    if sys.platform != "linux" or "MUJOCO_GL" in os.environ:
-        return
-    for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")):
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            continue
-        os.environ["MUJOCO_GL"] = name
-        os.environ.setdefault("PYOPENGL_PLATFORM", name)
-        return
-
-
 class _limit:
     """The process ends, with its stacks on standard error, if the block takes longer than so many seconds."""
 
@@ -274,22 +234,6 @@ class _limit:
 
     def __exit__(self, *exception: object) -> None:
         faulthandler.cancel_dump_traceback_later()
-
-
-def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
-    """What tells an environment's state from others: its own `state_hash()`, otherwise a digest of what is observed."""
-    if env.has_wrapper_attr("state_hash"):
-        return str(env.get_wrapper_attr("state_hash")())
-    digest = hashlib.sha256()
-    for key, array in sorted(_leaves(observation)):
-        digest.update(f"{key} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _leaves(observation: Any, key: str = "") -> list[tuple[str, np.ndarray]]:
-    if isinstance(observation, Mapping):
-        return [leaf for name, part in observation.items() for leaf in _leaves(part, f"{key}/{name}")]
-    return [(key, np.asarray(observation))]
 
 
 def _stack(observations: Sequence[Observation]) -> Observation:

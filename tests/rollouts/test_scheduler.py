@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import ray
 
-from tests.evaluation.players import FAULTY_ID, Seeing
+from tests.rollouts.players import FAULTY_ID, Seeing
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation import closed_loop
-from vla_finetuning.evaluation.closed_loop import Cast, NoCapacityError, PolicyServer, Row, _Game, _Server, play
-from vla_finetuning.evaluation.episodes import Condition, episode_list
 from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.rollouts import scheduler
+from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.scheduler import Cast, NoCapacityError, PolicyServer, Row, _Game, _Server, play
 
 pytestmark = pytest.mark.ray
 OTHER = dict(zip(INSTRUCTIONS.values(), reversed(INSTRUCTIONS.values()), strict=True))
@@ -59,7 +59,7 @@ def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gp
         lines[episode] = line["error"] or (*(line[name] for name in names), line["info"]["reached"])
 
     # gymnasium imports the module that registers it.
-    module = {two_bins.GYM_ID: two_bins.__name__, FAULTY_ID: "tests.evaluation.players"}[gym[0]]
+    module = {two_bins.GYM_ID: two_bins.__name__, FAULTY_ID: "tests.rollouts.players"}[gym[0]]
     makers = {"two_bins": partial(gymnasium.make, f"{module}:{gym[0]}", **gym[1])}
     options = EvalOptions(**options)
     note = None if acted is None else lambda *episode: acted.append(episode)
@@ -199,7 +199,7 @@ def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episo
      (2.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 3 free")],
 )  # fmt: skip
 def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, message, monkeypatch):
-    monkeypatch.setattr(closed_loop, "ROOM_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 2.0)
     held_cpus = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
     ray.get(held_cpus.ready())
     try:

@@ -1,0 +1,108 @@
+"""Demonstrations by scripted experts, written as one LeRobot v3 dataset by all CPUs of a cluster (`record.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from lerobot.envs.configs import EnvConfig
+from lerobot.utils.constants import ACTION
+
+from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
+from vla_finetuning.envs.protocol import Maker
+from vla_finetuning.options.programs import RecordConfig
+from vla_finetuning.rollouts.recording import SHARE_EPISODES, DatasetForm, Frame, record_dataset
+
+# Environments with scripted experts (`expert_action`), and their options where the command line says nothing: of
+# Meta-World what policies see, drawn as fast as it goes.
+DEFAULTS = {
+    "metaworld": ("--image_size=[224,224]", "--render_quality=fast"),
+    "two_bins": (),
+}
+
+
+def play_expert(config: EnvConfig, env: gymnasium.Env[Any, Any], seed: int) -> list[Frame] | None:
+    """Play an episode; return its frames, each with the action that followed, or None if it did not succeed."""
+    names = {key: config.features_map[key] for key in config.features}
+    seen, _ = env.reset(seed=seed)
+    frames, over, success = [], False, False
+    while not over:
+        action = env.get_wrapper_attr("expert_action")()
+        frame = {name: action if name == ACTION else _read(seen, key) for key, name in names.items()}
+        frames.append({**frame, "task": env.get_wrapper_attr("task_description")})
+        seen, _, terminated, truncated, info = env.step(action)
+        over, success = terminated or truncated, info["is_success"]
+    return frames if success else None
+
+
+def _read(observation: Any, key: str) -> np.ndarray:
+    """An observation's images as they are, uint8, and its vectors as float32."""
+    for name in key.split("/"):
+        observation = observation[name]
+    return observation if observation.dtype == np.uint8 else observation.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is to be recorded, found and checked."""
+
+    config: RecordConfig
+    env: EnvConfig
+    makers: dict[str, Maker]
+    root: Path
+
+
+def resolve_recording(config: RecordConfig) -> Recording:
+    """Find and check the environment and the place.
+
+    Raises:
+        ValueError: nothing can be recorded so.
+    """
+    kind = config.env_type or ""
+    if kind not in DEFAULTS:
+        env_config(kind)  # which says what there is
+        raise ValueError(f"--env.type={kind} has no scripted expert; those of {', '.join(DEFAULTS)} can be recorded")
+    env = env_config(kind, [*DEFAULTS[kind], *config.env_options])
+    if isinstance(env, MetaworldConfig) and env.obs_type != "pixels_agent_pos":
+        raise ValueError(f"--env.type={kind}, obs_type={env.obs_type}: what is recorded is pixels_agent_pos")
+    root = Path(config.root or "").expanduser().absolute()
+    if root.is_file() or (root.is_dir() and any(root.iterdir())):
+        raise ValueError(f"--root={root} exists and is not empty: name a new folder, or remove it")
+    return Recording(config, env, task_makers(env), root)
+
+
+def record(recording: Recording) -> str:
+    """Record on the cluster that this process has joined, and say what became of it.
+
+    Raises:
+        ValueError: no episode succeeded.
+    """
+    config, env, makers, root = recording.config, recording.env, recording.makers, recording.root
+    seeds = range(config.seed, config.seed + config.episodes)
+    shares = [
+        [(task, seed) for seed in seeds[first : first + SHARE_EPISODES]]
+        for task in makers
+        for first in range(0, len(seeds), SHARE_EPISODES)
+    ]
+
+    def failures(written: list[list[bool]]) -> dict[str, list[int]]:
+        failed: dict[str, list[int]] = {task: [] for task in makers}
+        for share, flags in zip(shares, written, strict=True):
+            for (task, seed), success in zip(share, flags, strict=True):
+                failed[task] += [] if success else [seed]
+        return failed
+
+    about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}
+    form = DatasetForm(f"recorded/{env.type}", env.fps)
+    play = partial(play_expert, env)
+    written = record_dataset(root, makers, play, shares, form, lambda flags: {**about, "failed": failures(flags)})
+    lines = [
+        f"{'Recorded' if i == 0 else '':12} {config.episodes - len(seeds)} of {config.episodes}  {task}"
+        + (f"; its expert failed from {len(seeds)}, which are left out" if seeds else "")
+        for i, (task, seeds) in enumerate(failures(written).items())
+    ]
+    return "\n".join([*lines, f"Dataset      {root}"])

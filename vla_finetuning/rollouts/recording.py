@@ -1,0 +1,205 @@
+"""Episodes as one LeRobot v3 dataset, written by all CPUs of a cluster: scripted experts', or a policy's played again.
+
+A policy's episodes, failures included, are played again from the actions that were executed, with rendering on, each
+checked to end in the state in which it had ended; so an evaluation that records is the one that does not, and writing
+waits for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+import ray
+from lerobot.utils.constants import ACTION, DONE, REWARD
+
+from vla_finetuning.envs.configs import how_drawn
+from vla_finetuning.envs.protocol import Maker, Observation, choose_gl
+from vla_finetuning.envs.writing import merge_datasets, writing_videos
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.rollouts.replay import play_again
+from vla_finetuning.terminal import tell
+
+if TYPE_CHECKING:  # experts are recorded without PyTorch
+    from vla_finetuning.rollouts.player import Eyes
+
+REPO_ID, SUCCESS = "recorded/policy", "next.success"
+# Episodes that a process writes as a dataset of its own: enough that starting it is not what takes the time.
+SHARE_EPISODES = 10
+# A frame as LeRobot's writer takes it.
+Frame = dict[str, Any]
+# An episode: its line in episodes.jsonl, and the actions that were executed, (steps, A).
+PlayedEpisode = tuple[Mapping[str, Any], np.ndarray]
+# Plays an episode in an environment of its task, and gives its frames; None: it is not worth being written.
+Play = Callable[[gymnasium.Env[Any, Any], Any], Iterable[Frame] | None]
+# Episodes that one process writes: of which task, and what `Play` takes.
+Share = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class DatasetForm:
+    """What a dataset calls itself; `robot_type` None: as the environment says."""
+
+    repo_id: str
+    fps: int
+    robot_type: str | None = None
+
+
+def write_share(folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm) -> list[bool]:
+    """Write some episodes as a dataset of their own; return which. Runs in a Ray task; done again, it begins anew."""
+    choose_gl()
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset  # needed for recording only, and takes seconds
+
+    shutil.rmtree(folder, ignore_errors=True)
+    dataset, written, current = None, [], None
+    with contextlib.ExitStack() as made, writing_videos():
+        try:
+            for task, episode in share:
+                if task != current:
+                    made.close()
+                    env, current = made.enter_context(makers[task]()), task
+                frames = play(env, episode)
+                written.append(frames is not None)
+                for frame in frames or ():
+                    if dataset is None:
+                        names = _attribute(env, "dimension_names") or {}
+                        dataset = LeRobotDataset.create(
+                            form.repo_id,
+                            form.fps,
+                            {key: _feature(value, names.get(key)) for key, value in frame.items() if key != "task"},
+                            root=folder,
+                            robot_type=form.robot_type or _attribute(env, "robot_type"),
+                            video_backend="pyav",
+                        )
+                    dataset.add_frame(frame)
+                if frames is not None:
+                    assert dataset is not None  # no episode is empty
+                    dataset.save_episode(parallel_encoding=False)
+        finally:
+            if dataset is not None:
+                dataset.finalize()
+    return written
+
+
+def _attribute(env: gymnasium.Env[Any, Any], name: str) -> Any:
+    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
+
+
+def _feature(value: np.ndarray, names: Sequence[str] | None) -> dict[str, Any]:
+    if value.ndim == 3:
+        return {"dtype": "video", "shape": value.shape, "names": ["height", "width", "channels"]}
+    return {"dtype": str(value.dtype), "shape": value.shape, "names": None if names is None else list(names)}
+
+
+def record_dataset(
+    root: Path,
+    makers: Mapping[str, Maker],
+    play: Play,
+    shares: Sequence[Share],
+    form: DatasetForm,
+    about: Callable[[list[list[bool]]], Mapping[str, Any]],
+) -> list[list[bool]]:
+    """Write episodes as a dataset, which appears at its place complete or not at all; return which were written.
+
+    Runs on the driver, joined to a cluster.
+
+    Args:
+        about: from which episodes of each share were written to what the dataset's environment.json says, as JSON.
+    Raises:
+        ValueError: no episode is worth being written, or one began or ended in another state than it had.
+    """
+    partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
+    folders = [partial_folder / str(number) for number in range(len(shares))]
+    task: Any = ray.remote(write_share).options(num_cpus=1)
+    pending = [
+        task.remote(folder, {name: makers[name] for name, _ in share}, play, share, form)
+        for folder, share in zip(folders, shares, strict=True)
+    ]
+    running = list(pending)
+    try:
+        while running:
+            (ready,), running = ray.wait(running)
+            ray.get(ready)
+            tell(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written")
+        written = ray.get(pending)
+        full = [folder for folder, flags in zip(folders, written, strict=True) if any(flags)]
+        if not full:
+            raise ValueError(f"the experts of {', '.join(makers)} succeeded in no episode: nothing is written")
+        merge_datasets(form.repo_id, full, partial_folder / "dataset")
+        write_json(partial_folder / "dataset" / "meta" / ENVIRONMENT_NAME, about(written))
+        if root.is_dir():
+            root.rmdir()  # it is empty
+        (partial_folder / "dataset").rename(root)
+    except BaseException:
+        for ref in running:
+            ray.cancel(ref, force=True)
+        raise
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    return list(written)
+
+
+# ---- episodes that a policy has played ------------------------------------------------------------------------------
+
+
+def replay_frames(
+    eyes: Callable[[Observation], Mapping[str, np.ndarray]], env: gymnasium.Env[Any, Any], played: PlayedEpisode
+) -> Iterator[Frame]:
+    """Yield the frames of an episode: what was seen, done, and came of it.
+
+    Raises:
+        ValueError: it began or ended in another state than it had.
+    """
+    line, actions = played
+    moments = play_again(env, line, actions)
+    seen = next(moments).observation
+    for action, after in zip(actions, moments, strict=True):
+        yield {
+            **eyes(seen),
+            ACTION: np.asarray(action, np.float32),
+            REWARD: np.array([after.reward], np.float32),
+            DONE: np.array([after.over]),
+            SUCCESS: np.array([bool(after.info.get("is_success", False))]),
+            "task": line["instruction"],
+        }
+        seen = after.observation
+
+
+def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record_dataset") -> bool:
+    """Whether a folder holds the dataset of this evaluation.
+
+    Args:
+        about: as for `record_played`. flag: by which the folder was given.
+    Raises:
+        ValueError: it holds something else.
+    """
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return False
+    if read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation") != json.loads(json.dumps(about)):
+        raise ValueError(f"{flag}={root} exists and is not empty: name a new folder, or remove it")
+    return True
+
+
+def record_played(
+    root: Path, makers: Mapping[str, Maker], eyes: Eyes, episodes: Sequence[PlayedEpisode], about: Mapping[str, Any]
+) -> None:
+    """Write what a policy did as a dataset. Runs on the driver, joined to a cluster.
+
+    Args:
+        about: what tells this evaluation from others, as JSON.
+    """
+    named = [(line["task"], (line, actions)) for line, actions in episodes]
+    shares = [named[first : first + SHARE_EPISODES] for first in range(0, len(named), SHARE_EPISODES)]
+    form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)
+    facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
+    record_dataset(root, makers, partial(replay_frames, eyes), shares, form, lambda _: facts)
