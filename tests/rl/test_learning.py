@@ -27,8 +27,8 @@ from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.options.command_line import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.rl import batches, before_after, flow_sde, groups, learning, loop
-from vla_finetuning.rl.acting import Actor, DeterministicActor, StochasticActor
+from vla_finetuning.rl import batches, before_after, groups, learning, loop, sampler
+from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
 from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
 from vla_finetuning.rl.objectives.base import totals
@@ -311,13 +311,13 @@ def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
 
 def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, monkeypatch):
     """Four of ten; the network sees the whole chunk, and the plan counts what is held."""
-    seen, log_prob = set(), flow_sde.log_prob
+    seen, log_prob = set(), sampler.log_prob
 
     def noted(value, mean, std):
         seen.add((tuple(value.shape[1:]), tuple(mean.shape[1:])))
         return log_prob(value, mean, std)
 
-    monkeypatch.setattr(flow_sde, "log_prob", noted)
+    monkeypatch.setattr(sampler, "log_prob", noted)
     run = resolved(base, tmp_path / "run", **{"policy.n_action_steps": 4, "grpo.iterations": 1})
     kept, columns = [], StochasticActor.columns
     monkeypatch.setattr(StochasticActor, "columns", lambda self: kept.append(columns(self)) or kept[-1])

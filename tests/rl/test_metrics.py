@@ -17,8 +17,8 @@ import grpo
 from tests.in_process import GivenTime
 from tests.rl.test_learning import LocalRollouts, Rank, make_base, resolved
 from util import TrainableOptimizer
-from vla_finetuning.rl import acting, learning, loop
-from vla_finetuning.rl.acting import Actor, StochasticActor
+from vla_finetuning.rl import actor, learning, loop
+from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.training import attempt
@@ -84,7 +84,7 @@ class Watched:
 
         train_step = loop.train_step
         with pytest.MonkeyPatch.context() as patch:
-            for module in (learning, acting):
+            for module in (learning, actor):
                 patch.setattr(module, "time", self.time)
             patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
             patch.setattr(attempt, "log_to", mock.Mock())

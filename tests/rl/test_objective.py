@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rl.test_flow_sde import SDE, draw, inputs
+from tests.rl.test_sampler import SDE, draw, inputs
 from tests.tiny import ACTION_DIM, make_policy
 from vla_finetuning.options.grpo import GrpoOptions, Method
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
-from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rl.objectives.grpo import GRPO, clipped
 from vla_finetuning.rl.objectives.ppo import PPO, value_loss
+from vla_finetuning.rl.sampler import Walk, log_prob, sample, score
 
 
 def make_objective(loss, options):

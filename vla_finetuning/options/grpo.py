@@ -47,7 +47,7 @@ class GrpoOptions:
     reward: Reward = option(
         "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
     )
-    flow_steps: int = option(5, "Steps of the random sampler from noise to actions (rl/flow_sde.py).", min=1)
+    flow_steps: int = option(5, "Steps of the random sampler from noise to actions (rl/sampler.py).", min=1)
     noise_level: float = option(0.5, "How much noise the random sampler adds (a).", above=0)
     random_steps: Literal["all", "one"] = option("all", "Steps of each decision that are random.")
     epochs: int = option(2, "Passes over an iteration's decisions.", min=1)

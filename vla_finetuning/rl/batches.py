@@ -22,7 +22,7 @@ from torch import Tensor
 
 from util import Batch
 from vla_finetuning.options.programs import GrpoConfig
-from vla_finetuning.rl.acting import Actor, StochasticActor
+from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.demonstrations import Read, as_batch, micro_positions
 from vla_finetuning.rollouts.recording import PlayedEpisode
 from vla_finetuning.training.stream import Columns

@@ -11,7 +11,7 @@ from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.options.grpo import GrpoOptions, Reward
 from vla_finetuning.options.programs import GrpoConfig
-from vla_finetuning.rl.acting import Actor, DeterministicActor, StochasticActor
+from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
 from vla_finetuning.rl.batches import RolloutGroup, everyone, group_seed, rank_of
 from vla_finetuning.rl.recording import recorded_episodes
 from vla_finetuning.rl.resolve import Scene

@@ -16,7 +16,7 @@ from util import StepResult, TrainableOptimizer, make_trainable_optimizer
 from vla_finetuning.lines import append_line
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import GrpoConfig
-from vla_finetuning.rl.acting import Actor
+from vla_finetuning.rl.actor import Actor
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
 from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rollouts.lockstep import Rollouts

@@ -13,7 +13,7 @@ from torch import nn
 
 from util import Batch, StepResult, train_step
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.rl.acting import Actor, StochasticActor
+from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, everyone
 from vla_finetuning.rl.demonstrations import in_tasks
 from vla_finetuning.rl.groups import check_first, held_out, make_rollouts, play_iteration

@@ -14,7 +14,7 @@ from typing import Any
 
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.files import read_lines, remove, write_whole
-from vla_finetuning.rl.acting import StochasticActor
+from vla_finetuning.rl.actor import StochasticActor
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.episodes import Episode, line_of, pack_actions, unpack_actions
 from vla_finetuning.rollouts.player import Eyes

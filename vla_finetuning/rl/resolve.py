@@ -39,8 +39,8 @@ from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
-from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.rl.objectives import objective_class
+from vla_finetuning.rl.sampler import FlowSDE
 from vla_finetuning.rollouts.player import check_fits, check_rename_map, opening_of
 from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped

@@ -15,7 +15,7 @@ from util import Batch
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
-from vla_finetuning.rl.flow_sde import FlowSDE
+from vla_finetuning.rl.sampler import FlowSDE
 
 EPSILON = 1e-6
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from util import Batch
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
-from vla_finetuning.rl.flow_sde import Walk, score
 from vla_finetuning.rl.objectives.base import EPSILON, Objective
+from vla_finetuning.rl.sampler import Walk, score
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
 class GRPO(Objective):
     """The clipped loss of each random step, by the advantage of its episode above the others of its group.
 
-    A micro-batch has `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old` (B, S), the log-probabilities
+    A micro-batch has `x`, `after`, `which` (`sampler.Walk`), `advantage` (B,), `old` (B, S), the log-probabilities
     before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`.
     """
 
@@ -118,7 +118,7 @@ class GRPO(Objective):
         return torch.zeros_like(batch["weight"][0])
 
     def score(self, batch: Batch, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `flow_sde.score` of a micro-batch."""
+        """Return `sampler.score` of a micro-batch."""
         return score(self.loss, batch, self.sde, Walk(batch["x"], batch["after"], batch["which"]), prefix)
 
 

@@ -16,9 +16,9 @@ from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
-from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.rl.objectives.base import EPSILON, Objective, Totals
 from vla_finetuning.rl.objectives.grpo import GRPO
+from vla_finetuning.rl.sampler import FlowSDE
 
 
 def value_loss(value: Tensor, old: Tensor, target: Tensor, clip: float | None) -> Tensor:

@@ -17,7 +17,7 @@ from util import Batch
 from vla_finetuning.envs.protocol import Observation
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.prompts import cut_prompts
-from vla_finetuning.rl.flow_sde import FlowSDE, follow, sample
+from vla_finetuning.rl.sampler import FlowSDE, follow, sample
 from vla_finetuning.rollouts.episodes import Episode, noise
 from vla_finetuning.rollouts.player import Player
 from vla_finetuning.rollouts.stage import Decision

@@ -9,7 +9,7 @@ import torch
 
 from tests.tiny import ACTION_DIM, make_batch, make_policy
 from vla_finetuning.policies.families.pi05 import PI05Loss
-from vla_finetuning.rl.flow_sde import Draws, FlowSDE, Walk, follow, log_prob, sample, score
+from vla_finetuning.rl.sampler import Draws, FlowSDE, Walk, follow, log_prob, sample, score
 
 SDE = FlowSDE(steps=5, noise_level=0.6)
 

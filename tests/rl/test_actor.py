@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vla_finetuning.rl.acting import StochasticActor
+from vla_finetuning.rl.actor import StochasticActor
 
 
 def test_what_was_recorded_is_given_up_as_it_is_put_together():
