@@ -55,12 +55,12 @@ def rename_files(root, names):
     return root
 
 
-def split_state(root, parts):
-    """Store `observation.state` (4,) of a v3.0 dataset as several features, by name those of its entries."""
+def split_state(root, parts, key="observation.state"):
+    """Store a vector of a v3.0 dataset as several features, by name those of its entries."""
     for path in (root / "meta/info.json", root / "meta/stats.json"):
         content = json.loads(path.read_text())
         features = content.get("features", content)
-        state = features.pop("observation.state")
+        state = features.pop(key)
         for name, entries in parts.items():
             if "shape" in state:
                 names = [state["names"][i] for i in entries]
@@ -70,8 +70,8 @@ def split_state(root, parts):
         path.write_text(json.dumps(content))
     for path in root.glob("data/*/*.parquet"):
         table = pq.read_table(path)
-        state = np.stack(table["observation.state"].to_numpy()).astype(np.float32)
-        table = table.drop_columns(["observation.state"])
+        state = np.stack(table[key].to_numpy()).astype(np.float32)
+        table = table.drop_columns([key])
         for name, entries in parts.items():
             lists = state[:, entries]
             column = pa.array(lists[:, 0] if len(entries) == 1 else list(lists))
@@ -194,6 +194,43 @@ def test_a_state_in_several_features_is_that_of_one(settings, split, statistics)
     for name, value in plain.robots[0].stats["observation.state"].items():
         np.testing.assert_array_equal(joined.robots[0].stats["observation.state"][name], value, err_msg=name)
     assert joined.rows.metas[0].features["observation.state"].names == ("joint_0", "joint_1", "joint_2", "joint_3")
+
+
+ACTIONS = {"action.gripper": [2], "action.arm": [0, 1]}
+
+
+@pytest.fixture(scope="module")
+def parted(settings):
+    """The dataset with its action in two columns, as AgiBot's and DROID's."""
+    folder, own, base = settings[0][0].parent / "d", settings[0][0].parent / "parted", settings[0][2]
+    make_dataset(own, episodes=(6, 5, 4), cameras=CAMERAS)
+    return folder, split_state(own, ACTIONS, "action"), base
+
+
+@pytest.mark.parametrize("statistics", ["stored", "exact"])
+def test_an_action_in_several_columns_is_that_of_one(settings, parted, statistics):
+    """The error proposes the map; rows, statistics and losses are those of the whole action."""
+    with pytest.raises(ValueError, match="no feature is called action;") as refused:
+        resolved(parted)
+    proposed = json.loads(re.search(r"--rename_map '(.*)' gives them", str(refused.value))[1])
+    assert proposed == dict.fromkeys(ACTIONS, "action")
+    ordered = {"rename_map": json.dumps({"action.arm": "action", "action.gripper": "action"})}
+    more = {"dataset.statistics": statistics}
+    plain, joined = resolved(settings[0], **more), resolved(parted, **more, **ordered)
+    (expected,), (found,) = (run.rows.source().read_rows(range(15), 15) for run in (plain, joined))
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values)
+    if statistics == "stored":
+        for name, value in plain.robots[0].stats["action"].items():
+            np.testing.assert_array_equal(joined.robots[0].stats["action"][name], value, err_msg=name)
+    assert joined.rows.metas[0].features["action"].names == ("motor_0", "motor_1", "motor_2")
+
+
+def test_two_observations_of_one_name_are_still_refused(settings):
+    names = {OWN["observation.images.base_0_rgb"]: "observation.images.x", "wrist_image": "observation.images.x"}
+    with pytest.raises(ValueError, match="would all be called 'observation.images.x'"):
+        resolved(settings[1], rename_map=json.dumps({**json.loads(MAP), **names}))
 
 
 def test_computed_statistics_of_a_joined_state_are_those_of_one(settings, split, monkeypatch):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     FRAME_FEATURES,
+    NUMERIC_DTYPES,
     DatasetMetadata,
+    Feature,
     join_features,
     read_modality,
     rename_features,
@@ -39,6 +42,8 @@ def with_names(
 ) -> tuple[DatasetMetadata, ...]:
     """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`.
 
+    Parts of a vector that get its name, `action.arm` and `action.gripper`, are joined in the map's order.
+
     Args:
         state_features: joined into `observation.state`, by the names in the files, in all datasets that have any.
         observations: rename those, too, where no policy's processors will.
@@ -51,12 +56,25 @@ def with_names(
     ]
     names = dict(rename_map) if observations else features_renamed(rename_map)
     check_names_known(metas, rename_map)
-    found = tuple(
-        rename_features(meta, {key: name for key, name in names.items() if key in meta.features}) for meta in metas
-    )
+    found = tuple(_with_names(meta, names) for meta in metas)
     for meta in found:
         _check_names(meta, rename_map)
     return found
+
+
+def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
+    """Rename features of a dataset; join vectors that are parts of one by their names, as `action.arm`."""
+    keys: dict[str, list[str]] = {}
+    for key, name in names.items():
+        if key in meta.features:
+            keys.setdefault(name, []).append(key)
+    single = {sources[0]: name for name, sources in keys.items() if len(sources) == 1}
+    for name, sources in keys.items():
+        if len(sources) > 1 and all(re.match(rf"{re.escape(name)}s?[._]", key) for key in sources):
+            meta = join_features(meta, sources, name)
+        elif len(sources) > 1:
+            single |= dict.fromkeys(sources, name)  # `rename_features` names both
+    return rename_features(meta, single)
 
 
 def check_names_known(
@@ -126,8 +144,13 @@ def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
 
     for key in state[:1]:
         propose(key, STATE)
-    if len(actions := list(dict.fromkeys(modality["action"].values()))) == 1:
+    parts = [key for key in free if re.match(r"actions?[._]", key) and _is_vector(meta.features[key])]
+    actions = list(dict.fromkeys(modality["action"].values())) or parts
+    if len(actions) == 1:
         propose(actions[0], "action")
+    elif "action" not in taken and "actions" not in taken:
+        proposed |= dict.fromkeys(actions, "action")
+        taken |= {"action"} if actions else set()
     for name, key in modality["video"].items():
         propose(key, f"{OBSERVATION}images.{name}")
     for key, name in WELL_KNOWN.items():
@@ -136,6 +159,10 @@ def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
         if meta.features[key].dtype in CAMERA_DTYPES:
             propose(key, f"{OBSERVATION}images.{key.rpartition('.')[2]}")
     return proposed, state if len(state) > 1 else []
+
+
+def _is_vector(feature: Feature) -> bool:
+    return feature.dtype in NUMERIC_DTYPES and len(feature.shape) == 1
 
 
 def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
