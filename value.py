@@ -32,6 +32,7 @@ import vla
 from vla_finetuning.options.command_line import VALUE, parse_value
 from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.launch import on_cluster
+from vla_finetuning.plan.look import look_at_rows
 from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import Run
@@ -68,10 +69,11 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     if examined.finished:
         return None
     require_tracker(config.track)
-    run = resolve_value(config, cluster.gpus_found(config.scaling, config.preset))
+    run = resolve_value(config, cluster.gpus_found(config.scaling, config.preset), examined.datasets)
     job = run.training.job
     held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     tell_text(describe_value(run))
+    tell(*look_at_rows(run.training, examined.datasets))
     if config.dry_run:
         return None
     prepare_folder(config)

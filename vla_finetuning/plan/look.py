@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
@@ -20,7 +21,8 @@ from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import exclusion
 from vla_finetuning.plan.resolve import Run
 
-# Of a dataset: rows and episodes whose numbers are read, and episodes of which frames are decoded.
+# Of a dataset: rows and episodes whose numbers are read, and episodes of which frames are decoded. Those of a mixture
+# share the episodes; in a store, where each takes requests, a quarter of them is read.
 LOOK_ROWS, LOOK_EPISODES, FRAME_EPISODES = 20_000, 100, 8
 
 
@@ -45,17 +47,19 @@ class Look:
         )
 
 
-def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features) -> Look:
+def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features, share: float = 1.0) -> Look:
     """Read a sample of a dataset's rows as a run with these features would.
 
     Args:
-        episodes: int64, those that are used.
+        episodes: int64, those that are used. share: of the limits.
     Raises:
         OSError: a store or a disk does not answer.
     """
     length = meta.episode_length
-    chosen = episodes[evenly_spaced(len(episodes), LOOK_EPISODES)]
-    while len(chosen) > FRAME_EPISODES and length[chosen].sum() > LOOK_ROWS:
+    share *= 1.0 if isinstance(meta.fs, LocalFileSystem) else 0.25
+    most, most_frames = max(4, round(share * LOOK_EPISODES)), max(2, round(share * FRAME_EPISODES))
+    chosen = episodes[evenly_spaced(len(episodes), most)]
+    while len(chosen) > most_frames and length[chosen].sum() > LOOK_ROWS:
         chosen = chosen[evenly_spaced(len(chosen), len(chosen) * 3 // 4)]
     numbers = [
         key
@@ -67,7 +71,7 @@ def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features) -> 
         for f in (replace(features, camera_keys=[], columns=numbers, delta_timestamps={}), features)
     ]
     cameras = meta.camera_keys if features.camera_keys is None else features.camera_keys
-    watched = set(chosen[evenly_spaced(len(chosen), FRAME_EPISODES)].tolist()) if len(cameras) else set()
+    watched = set(chosen[evenly_spaced(len(chosen), most_frames)].tolist()) if len(cameras) else set()
     problems: dict[int, str] = {}
     rows = frames = first = 0
     for episode in chosen.tolist():
@@ -118,7 +122,7 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
     for number, meta in enumerate(rows.metas):
         own = rows.of_datasets([number])
         (episodes,) = own.episodes
-        look = look_at(meta, episodes, replace(own.features, image_size=None))
+        look = look_at(meta, episodes, replace(own.features, image_size=None), 1 / len(rows.metas))
         lines.append(f"Looked at    {meta.root}: {look}")
         if not look.problems:
             continue

@@ -11,7 +11,7 @@ from typing import Any
 
 from vla_finetuning.options.job import JobOptions
 from vla_finetuning.options.mixture import robots
-from vla_finetuning.options.programs import Config
+from vla_finetuning.options.programs import Config, ValueConfig
 from vla_finetuning.plan.datasets import Datasets, find_datasets
 from vla_finetuning.plan.episodes import select
 from vla_finetuning.plan.missing_files import certain_cameras, check_files
@@ -60,6 +60,9 @@ def examine(config: JobOptions) -> Examined:
         tell(f"{done}, but {problem}: it is written again")
     if config.resume:
         tell(f"Resuming     {resumption(config.folder)}")
+    if isinstance(config, ValueConfig):
+        training, datasets = find_datasets(config.training())
+        return Examined(replace(config, dataset=training.dataset), datasets)
     if not isinstance(config, Config):
         return Examined(config)
     config, datasets = find_datasets(config)

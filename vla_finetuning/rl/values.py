@@ -18,6 +18,7 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import ValueConfig
+from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.labels import histogram, write_labels
 from vla_finetuning.plan.outcomes import corrected_frames, episode_success
@@ -57,9 +58,14 @@ class ValueRun:
     returns: tuple[np.ndarray, ...]
 
 
-def resolve_value(config: ValueConfig, gpus_found: int) -> ValueRun:
-    """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do."""
-    run = resolve(config.training(), gpus_found, compare_base=False)  # what trains is no option of the policy's
+def resolve_value(config: ValueConfig, gpus_found: int, datasets: Datasets | None = None) -> ValueRun:
+    """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do.
+
+    Args:
+        datasets: where `preflight.examine` has found them for these options.
+    """
+    # What trains is no option of the policy's.
+    run = resolve(config.training(), gpus_found, datasets, compare_base=False)
     policy, rows = run.policy, run.rows
     if not family_of(policy.config).flow:
         raise ValueError(
