@@ -40,6 +40,7 @@ from vla_finetuning.plan.look import look_at_rows
 from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import Run, resolve
+from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.program import Work, run_program
@@ -89,7 +90,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     run, worker = ray.get(loop_config["run"]), RayWorker()
     if train(run, worker).finished and worker.rank == 0:
         checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
-        export(run.policy, checkpoint, run.job.output_dir, run.drawn)
+        export(run.policy, checkpoint, run.job.output_dir, run.drawn, robot_facts(run))
 
 
 def train(

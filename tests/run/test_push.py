@@ -351,6 +351,7 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     monkeypatch.setattr(run_folder, "_check_state", lambda *_: None)
     monkeypatch.setattr(vla, "resolve", lambda config, gpus_found, datasets: resolved)
     monkeypatch.setattr(vla, "describe", lambda run: "the plan")
+    monkeypatch.setattr(vla, "look_at_rows", lambda run, datasets: [])
     monkeypatch.setattr(vla, "check_memory", lambda run: 0)
     assert vla.main(argv) == 2
     assert "error: model somebody/arm: the token of me may not write to it" in capsys.readouterr().err

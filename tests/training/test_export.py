@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
@@ -17,6 +18,7 @@ from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
@@ -76,7 +78,7 @@ def trained(folder, *flags, mode="full"):
 
 def exported(run):
     in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
-    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {})
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {}, robot_facts(run))
     return run.job.output_dir / "pretrained_model"
 
 
@@ -107,6 +109,15 @@ def check_is_of(where, root):
     assert before["normalizer_processor"]["features"] == features
     assert after["unnormalizer_processor"]["features"] == {"action": features["action"]}
     assert before["normalizer_processor"]["norm_map"] == config["normalization_mapping"]
+    facts, told = json.loads((where / "robot.json").read_text()), LeRobotDatasetMetadata("local/x", root=root)
+    assert facts["fps"] == told.fps and facts["action_kind"] == "absolute"
+    assert facts["action"] == list(told.features["action"]["names"])
+    assert facts["observation.state"] == list(told.features["observation.state"]["names"])
+    assert {name: (of["height"], of["width"]) for name, of in facts["cameras"].items()} == {
+        key: tuple(told.features[key]["shape"][:2]) for key in told.camera_keys if key in features
+    }
+    assert facts["instructions"] == sorted(told.tasks.index)
+    assert (facts["chunk_size"], facts["n_action_steps"]) == (config["chunk_size"], config["n_action_steps"])
     assert not before["relative_actions_processor"]["enabled"] and not after["absolute_actions_processor"]["enabled"]
 
     policy = get_policy_class(config["type"]).from_pretrained(where)
@@ -168,7 +179,7 @@ def test_names_of_dimensions_are_not_those_of_another_robot(folder, tmp_path):
 
 
 def test_a_policy_of_a_fixed_width_says_that_it_is_for_another(folder, tmp_path):
-    """ACT, which pads nothing: its configuration is the dataset's, so that the base's weights do not fit it."""
+    """ACT, which pads nothing, so that the base's weights do not fit the dataset: known before a worker starts."""
     config = ACTConfig(
         device="cpu",
         chunk_size=4,
@@ -181,12 +192,8 @@ def test_a_policy_of_a_fixed_width_says_that_it_is_for_another(folder, tmp_path)
     stats |= {key: {name: torch.ones(3, 1, 1) for name in ("mean", "std")} for key in (TOP, WRIST)}
     save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=stats), tmp_path / "act")
     flags = [f"--policy.path={tmp_path / 'act'}", "--steps=1", "--scaling.use_gpu=false", "--train.mode=full"]
-    run = resolve(parse_args([*flags, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x"]), gpus_found=0)
-    expected = features_of(folder / "humanoid")
-    found = {**run.policy.config.input_features, **run.policy.config.output_features}
-    assert {key: {"type": f.type.value, "shape": list(f.shape)} for key, f in found.items()} == expected
     with pytest.raises(ValueError, match=r"of another shape: .*\(found \(\d+, 3\), expected \(\d+, 26\)\)"):
-        run.policy.start()
+        resolve(parse_args([*flags, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x"]), gpus_found=0)
 
 
 def policy_features(root, begins_with):

@@ -26,6 +26,7 @@ from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.node_disk import fetched
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.mixture import members
+from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots, held_out_errors
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
@@ -210,9 +211,33 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         errors=held_out_errors(evaluation) if evaluation else {},
         frames=evaluation["trained"]["frames"] if evaluation else 0,
         versions=facts["versions"],
+        on_robot=_on_robot(read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)),
         options=json.dumps(_public(config), indent=2),
     )
     return str(card)
+
+
+def _on_robot(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of the card's table about the robot: what robot.json says, as code."""
+    if "fps" not in facts:
+        return []
+    cameras = (
+        f"{name} {of['height']}x{of['width']}" + (f" as {of['policy']}" if "policy" in of else "")
+        for name, of in facts["cameras"].items()
+    )
+    vectors = {name: value for name, value in facts.items() if name == "action" or name.startswith("observation.")}
+    rows = {
+        "rate": f"{facts['fps']:g} actions per second",
+        **{name: ", ".join(names) for name, names in vectors.items()},
+        "actions are": facts["action_kind"],
+        "cameras": ", ".join(cameras),
+        "executes": f"{facts['n_action_steps']} of {facts['chunk_size']} predicted actions",
+        "instructions": "; ".join(
+            f"{facts['instructions_begin_with']}{text}{facts['instructions_end_with']}"
+            for text in facts["instructions"][:10]
+        ),
+    }
+    return [(label, _as_code(text) or "") for label, text in rows.items() if text]
 
 
 def _public(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import copy
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lerobot.configs import PreTrainedConfig
@@ -14,7 +15,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
 from vla_finetuning.bucket import BucketPath
-from vla_finetuning.files import write_json
+from vla_finetuning.files import read_json, write_json
 from vla_finetuning.node_disk import scratch, upload_folder
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.grpo import CRITIC
@@ -76,7 +77,13 @@ def _policy_from(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, 
     return policy, adapted
 
 
-def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[str, Any]) -> None:
+def export(
+    spec: PolicySpec,
+    checkpoint: Path,
+    output_dir: Path,
+    drawn: Mapping[str, Any],
+    facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
     """Write `pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
 
     Of robots that differ, `pretrained_model/ROBOT` for each, which share the weights. Adapters are merged into the
@@ -86,6 +93,7 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
         checkpoint: whose policy it is; it has all of what trained, however that was sharded.
         output_dir: the run's folder. drawn: how the simulator that a robot's data is from drew its pictures, if any,
             by the robot's name.
+        facts: what each robot's robot.json says (`plan.robot_facts`), by its name; that of the base where none is said.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [robot.by_own_names() for robot in spec.robots]
@@ -102,10 +110,13 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
             own, folder = spec.select_robot(robot), whole / robot.name
             save_pretrained(policy, *own.processors(), folder, exported_config(own), written)
             written = folder
+            said = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
             if robot.opening:
                 # Of a policy that goes on from one of several robots no name is known, and none is needed.
-                named = {"robot": robot.name} if robot.name else {}
-                write_json(folder / ROBOT_NAME, {**named, "instructions_begin_with": robot.opening})
+                said |= {"robot": robot.name} if robot.name else {}
+                said["instructions_begin_with"] = robot.opening
+            if said:
+                write_json(folder / ROBOT_NAME, said)
             if shown := drawn.get(robot.name):
                 # An evaluation in the simulator must show it the same pictures.
                 write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})

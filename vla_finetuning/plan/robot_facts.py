@@ -1,0 +1,57 @@
+"""What a robot must know to run an exported policy, in its own names: `robot.json` beside the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vla_finetuning.data.metadata import dimension_names
+from vla_finetuning.data.reader import height_width
+from vla_finetuning.data.selection import tasks_of
+from vla_finetuning.plan.resolve import Run
+from vla_finetuning.plan.statistics import absolute_dimensions
+from vla_finetuning.policies.prompts import ADVANTAGE
+from vla_finetuning.policies.spec import Robot
+
+# A robot is told one of them; thousands would hide the rest of the file.
+MAX_INSTRUCTIONS = 100
+
+
+def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the contents of each robot's `robot.json`, by the robot's name; "" of the only one.
+
+    `fps`: actions per second. `state`, `action`: the entries in their order, by the dataset's names. `action_kind`:
+    "absolute", or "relative to the state at the start of the chunk" but for `absolute_entries`. `cameras`: height and
+    width as recorded, and the policy's name where it is another. `instructions`: as trained, between
+    `instructions_begin_with` and `instructions_end_with`. `chunk_size`, `n_action_steps`: actions predicted, and
+    executed of them. `statistics`: as --dataset.statistics.
+    """
+    return {robot.name: _facts(run, robot) for robot in run.robots}
+
+
+def _facts(run: Run, robot: Robot) -> dict[str, Any]:
+    rows, config = run.rows, robot.config
+    meta, steps = rows.metas[robot.datasets[0]], rows.features.window_steps
+    keys = robot.match_of_rows.dataset_keys
+    vectors = {key: dimension_names(meta, key) for key in keys if key in meta.features and key not in meta.camera_keys}
+    instructions = sorted({task for n in robot.datasets for task in tasks_of(rows.metas[n], rows.episodes[n])})
+    relative = bool(getattr(config, "use_relative_actions", False))
+    cameras = {}
+    for key in robot.cameras:
+        height, width = height_width(meta.features[key])
+        name, policy_name = robot.own_names.get(key, key), robot.rename_map.get(key, key)
+        cameras[name] = {"height": height, "width": width, **({"policy": policy_name} if policy_name != name else {})}
+    return {
+        **({"robot": robot.name} if robot.name else {}),
+        **({"robot_type": meta.robot_type} if meta.robot_type else {}),
+        "fps": meta.fps / (1 if steps is None else steps[robot.datasets[0]]),
+        **{robot.own_names.get(key, key): names for key, names in vectors.items()},
+        "action_kind": "relative to the state at the start of the chunk" if relative else "absolute",
+        **({"absolute_entries": sorted(set(sum(absolute_dimensions(config).values(), [])))} if relative else {}),
+        "cameras": cameras,
+        "instructions": instructions[:MAX_INSTRUCTIONS],
+        "instructions_begin_with": robot.opening,
+        "instructions_end_with": "" if rows.positive is None else ADVANTAGE[True],
+        "chunk_size": len(config.action_delta_indices or [0]),
+        "n_action_steps": getattr(config, "n_action_steps", 1),
+        "statistics": run.config.dataset.statistics,
+    }
