@@ -113,3 +113,10 @@ def test_where_a_run_goes_on_is_said_as_it_is(tmp_path, caplog):
         "logged, and those after 10 are done again"
     )
     assert "state.json is missing or damaged" in caplog.text and "; taking step_00000010" in caplog.text
+
+
+def test_a_run_that_is_refused_leaves_no_folder_above_its_own(tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "there" / "a" / "b"))):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == [tmp_path / "there"] and not any((tmp_path / "there").iterdir())

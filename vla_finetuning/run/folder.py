@@ -229,6 +229,7 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
             if not _contents(folder):
                 folder.remove_tree()
         return
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -247,6 +248,9 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
         lock.release()
         if not _contents(folder):  # a run that was refused leaves nothing
             shutil.rmtree(folder, ignore_errors=True)
+            for path in made[1:]:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
 
 
 def _try_storage(folder: Path) -> None:
