@@ -73,7 +73,7 @@ def open_loop_errors(
     Args:
         policy: predicts chunks of T actions.
         preprocessor, postprocessor: the policy's own, whole (LeRobot's pipelines, `pipelines.make_processors`).
-        batches: columns of N frame rows (DESIGN.md): cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action`
+        batches: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action`
             (N, T, A) at the policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; bookkeeping columns are
             ignored. Of a recorded chunk the actions count that the policy predicts: from the present on, and of some
             policies those alone that they would execute.

@@ -73,7 +73,7 @@ class LogOptions(CheckpointOptions):
 
 @dataclass
 class BestCheckpointOptions(LogOptions):
-    """How good checkpoints are."""
+    """Held-out loss and the best checkpoint."""
 
     # By processes beside the training, which does not wait for them (evaluation/during.py).
     env_eval_freq: int = option(

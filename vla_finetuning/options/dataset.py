@@ -35,7 +35,7 @@ class ImageTransformOptions:
 
 @dataclass
 class DatasetOptions:
-    """Where the episodes are, and which of them are trained on."""
+    """Datasets and episodes."""
 
     root: str | None = option(
         None,

@@ -25,7 +25,7 @@ class EnvironmentOptions:
 
 @dataclass
 class EvalOptions:
-    """How a policy is tried in an environment (rollouts/scheduler.py). None of it changes what comes out."""
+    """Evaluation in an environment. None of it changes what comes out."""
 
     n_episodes: int = option(50, "Episodes to play, of each task.", min=1)
     batch_size: int = option(32, "Rows that a policy decides for at once, at most.", min=1)

@@ -17,7 +17,7 @@ CRITIC = "critic."
 
 @dataclass
 class GrpoOptions:
-    """How a policy learns from success alone (docs/grpo.md). Sampler and clip are by default RLinf's for PI0.5."""
+    """Learning from success alone (docs/grpo.md). Sampler and clip are by default RLinf's for PI0.5."""
 
     method: Method = option(
         "grpo",

@@ -53,7 +53,7 @@ class JobOptions:
 
 @dataclass
 class RunOptions:
-    """What a run writes down about itself."""
+    """Records of a run."""
 
     record_rows: bool = option(
         False, "Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`."

@@ -10,7 +10,7 @@ from vla_finetuning.options.fields import option
 
 @dataclass
 class PeftOptions:
-    """Adapters, which train instead of the policy's own weights (policies/lora.py); lerobot-train's flags."""
+    """Adapters (LoRA), with lerobot-train's flags."""
 
     method_type: str | None = option(
         None, "Train adapters of this kind. Any other option of this group asks for lora as well.", form="lora"

@@ -36,7 +36,7 @@ class PolicyOptions:
 
 @dataclass
 class RunPolicyOptions(PolicyOptions):
-    """The policy, and how data meets it."""
+    """Policy and names of features."""
 
     policy_type: str | None = option(
         None,

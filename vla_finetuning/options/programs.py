@@ -84,7 +84,7 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
 
 @dataclass
 class RecordConfig(EnvironmentOptions):
-    """The recording: demonstrations to write as a dataset (record.py)."""
+    """Recording demonstrations (record.py)."""
 
     episodes: int = option(50, "Episodes to play, of each task.", min=1)
     # Far from the default seeds of evaluations, so that those are held out.

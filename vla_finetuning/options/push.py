@@ -1,4 +1,4 @@
-"""Where the trained policy is published."""
+"""Publishing on the Hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vla_finetuning.options.fields import option
 
 @dataclass
 class PushOptions:
-    """Where the trained policy is published."""
+    """Publishing on the Hub."""
 
     # data/hub.py. A base policy brings its own along, where it was once pushed to: not ours.
     push_to_hub: bool | None = option(

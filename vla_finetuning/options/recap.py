@@ -11,7 +11,7 @@ from vla_finetuning.options.mixture import members, robots
 
 @dataclass
 class RecapOptions:
-    """Advantages as text in the prompt (docs/recap.md)."""
+    """Advantages in the prompt (docs/recap.md)."""
 
     labels: str | None = option(
         None,
@@ -37,7 +37,7 @@ class RecapOptions:
 
 @dataclass
 class OutcomeOptions:
-    """Which episodes succeeded, and which frames a person corrected."""
+    """Outcomes of episodes, and corrections by a person."""
 
     success: str = option(
         "next.success",

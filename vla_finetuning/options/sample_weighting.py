@@ -10,7 +10,7 @@ from vla_finetuning.options.fields import option
 
 @dataclass
 class SampleWeightingOptions:
-    """Weights of rows in the loss, as lerobot-train has them (plan/row_weights.py)."""
+    """Weights of rows in the loss, as lerobot-train's."""
 
     type: Literal["rabc", "uniform"] | None = option(
         None,

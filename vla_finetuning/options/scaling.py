@@ -19,7 +19,7 @@ FIXED_WORKERS = {
 
 @dataclass
 class WorkerOptions:
-    """What the run may use of the cluster."""
+    """Workers and GPUs."""
 
     num_workers: int = option(
         1,
@@ -106,7 +106,7 @@ class WorkerOptions:
 
 @dataclass
 class ScalingOptions(WorkerOptions):
-    """What the run may use of the cluster, to train and to decode."""
+    """Workers, GPUs and decoding."""
 
     # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
     find_unused_parameters: bool = option(

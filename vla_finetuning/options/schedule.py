@@ -1,4 +1,4 @@
-"""How long and how fast the policy learns."""
+"""Length, batch and learning rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vla_finetuning.options.scaling import WorkerOptions
 
 @dataclass
 class LearningOptions:
-    """How much and how fast the policy learns."""
+    """Batch and learning rate."""
 
     batch_size: int = option(
         8, "Rows of a micro-batch on each worker; a step sees batch_size x grad_accum x num_workers rows.", min=1
@@ -26,7 +26,7 @@ class LearningOptions:
 
 @dataclass
 class LengthOptions(LearningOptions):
-    """How long and how fast the policy learns."""
+    """Length, batch and learning rate."""
 
     steps: int | None = option(
         None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1, conflicts={"num_epochs": ""}
@@ -55,7 +55,7 @@ class LengthOptions(LearningOptions):
 
 @dataclass
 class ScheduleOptions(LengthOptions):
-    """By which optimizer, and at which rate."""
+    """Optimizer and schedule."""
 
     use_policy_training_preset: bool = option(
         True,

@@ -1,4 +1,4 @@
-"""How a step is computed."""
+"""Training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 
 @dataclass
 class StepOptions:
-    """How a step is computed."""
+    """Training step."""
 
     mode: TrainMode = option(
         "expert",
@@ -54,7 +54,7 @@ class StepOptions:
 
 @dataclass
 class TrainOptions(StepOptions):
-    """How a step is computed, and on what changes of a row."""
+    """Training step and augmentation."""
 
     # "openpi": a crop of 0.95 resized, a turn of up to 5 degrees, brightness, contrast and saturation.
     augmentation: Literal["none", "openpi"] = option(

@@ -166,7 +166,7 @@ class Prepare:
         """Prepare a block of frame rows for the policy.
 
         Args:
-            batch: columns of N rows (DESIGN.md, frame row): cameras uint8 (N, H, W, 3), `observation.state`
+            batch: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state`
                 float32 (N, S), `action` float32 (N, T, A), `action_is_pad` bool (N, T), `task` (N,)
                 strings, and others.
         Returns:
