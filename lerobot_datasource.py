@@ -119,8 +119,8 @@ class LeRobotDatasource(Datasource):
         self._reading = reading
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
-        stretches = selection.stretches
-        episodes = selection.episodes if stretches is None else [left.episodes for left in stretches]
+        frame_ranges = selection.frame_ranges
+        episodes = selection.episodes if frame_ranges is None else [left.episodes for left in frame_ranges]
         # Of several datasets some may have none, unless a weight asks for rows of each.
         may_be_none = len(self.metas) > 1 and selection.weights is None
         selected = [

@@ -58,7 +58,7 @@ from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOut
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.state import Callback, LoopState, TrainState
-from vla_finetuning.training.stream import Deferred, TrainingData
+from vla_finetuning.training.stream import LazyPickle, TrainingData
 from vla_finetuning.training.vision_features import CachedFeatures
 from vla_finetuning.training.worker import RayWorker, Worker
 
@@ -76,7 +76,7 @@ def build_dataset(rows: Rows, policy: PolicySpec, checkpoints_dir: Path) -> Trai
     return TrainingData(
         read=replace(rows, weights=None).source,  # read tasks need no weights of the loss
         last_row=rows.last_row,
-        prepare=Deferred(prepare),
+        prepare=LazyPickle(prepare),
         row_bytes=sum(column.nbytes for column in example.values()),
         checkpoints_dir=checkpoints_dir,
     )

@@ -334,7 +334,7 @@ def live(
     from vla_finetuning.options.command_line import parse_args
     from vla_finetuning.plan.resolve import resolve
     from vla_finetuning.training.feed import policy_batches
-    from vla_finetuning.training.stream import Dealt, stream_batches
+    from vla_finetuning.training.stream import RankSchedule, stream_batches
 
     cpus = os.cpu_count() or 1
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -365,7 +365,7 @@ def live(
 
         dataset = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)()
         dataset.context.execution_options.preserve_order = True
-        dealt = Dealt(size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+        dealt = RankSchedule(size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
         host = stream_batches(dataset.iterator(), dealt, 0, run.job.steps, contender.collate)
         batches = TimedIterator(map(longer, policy_batches(contender.feed(host), run.policy.config)))
         for number in range(WARM_UP_STEPS):

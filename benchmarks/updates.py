@@ -29,7 +29,7 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
-from vla_finetuning.training.parallel import keeps_casts
+from vla_finetuning.training.parallel import cache_casts
 
 # Which policy, options of its tiny one, and how many words that knows; `main` of benchmarks/step.py chooses.
 TINY = {"image_resolution": (56, 56), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
@@ -282,7 +282,7 @@ class Ours:
             ),
             autocast=self.autocast,
             device=self.device,
-            keep_casts=keeps_casts("ddp", accum, checkpointing=False),
+            keep_casts=cache_casts("ddp", accum, checkpointing=False),
         )
         self.metrics.add_step(result, rows * accum)
         return result.loss

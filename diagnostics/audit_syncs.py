@@ -53,7 +53,7 @@ from vla_finetuning.run import cluster
 from vla_finetuning.terminal import tell_error, tell_text
 from vla_finetuning.training import attempt, callbacks, feed, state
 from vla_finetuning.training.model import build_model
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
 aten = torch.ops.aten
@@ -273,7 +273,7 @@ class _MadeUpShard:
     def iter_torch_batches(
         self, *, batch_size: int, collate_fn: Callable[[dict[str, np.ndarray]], Batch], **_: Any
     ) -> Iterator[Batch]:
-        dealt = Dealt(batch_size, self._block_rows, 0, 1, 1)
+        dealt = RankSchedule(batch_size, self._block_rows, 0, 1, 1)
         for micro in range(self._batches):
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
             yield collate_fn({**rows, "position": dealt.rows(micro)})
@@ -305,7 +305,7 @@ def _run_loop(
         return line, {**by_rank, "stop": [0.0], "save": [0.0]}
 
     replaced = (
-        (feed, "or_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
+        (feed, "with_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
         (attempt, "log_to", lambda folder: None),
         (callbacks, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
         (state, "check_attention", lambda *_: None),  # before the first step, and by what it reads
@@ -609,7 +609,7 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
-        dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+        dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
         batch = next(feed.policy_batches([on_meta], run.policy.config))
         draws = state.noise_for(run.policy, 0, dealt, device)
         result = loss(batch, *draws(0))

@@ -51,7 +51,7 @@ from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import replicas, shard_of, spread
 from vla_finetuning.training.state import noise_for
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import RayWorker, Worker
 
 WARMUP_STEPS = 3
@@ -200,7 +200,7 @@ def compare(
     memory_gb: float | None = None,
 ) -> RankStrategies:
     """Every strategy in turn that fits by its plan; all ranks of the process group call it alike."""
-    dealt = Dealt(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
+    dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
     batches = list(policy_batches(cuda_prefetcher(host, worker.device), run.policy.config))
     spreadings, gpu_bytes = [], _gpu_bytes(worker.device)
@@ -235,7 +235,7 @@ def _measure(
     strategy: Strategy,
     steps: int,
     batches: Sequence[Batch],
-    dealt: Dealt,
+    dealt: RankSchedule,
     worker: Worker,
     by_node: Sequence[Sequence[int]] | None,
     memory_gb: float | None,

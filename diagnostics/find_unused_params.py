@@ -37,7 +37,7 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.state import noise_for
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 
 # `sometimes`: without a gradient in some batches. `zero`: a gradient always, and never another than zero.
 Fate = Literal["unused", "sometimes", "zero", "frozen", "used"]
@@ -118,7 +118,7 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
     # One worker, one micro-batch a step.
     alone = replace(run.config.scaling, num_workers=1, min_workers=None)
     run = with_config(run, replace(run.config, grad_accum=1, scaling=alone))
-    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
+    dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
     feed = policy_batches(cuda_prefetcher(host_batches(run, dealt, batches), device), run.policy.config)
     for step in range(batches):
         train_step(

@@ -52,7 +52,7 @@ from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.progress import log_to, object_store
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.feed import feed
-from vla_finetuning.training.stream import Dealt, Deferred, TrainingData
+from vla_finetuning.training.stream import LazyPickle, RankSchedule, TrainingData
 from vla_finetuning.training.worker import RayWorker, Worker
 
 Columns = dict[str, np.ndarray]
@@ -327,7 +327,7 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
     rank = worker.rank
     log_to(run.job.output_dir)
     collate, clock = _StampReader(run.job.use_gpu), _CopyClock()
-    dealt = Dealt(run.job.batch_size, run.rows.block_rows, rank, worker.world, run.job.batches_per_step)
+    dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, rank, worker.world, run.job.batches_per_step)
     batches = feed(run, worker, dealt, 0, to_tensors=collate, clock=clock)
     fetch_s: list[float] = []
     warm_at_s, before = time.time(), 0.0
@@ -470,7 +470,7 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
             pulled = pulled_run(scratch, options)
             pulled, data_options = on_cluster(pulled)
             data = vla.build_dataset(pulled.rows, pulled.policy, pulled.job.checkpoints_dir)
-            stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
+            stamped = replace(data, prepare=LazyPickle(Stamped(data.prepare)))
             trainer = vla.make_trainer(pulled, data_options, pull_loop, stamped, warmup=options.profile_warmup)
             with ClusterWatch() as watched:
                 trainer.fit()

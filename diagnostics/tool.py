@@ -29,7 +29,7 @@ from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.feed import Collate, input_transforms, training_transforms
 from vla_finetuning.training.model import make_prepare
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 
 TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -179,7 +179,7 @@ def with_any_stats(run: Run) -> Run:
     return replace(run, policy=replace(run.policy, robots=tuple(robots)))
 
 
-def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
+def host_batches(run: Run, dealt: RankSchedule, batches: int) -> Iterator[Batch]:
     """A rank's first batches as in training, read and prepared in this process; frames in place of cached features."""
     rows = run.rows
     prepare, source = make_prepare(run.policy, rows), rows.source()

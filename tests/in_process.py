@@ -17,7 +17,7 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ class Shard:
         self._run, self._before_batch, self._batch_columns = run, before_batch, batch_columns
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):
-        dealt = Dealt(batch_size, self._run.rows.block_rows, 0, 1, 1)
+        dealt = RankSchedule(batch_size, self._run.rows.block_rows, 0, 1, 1)
         for micro in range(self._run.rows.last_row // batch_size):
             self._before_batch()
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}

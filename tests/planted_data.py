@@ -17,7 +17,7 @@ import numpy as np
 from vla_finetuning.files import read_lines
 from vla_finetuning.lines import append_line
 from vla_finetuning.run.folder import attempts
-from vla_finetuning.training.stream import Deferred
+from vla_finetuning.training.stream import LazyPickle
 
 EVENTS_NAME = "planted.jsonl"
 GREED_BYTES = 10 * 2**30
@@ -61,7 +61,7 @@ def recovered_s(output_dir: Path) -> list[float]:
 class FaultyPrepare:
     """In place of `TrainingData.prepare`, in the read task."""
 
-    prepare: Deferred
+    prepare: LazyPickle
     faults: list[DataFault]
     output_dir: Path
 

@@ -25,8 +25,8 @@ SOURCES = sorted(
 # Modules whose files run code when they are read; and calls that run, or may run, what they are given.
 PICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 RUNNING = {"eval", "exec", "compile", "torch.load", "torch.save", "np.load", "numpy.load", "yaml.load", "os.system"}
-# In flight between processes of one run, never from or to a file (training.stream.Deferred); and what Meta-World takes
-# for a task, written and read in one process (envs.metaworld).
+# In flight between processes of one run, never from or to a file (training.stream.LazyPickle); and what Meta-World
+# takes for a task, written and read in one process (envs.metaworld).
 IN_FLIGHT = {"stream.py": {"pickle"}, "metaworld.py": {"pickle"}}
 # The project's own source with a small change in it, from memory.
 OWN_SOURCE = {"mutants.py": {"compile", "exec"}}

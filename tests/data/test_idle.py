@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.datasets import edit_rows, make_dataset
-from vla_finetuning.data.frames import movement_keys, shares, stretches_of, table
+from vla_finetuning.data.frames import frame_ranges_of, movement_keys, shares, table
 from vla_finetuning.data.idle import STILL, idle_frames, runs_kept
 from vla_finetuning.data.metadata import load_metadata
 
@@ -96,16 +96,16 @@ def test_runs_that_are_left(meta, seconds, kept):
 
 def test_stretches_have_dropped_frames_and_weights(meta):
     keys, weight = movement_keys(meta), np.array([0.5, 1, 2, 1])
-    left = stretches_of(meta, np.arange(4), dropped=15, keys=keys, skip_idle=0.6, weight=weight)
+    left = frame_ranges_of(meta, np.arange(4), dropped=15, keys=keys, skip_idle=0.6, weight=weight)
     assert np.stack([left.episode, left.first, left.frames]).tolist() == [[0, 1, 2], [0, 0, 0], [5, 5, 10]]
     assert left.weight.tolist() == [0.5, 1, 2] and left.rows == 27.5 and left.episodes.tolist() == [0, 1, 2]
-    left = stretches_of(meta, np.arange(4), weight=np.array([0, 1, 0, 3.0]))
+    left = frame_ranges_of(meta, np.arange(4), weight=np.array([0, 1, 0, 3.0]))
     assert left.episode.tolist() == [1, 3] and left.frames.tolist() == [20, 12]
 
 
 def test_the_table_adds_up(meta):
     everything = np.arange(4)
-    left = stretches_of(meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0]))
+    left = frame_ranges_of(meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0]))
     whole, *tasks = shares(meta, everything, left)
     assert (whole.episodes, whole.frames, whole.used, whole.rows) == (4, 87, 57, 20 + 6 + 50)
     assert [(s.name, s.left_out, s.rows) for s in tasks] == [

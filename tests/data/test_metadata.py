@@ -17,7 +17,7 @@ from diagnostics import show_dataset
 from lerobot_datasource import LeRobotDatasource, read_lerobot
 from tests.datasets import make_dataset, read_frame_number
 from vla_finetuning.data import metadata as lerobot_metadata
-from vla_finetuning.data.dataset_files import check_files, find_holes
+from vla_finetuning.data.dataset_files import check_files, find_missing_files
 from vla_finetuning.data.metadata import Feature, dimension_names, key_frame_rows, load_metadata, select_episodes
 from vla_finetuning.data.options import Features, Selection
 from vla_finetuning.data.safe_parquet import open_parquet
@@ -815,7 +815,7 @@ def test_files_that_are_cut_short_are_found(root, kind, kept):
     damaged = {"bytes": b"x" * len(content), "header": content[:6]}.get(kept)
     path.write_bytes(content[: int(kept * len(content)) or 1] if damaged is None else damaged)
     users = np.flatnonzero((meta.episode_video_file[TOP] if kind == "mp4" else meta.episode_data_file) == 0)
-    holes = find_holes(meta)
+    holes = find_missing_files(meta)
     assert holes.episodes.tolist() == users.tolist()
     message = (
         f"cut short at {path.stat().st_size} bytes, or no {kind} file: a copy or a recording ended early (needed by"
@@ -833,7 +833,7 @@ def test_an_mp4_of_other_recorders_is_whole(root):
     path.write_bytes(
         struct.pack(">I4sQ", 1, b"free", 20) + b"1234" + content[:last] + struct.pack(">I", 0) + content[last + 4 :]
     )
-    assert not find_holes(load_metadata(root))
+    assert not find_missing_files(load_metadata(root))
 
 
 def test_check_files_without_a_whole_folder(root):

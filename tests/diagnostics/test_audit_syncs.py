@@ -430,7 +430,7 @@ def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step)
 
 def watched_functions():
     torchs = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream]
-    return [*torchs, DeviceMetrics.gather, state.build_model, feed.or_timeout]
+    return [*torchs, DeviceMetrics.gather, state.build_model, feed.with_timeout]
 
 
 def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):

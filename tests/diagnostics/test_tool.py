@@ -15,7 +15,7 @@ from tests.buckets import runs_bucket
 from vla_finetuning.bucket import place
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.run import cluster
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 
 MASK = "observation.language.attention_mask"
 
@@ -59,7 +59,7 @@ def test_gpus_are_those_of_the_clusters_nodes(setting, monkeypatch, capsys):
 
 def test_batches_are_cut_and_weighed_as_in_training(run):
     weights = np.arange(run.rows.metas[0].total_frames, dtype=np.float32)
-    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
+    dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
     (whole,) = host_batches(replace(run, policy=replace(run.policy, prompts=())), dealt, 1)
     needed = int(whole[MASK].sum(1).max())
     assert needed < whole[MASK].shape[1] and "row_weight" not in whole

@@ -107,7 +107,7 @@ def test_what_idles_is_not_trained_on_with_all_other_choices(setting):
     assert two == once(LEFT) + Counter({key: 3 for key in once(LEFT, dataset=1)})
     # Off, nothing is otherwise than without the option.
     plain = run_of(setting)
-    assert not plain.rows.selection.stretches and plain.rows.per_epoch == sum(EPISODES)
+    assert not plain.rows.selection.frame_ranges and plain.rows.per_epoch == sum(EPISODES)
     assert "left out" not in describe(plain)
 
 

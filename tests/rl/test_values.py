@@ -31,7 +31,7 @@ from vla_finetuning.run.checkpoint import TRAINABLE, checkpoint_names, latest_ch
 from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FILMS, VALUES_NAME
 from vla_finetuning.training.model import build_model, build_optimizer, make_prepare
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 
 EPISODES, SUCCESS = (6, 5, 9, 3, 7, 4), (1, 0, 1, 0, 1, 0)
 
@@ -195,7 +195,7 @@ class Stream:
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):
         run = self._run
-        dealt = Dealt(batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+        dealt = RankSchedule(batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
         prepare, source = make_prepare(run.policy, run.rows), run.rows.source()
         for micro in range(run.job.steps * run.job.batches_per_step):
             positions = dealt.rows(micro)

@@ -46,7 +46,7 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model, make_prepare
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
 STEPS, ROWS = 10, 2
@@ -89,7 +89,7 @@ class Rank(Worker):
 
 
 def dealt(run, rank, world):
-    return Dealt(run.job.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
+    return RankSchedule(run.job.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
 
 
 @pytest.fixture(scope="module")

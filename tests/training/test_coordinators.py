@@ -22,7 +22,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.training.coordinators import Coordinators, GroupedRanks, shared
-from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, stream_batches
+from vla_finetuning.training.stream import LazyPickle, RankSchedule, TrainingData, stream_batches
 
 BLOCK, WORLD = 3, 3
 TOP = "observation.images.top"
@@ -54,7 +54,7 @@ def test_a_share_has_all_that_its_ranks_need_in_a_run_that_may_resize(world):
             for a, b in share.runs(start, min(start + multiple, end), batch).tolist():
                 blocks += range(a, b, batch)
         for rank in range(share.first, share.last):
-            dealt = Dealt(batch, batch, rank, world, per_step, done)
+            dealt = RankSchedule(batch, batch, rank, world, per_step, done)
             mine = blocks[rank - share.first :: share.last - share.first]
             expected = [position + int(dealt.rows(micro)[0]) for micro in range(dealt.micros(steps - 1).stop)]
             assert mine[: len(expected)] == expected
@@ -142,7 +142,7 @@ def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
 
     (rows,) = source.read_rows(range(source._stream[1]), source._stream[1])
     for rank, batches in found.items():
-        dealt = Dealt(BLOCK, BLOCK, rank, WORLD, batches_per_step=WORLD)
+        dealt = RankSchedule(BLOCK, BLOCK, rank, WORLD, batches_per_step=WORLD)
         assert len(batches) == 6
         for micro, (position, index) in enumerate(batches):
             np.testing.assert_array_equal(position, 6 + dealt.rows(micro))
@@ -167,7 +167,7 @@ def test_workers_on_the_only_node_name_the_frames_that_are_kept(ray_cluster, tmp
     source = read(stream=(0, last))
     row_bytes = sum(values.nbytes for values in widened(source.example()).values())
     assert row_bytes > 4 * source.row_bytes()
-    dataset = TrainingData(read, last, Deferred(widened), row_bytes, tmp_path / "checkpoints")()
+    dataset = TrainingData(read, last, LazyPickle(widened), row_bytes, tmp_path / "checkpoints")()
     here = ray.get_runtime_context().get_node_id()
     data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
     of_ranks = data.configure({"train": dataset}, world, None, [here, here if nodes == 1 else "another"])
@@ -214,7 +214,7 @@ def test_each_node_reads_a_shard_for_its_own_workers(no_ray_cluster, monkeypatch
         ray.init(cluster.address, log_to_driver=False)
         a, b = (node["NodeID"] for node in ray.nodes())
         row_bytes = source.row_bytes() + 8
-        dataset = TrainingData(read, last, Deferred(where_read), row_bytes, tmp_path / "checkpoints")()
+        dataset = TrainingData(read, last, LazyPickle(where_read), row_bytes, tmp_path / "checkpoints")()
         data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
         of_ranks = data.configure({"train": dataset}, world, None, [a, a, b, b])
         found = dealt_to(of_ranks, source, last)
@@ -237,7 +237,7 @@ def dealt_to(of_ranks, source, last):
     found: list[list] = [[] for _ in of_ranks]
 
     def consume(rank):
-        dealt = Dealt(block, block, rank, world, batches_per_step=world)
+        dealt = RankSchedule(block, block, rank, world, batches_per_step=world)
         arrived = []
 
         def collate(batch):

@@ -30,9 +30,9 @@ from vla_finetuning.training import attempt, callbacks, checkpoint_writer, model
 from vla_finetuning.training.callbacks import NonfiniteSteps, mfu
 from vla_finetuning.training.feed import describe_batch
 from vla_finetuning.training.model import build_model, build_optimizer
-from vla_finetuning.training.parallel import keeps_casts
+from vla_finetuning.training.parallel import cache_casts
 from vla_finetuning.training.state import noise_for
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_a_rows_draws_do_not_depend_on_who_computes_it(setting):
         run = replace(run, rows=replace(run.rows, order=replace(run.rows.order, block_rows=2)))
         found = {}
         for rank in range(world):
-            dealt = Dealt(run.config.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
+            dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
             draws = noise_for(run.policy, 5, dealt, CPU)
             for micro in range(accum):
                 noise, time = draws(micro)
@@ -249,8 +249,8 @@ def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
         pytest.fail("it was asked")
 
     monkeypatch.setattr("lerobot_datasource.check_files", hangs)
-    monkeypatch.setattr("vla_finetuning.plan.missing_files.find_holes", hangs)
-    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+    monkeypatch.setattr("vla_finetuning.plan.missing_files.find_missing_files", hangs)
+    dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
     assert "rows by `index`" in describe_batch(run.rows, dealt, 0)
     with pytest.raises(pytest.fail.Exception):
         resolved(setting)
@@ -267,7 +267,7 @@ def named_rows(message):
 
 def test_a_batch_is_named_by_its_steps_rows(setting):
     run = resolved(setting, **{"scaling.num_workers": 2, "grad_accum": 1})
-    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 1, 2, run.job.batches_per_step, first_step=1)
+    dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 1, 2, run.job.batches_per_step, first_step=1)
     text = describe_batch(run.rows, dealt, 2)
     assert text.startswith("a batch of step 4 on rank 1; ")
     fed = list(run.rows.source(stream=(0, run.rows.last_row)).read_rows(np.arange(24, 32), 4))
@@ -296,7 +296,7 @@ def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monk
     """As held-out losses need them too; and nothing of it is left: the loop's losses are those without."""
     run = resolved(setting, **{"train.compile": "true", "train.mode": "full"})
     run = replace(run, policy=replace(run.policy, prompts=(16, 24)))
-    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+    dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
     data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
     columns = {key: np.repeat(value, run.config.batch_size, axis=0) for key, value in row.items()}
@@ -501,10 +501,10 @@ def test_weights_are_cast_once_for_all_micro_batches_of_a_step(setting, mode, mo
             return in_process.train(run).named(), casts.count
 
     once, least = trained()
-    monkeypatch.setattr(state, "keeps_casts", lambda *_: False)
+    monkeypatch.setattr(state, "cache_casts", lambda *_: False)
     each, most = trained()
     assert most == 2 * least > 0
     assert all(torch.equal(each[name], weight) for name, weight in once.items())
-    assert keeps_casts("ddp", 2, False)
+    assert cache_casts("ddp", 2, False)
     # What is computed or gathered again is given up to save its memory.
-    assert not keeps_casts("fsdp2_reshard", 2, False) and not keeps_casts("ddp", 2, True)
+    assert not cache_casts("fsdp2_reshard", 2, False) and not cache_casts("ddp", 2, True)

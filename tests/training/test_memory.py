@@ -12,7 +12,7 @@ from vla_finetuning.policies import recompute
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 from vla_finetuning.training.memory import prediction_bytes, step_memory
-from vla_finetuning.training.parallel import keeps_casts
+from vla_finetuning.training.parallel import cache_casts
 
 CPU = torch.device("cpu")
 ROWS = 16
@@ -128,7 +128,7 @@ def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing,
             draws=lambda micro: (noise, time),
             autocast=torch.bfloat16 if bf16 else None,
             device=CPU,
-            keep_casts=keeps_casts("ddp", accum, checkpointing),
+            keep_casts=cache_casts("ddp", accum, checkpointing),
         )
 
     step(0)

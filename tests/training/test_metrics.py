@@ -119,7 +119,7 @@ def logged(run):
         for module in (util, callbacks, held_out):
             patch.setattr(module, "time", time)
         patch.setattr(PI05Loss, "forward", slow_forward)
-        patch.setattr(feed, "or_timeout", slow_batches)
+        patch.setattr(feed, "with_timeout", slow_batches)
         patch.setattr(callbacks, "peak_flops", lambda device: PEAK_FLOPS)
         in_process.train(run, worker=worker, make_checkpoints=Pauses)
     lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]

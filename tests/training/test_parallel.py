@@ -71,7 +71,7 @@ class Trainer:
         copies = replicas_on([rank // 2 for rank in range(world)], None) if strategy == "hsdp" else None
         self.model = spread(self.loss, strategy, CPU, world, replicas=copies, autocast=self.autocast)
         self.optimizer = build_optimizer(run.policy, self.loss, run.job.steps)
-        self.dealt = compare_strategies.Dealt(
+        self.dealt = compare_strategies.RankSchedule(
             run.config.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step
         )
 

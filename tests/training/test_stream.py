@@ -15,21 +15,21 @@ import torch
 from vla_finetuning.data.columns import STREAM_POSITION
 from vla_finetuning.training import stream as training_data
 from vla_finetuning.training.stream import (
-    Dealt,
-    Deferred,
+    LazyPickle,
+    RankSchedule,
     TrainingData,
     WithAdvantage,
     WithPosition,
-    or_timeout,
     stream_batches,
     uniform,
+    with_timeout,
 )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize(("batch", "block"), [(4, 4), (4, 2), (6, 1), (6, 3)])
 def test_every_row_goes_to_one_rank_and_global_batches_are_the_same_for_any_world(world, batch, block):
-    dealt = [Dealt(batch, block, rank, world, batches_per_step=world) for rank in range(world)]
+    dealt = [RankSchedule(batch, block, rank, world, batches_per_step=world) for rank in range(world)]
     for micro in range(3):
         together = np.concatenate([d.rows(micro) for d in dealt])
         assert sorted(together) == list(range(micro * batch * world, (micro + 1) * batch * world))
@@ -43,7 +43,7 @@ def test_every_row_goes_to_one_rank_and_global_batches_are_the_same_for_any_worl
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
 def test_a_step_has_the_same_rows_however_many_ranks_share_it(world):
     batch, per_step, first = 2, 6, 10
-    dealt = [Dealt(batch, batch, rank, world, per_step, first) for rank in range(world)]
+    dealt = [RankSchedule(batch, batch, rank, world, per_step, first) for rank in range(world)]
     taken = [0] * world
     for step in range(first, first + 7):
         rows = []
@@ -61,9 +61,9 @@ def test_a_step_has_the_same_rows_however_many_ranks_share_it(world):
 
 def test_what_cannot_be_dealt_is_refused():
     with pytest.raises(ValueError, match="4 micro-batches of 2 blocks cannot be dealt to 3 ranks"):
-        Dealt(batch_size=4, block_rows=2, rank=0, world=3, batches_per_step=4)
+        RankSchedule(batch_size=4, block_rows=2, rank=0, world=3, batches_per_step=4)
     with pytest.raises(ValueError, match="2 micro-batches of 1 blocks cannot be dealt to 3 ranks"):
-        Dealt(batch_size=4, block_rows=4, rank=0, world=3, batches_per_step=2)
+        RankSchedule(batch_size=4, block_rows=4, rank=0, world=3, batches_per_step=2)
 
 
 class Shard:
@@ -77,7 +77,7 @@ class Shard:
 
 
 def read(shard, first=10, steps=4):
-    dealt = Dealt(batch_size=2, block_rows=2, rank=1, world=2, batches_per_step=2)
+    dealt = RankSchedule(batch_size=2, block_rows=2, rank=1, world=2, batches_per_step=2)
     return [b["position"].tolist() for b in stream_batches(shard, dealt, first, steps, collate=None)]
 
 
@@ -111,13 +111,13 @@ def test_a_batch_that_does_not_come_is_an_error_that_names_it():
     taken = []
     started = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no data for 0.5 s \(VLA_BATCH_TIMEOUT_S\): .*Waited for number 2$"):
-        taken += or_timeout(batches(), 0.5, "number {}".format)
+        taken += with_timeout(batches(), 0.5, "number {}".format)
     assert 0.4 < time.monotonic() - started < 20
     hangs.set()
     # What is slow, but comes, is passed on; what goes wrong while fetching comes out as it is.
-    assert list(or_timeout(map(slowly, range(3)), 60, str)) == [0, 1, 2]
+    assert list(with_timeout(map(slowly, range(3)), 60, str)) == [0, 1, 2]
     with pytest.raises(ZeroDivisionError):
-        list(or_timeout((1 / n for n in range(3)), 60, str))
+        list(with_timeout((1 / n for n in range(3)), 60, str))
 
 
 def slowly(value):
@@ -127,7 +127,7 @@ def slowly(value):
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_whoever_stops_taking_batches_leaves_no_thread_behind(taken):
-    batches = or_timeout(iter(range(10)), 60, str)
+    batches = with_timeout(iter(range(10)), 60, str)
     if taken:
         assert next(batches) == 0
     (fetching,) = [thread for thread in threading.enumerate() if thread.name == "batches" and thread.is_alive()]
@@ -193,7 +193,7 @@ def test_a_deferred_function_is_opened_at_its_first_call_and_once(monkeypatch):
     monkeypatch.setattr(training_data, "_opened", {})
     monkeypatch.setattr(Slow, "opened", 0)
     buffers = []
-    data = pickle.dumps(Deferred(Slow()), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(LazyPickle(Slow()), protocol=5, buffer_callback=buffers.append)
     assert len(data) < 1000  # the rest is one buffer, which Ray shares between tasks
     first, second = (pickle.loads(data, buffers=buffers) for _ in range(2))
     assert Slow.opened == 0
@@ -219,4 +219,4 @@ def test_a_batch_that_cannot_be_made_does_not_end_the_data_silently():
         return next(length for length in () if length)
 
     with pytest.raises(RuntimeError, match="rank 0: a batch could not be made of its rows"):
-        list(stream_batches(Shard(), Dealt(2, 2, 0, 1, 1), 0, 1, collate))
+        list(stream_batches(Shard(), RankSchedule(2, 2, 0, 1, 1), 0, 1, collate))

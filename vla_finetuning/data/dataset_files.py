@@ -25,7 +25,7 @@ _MAX_BOXES = 10_000
 
 
 @dataclass(frozen=True, eq=False)
-class Holes:
+class MissingFiles:
     """What is missing of the files that some episodes need.
 
     Attributes:
@@ -49,12 +49,12 @@ class Holes:
         return "; ".join(named) + more
 
 
-def find_holes(
+def find_missing_files(
     meta: DatasetMetadata,
     *,
     episodes: Sequence[int] | np.ndarray | None = None,
     camera_keys: Sequence[str] | None = None,
-) -> Holes:
+) -> MissingFiles:
     """Look for the parquet and mp4 files that the chosen episodes and cameras need. Runs on the driver.
 
     One listing per folder, so it is cheap on object storage too. Local files, on which a copy may have ended early, are
@@ -91,7 +91,7 @@ def find_holes(
         found[path] = f"{what} (needed by episodes {shorten(used_by.tolist())})"
     lost = [needed[path] for path in found]
     cameras = (key for key in meta.video_keys if not found.keys().isdisjoint(meta.video_files[key]))
-    return Holes(
+    return MissingFiles(
         found=found,
         episodes=np.unique(np.concatenate(lost)) if lost else np.empty(0, np.int64),
         cameras=tuple(cameras),
@@ -106,7 +106,7 @@ def check_files(
     camera_keys: Sequence[str] | None = None,
     skip: bool = False,
 ) -> None:
-    """Check that every parquet and mp4 file the chosen episodes and cameras need is there, as `find_holes` looks.
+    """Check by `find_missing_files` that every parquet and mp4 file the chosen episodes and cameras need is there.
 
     Args:
         skip: files may be missing, but not all of a folder: then the dataset is somewhere else.
@@ -114,7 +114,7 @@ def check_files(
         FileNotFoundError: naming the files that are missing, empty or cut short, and the episodes that need them.
         ValueError: an episode or a camera that the dataset does not have.
     """
-    holes = find_holes(meta, episodes=episodes, camera_keys=camera_keys)
+    holes = find_missing_files(meta, episodes=episodes, camera_keys=camera_keys)
     if holes and (holes.without_folder or not skip):
         raise FileNotFoundError(
             f"dataset {meta.root}: {holes}. Copy or download the dataset again, or leave these episodes out"

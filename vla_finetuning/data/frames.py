@@ -16,7 +16,7 @@ MOST_TASKS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Stretches:
+class FrameRanges:
     """The frames of a dataset that are rows, as S runs of consecutive ones of an episode each. All arrays are (S,).
 
     Attributes:
@@ -50,7 +50,7 @@ def movement_keys(meta: DatasetMetadata, rename_map: Mapping[str, str] | None = 
     return [k for k, f in meta.features.items() if names[k] in (STATE, ACTION) and f.dtype in NUMERIC_DTYPES]
 
 
-def stretches_of(
+def frame_ranges_of(
     meta: DatasetMetadata,
     episodes: np.ndarray,
     *,
@@ -58,7 +58,7 @@ def stretches_of(
     keys: Sequence[str] = (),
     skip_idle: float | None = None,
     weight: np.ndarray | None = None,
-) -> Stretches:
+) -> FrameRanges:
     """Select the frames of some episodes; an episode whose frames are all dropped has no stretch.
 
     Args:
@@ -78,7 +78,7 @@ def stretches_of(
     there = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
     moving = int(moving[np.isin(episode, episode[there])].sum())
     episode, first, frames = (np.ascontiguousarray(column[there]) for column in (episode, first, frames))
-    return Stretches(episode, first, frames, None if weight is None else weight[episode], moving)
+    return FrameRanges(episode, first, frames, None if weight is None else weight[episode], moving)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class EpochShare:
         return self.frames - self.used
 
 
-def shares(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[EpochShare]:
+def shares(meta: DatasetMetadata, episodes: np.ndarray, left: FrameRanges) -> list[EpochShare]:
     """What becomes of a dataset's episodes (int64, ascending): of all, and by their first task where there are several.
 
     Tasks come in the order of how much of them is otherwise than in the dataset.
@@ -123,7 +123,7 @@ def shares(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list
     return [whole, *found] if count > 1 else [whole]
 
 
-def table(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[str]:
+def table(meta: DatasetMetadata, episodes: np.ndarray, left: FrameRanges) -> list[str]:
     """`shares` as lines of text: a heading, all, and tasks, at most MOST_TASKS of them."""
     found = shares(meta, episodes, left)
     lines = [f"{'episodes':>9} {'frames':>12} {'left out':>20} {'in an epoch':>20}  task"]

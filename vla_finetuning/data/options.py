@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 
 from vla_finetuning.data.frame_cache import FrameCache
-from vla_finetuning.data.frames import Stretches
+from vla_finetuning.data.frames import FrameRanges
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.options.dataset import DatasetOptions, OnError
 
@@ -26,14 +26,14 @@ class Selection:
         episodes: per dataset, which episodes; None for all.
         drop_n_last_frames: number of last frames of each episode that are no rows; windows of others still hold them.
             Every episode must have more frames.
-        stretches: per dataset, the frames of each episode that are rows, and how often. Replaces `episodes` and
+        frame_ranges: per dataset, the frames of each episode that are rows, and how often. Replaces `episodes` and
             `drop_n_last_frames`. Windows reach beyond a stretch, to the ends of its episode.
         weights: of the datasets in a mixture, see `data.plan`; None reads every row once per epoch.
     """
 
     episodes: Sequence[Sequence[int] | np.ndarray | None] | None = None
     drop_n_last_frames: int = 0
-    stretches: Sequence[Stretches] | None = None
+    frame_ranges: Sequence[FrameRanges] | None = None
     weights: Sequence[float] | None = None
 
 

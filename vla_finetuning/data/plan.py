@@ -338,7 +338,7 @@ class StreamPlan(Plan):
     def _sizes(self, source: _Source, segment: int) -> Iterator[tuple[float, float, int]]:
         """(rows, segments) of a source's episodes in its mean epoch, and how many have them.
 
-        Of episodes in stretches, or with weights, those are taken together whose numbers differ by less than 5 %.
+        Of episodes in frame_ranges, or with weights, those are taken together whose numbers differ by less than 5 %.
         """
         members, length = source.members, source.length
         number = np.stack([self.episodes.dataset_index[members], self.episodes.episode_index[members]])

@@ -112,17 +112,20 @@ def drawn_episodes(
 ) -> Drawn:
     """What rows of the selected episodes of all datasets are drawn from."""
     places = episode_locations(metas, selected, features)
-    if selection.stretches is None:
+    if selection.frame_ranges is None:
         length = places.length - selection.drop_n_last_frames
         return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start, length))
-    stretches = selection.stretches
+    frame_ranges = selection.frame_ranges
     before = np.cumsum([0, *map(len, selected)])
-    episode = [b + np.searchsorted(s, of.episode) for b, s, of in zip(before, selected, stretches, strict=False)]
+    episode = [b + np.searchsorted(s, of.episode) for b, s, of in zip(before, selected, frame_ranges, strict=False)]
     places = places.take(np.concatenate(episode))
-    first, length = np.concatenate([of.first for of in stretches]), np.concatenate([of.frames for of in stretches])
+    first, length = (
+        np.concatenate([of.first for of in frame_ranges]),
+        np.concatenate([of.frames for of in frame_ranges]),
+    )
     weight = None
-    if any(of.weight is not None for of in stretches):
-        weight = np.concatenate([np.ones(len(of.episode)) if of.weight is None else of.weight for of in stretches])
+    if any(of.weight is not None for of in frame_ranges):
+        weight = np.concatenate([np.ones(len(of.episode)) if of.weight is None else of.weight for of in frame_ranges])
     return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start + first, length), weight)
 
 

@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from vla_finetuning.data.frames import Stretches, movement_keys, stretches_of, table, told_weights
+from vla_finetuning.data.frames import FrameRanges, frame_ranges_of, movement_keys, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata, check_readable, episode_ranges
 from vla_finetuning.data.selection import Choice, choose_episodes, of_each
 from vla_finetuning.options.programs import PRESETS, Config
@@ -39,7 +39,7 @@ class ChosenEpisodes:
     train: PerDataset
     held_out: PerDataset
     notes: tuple[str, ...]
-    frames: tuple[Stretches, ...] = ()
+    frames: tuple[FrameRanges, ...] = ()
     described: tuple[tuple[str, ...], ...] = ()
 
     def rows_per_dataset(self, metas: Sequence[DatasetMetadata], dropped: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class ChosenEpisodes:
         for number, (meta, train) in enumerate(zip(metas, self.train, strict=True)):
             keys = movement_keys(meta, rename_map)
             weight = None if weights is None else weights[number]
-            left = stretches_of(meta, train, dropped=dropped, keys=keys, skip_idle=seconds, weight=weight)
+            left = frame_ranges_of(meta, train, dropped=dropped, keys=keys, skip_idle=seconds, weight=weight)
             if not len(left.episode):
                 raise ValueError(
                     f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "

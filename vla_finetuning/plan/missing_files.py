@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from vla_finetuning.data.dataset_files import Holes, find_holes
+from vla_finetuning.data.dataset_files import MissingFiles, find_missing_files
 from vla_finetuning.data.metadata import DatasetMetadata, episode_ranges
 from vla_finetuning.data.selection import Choice, of_each
 from vla_finetuning.options.programs import Config
@@ -21,7 +21,7 @@ _MAX_FLAG = 2_000
 
 
 def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, camera_keys: Sequence[str]) -> list[str]:
-    """Look for the files of all episodes that are trained on or held out, as `find_holes`.
+    """Look for the files of all episodes that are trained on or held out, as `find_missing_files`.
 
     Returns:
         With --dataset.on_error skip, notes on the episodes whose rows will be skipped.
@@ -31,7 +31,7 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
     metas = datasets.metas
     episodes = [np.union1d(*of) for of in zip(chosen.train, chosen.held_out, strict=True)]
     holes = [
-        find_holes(meta, episodes=of, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
+        find_missing_files(meta, episodes=of, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
         for meta, of in zip(metas, episodes, strict=True)
     ]
     if not any(holes):
@@ -52,7 +52,7 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
     )
 
 
-def _not_skipped(config: Config, holes: Sequence[Holes], share: float) -> str:
+def _not_skipped(config: Config, holes: Sequence[MissingFiles], share: float) -> str:
     """Why --dataset.on_error skip does not cover it."""
     d = config.dataset
     if d.on_error != "skip":
@@ -72,7 +72,7 @@ def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
 
 
 def _remedy(
-    config: Config, datasets: Datasets, holes: Sequence[Holes], episodes: Sequence[np.ndarray], share: float
+    config: Config, datasets: Datasets, holes: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
 ) -> str:
     d, metas, roots = config.dataset, datasets.metas, datasets.roots
     if any(hole and len(hole.episodes) == len(of) for hole, of in zip(holes, episodes, strict=True)):

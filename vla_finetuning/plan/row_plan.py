@@ -46,7 +46,7 @@ def plan_rows(
     selection = Selection(
         episodes=chosen.train,
         drop_n_last_frames=dropped,
-        stretches=chosen.frames or None,
+        frame_ranges=chosen.frames or None,
         weights=[member.weight for member in datasets.members] if config.dataset.mixture else None,
     )
     stream = stream_of(config, steps)

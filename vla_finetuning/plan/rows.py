@@ -133,7 +133,7 @@ class Rows:
         chosen = replace(
             selection,
             episodes=None if selection.episodes is None else pick(selection.episodes),
-            stretches=None if selection.stretches is None else pick(selection.stretches),
+            frame_ranges=None if selection.frame_ranges is None else pick(selection.frame_ranges),
             weights=None if selection.weights is None else pick(selection.weights),
         )
         return replace(

@@ -206,8 +206,8 @@ def computed_stats(
     weights = [1.0] * len(metas)
     if _weighted(config):
         frames = [int(meta.episode_length[chosen].sum()) for meta, chosen in zip(metas, of.train_episodes, strict=True)]
-        if of.selection.stretches is not None:
-            frames = [left.moving for left in of.selection.stretches]
+        if of.selection.frame_ranges is not None:
+            frames = [left.moving for left in of.selection.frame_ranges]
         weights = [count / all_frames for count, all_frames in zip(rows, frames, strict=True)]
     movements = [movement_of(meta, of.rename_map, config.dataset.skip_idle) for meta in metas]
     sources = [Source(*source) for source in zip(metas, of.train_episodes, weights, movements, steps, strict=True)]

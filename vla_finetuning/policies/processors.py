@@ -121,7 +121,7 @@ class Prepare:
 
     LeRobot's own pipeline object runs on the block without its cameras, which pass through as they are
     under the policy's names. It can be pickled, but is not small (PaliGemma's tokenizer is 17 MB): see
-    `training.stream.Deferred`.
+    `training.stream.LazyPickle`.
 
     Args:
         preprocessor: from `pipelines.make_processors`.

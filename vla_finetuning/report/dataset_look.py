@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.data.dataset_files import check_files, find_holes
+from vla_finetuning.data.dataset_files import check_files, find_missing_files
 from vla_finetuning.data.metadata import (
     NUMERIC_DTYPES,
     DatasetMetadata,
@@ -154,7 +154,7 @@ def look_at(meta: DatasetMetadata) -> Look:
     Damaged rows and videos become findings, so that the rest can still be looked at.
     """
     check_files(meta, camera_keys=[], skip=True)
-    holes = find_holes(meta)
+    holes = find_missing_files(meta)
     columns = _Columns(vector_keys(meta))
     findings: list[Finding] = []
     source = looking_source(meta, [])

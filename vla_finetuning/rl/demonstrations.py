@@ -26,7 +26,7 @@ from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
-from vla_finetuning.training.stream import Columns, Deferred
+from vla_finetuning.training.stream import Columns, LazyPickle
 
 # Micro-batches that a rank has read before it needs them. Few: each is a process of its own, which imports LeRobot.
 LOOK_AHEAD = 2
@@ -54,7 +54,7 @@ def in_tasks(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
     They hold no CPU: the processes that simulate do, and wait while the policy learns.
     """
     task: Any = ray.remote(read_chunk).options(num_cpus=0)
-    shared = ray.put(rows.source()), ray.put(Deferred(make_prepare(policy, rows)))
+    shared = ray.put(rows.source()), ray.put(LazyPickle(make_prepare(policy, rows)))
 
     def read(micros: Sequence[np.ndarray]) -> Iterator[Columns]:
         asked: dict[int, Any] = {}

@@ -18,7 +18,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.training.model import build_model, check_attention, make_prepare
-from vla_finetuning.training.stream import Deferred
+from vla_finetuning.training.stream import LazyPickle
 
 Columns = dict[str, np.ndarray]
 
@@ -71,7 +71,7 @@ def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:
     rows, scaling = run.rows, run.job.scaling
     prepare = make_prepare(run.policy, rows)
     row_bytes = sum(column.nbytes for column in prepare(rows.source().example()).values())
-    source = rows.in_stored_order(Deferred(prepare), row_bytes)
+    source = rows.in_stored_order(LazyPickle(prepare), row_bytes)
     resources: dict[str, Any] = {"num_gpus": 1} if run.job.use_gpu else {"num_cpus": scaling.cpus_per_worker}
     judged = read_source(source).map_batches(
         Judge,

@@ -114,7 +114,7 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
         raise ValueError(f"{problem}; {FREE_CAPACITY}")
     reserved = placement_group([*[wanted.each] * wanted.count, wanted.beside])
     try:
-        there, looks = reserved.ready(), _looks(wanted, Timeouts.from_environment().nodes)
+        there, looks = reserved.ready(), _poll(wanted, Timeouts.from_environment().nodes)
         while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
             next(looks)
     finally:
@@ -156,13 +156,13 @@ def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOpt
 
 
 def _wait_for(work: Future[Any], wanted: Wanted, limit_s: float) -> Any:
-    looks = _looks(wanted, limit_s)
+    looks = _poll(wanted, limit_s)
     while not wait([work], LOOK_EVERY_S).done:
         next(looks)
     return work.result()
 
 
-def _looks(wanted: Wanted, limit_s: float) -> Iterator[None]:
+def _poll(wanted: Wanted, limit_s: float) -> Iterator[None]:
     """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
     since = None
     while True:

@@ -3,7 +3,7 @@
 Every block of an execution passes one process, its split coordinator, whose Python runs on one core: for hundreds of
 ranks that is the limit (docs/scale.md). The plan is pure, so it can be divided: each group of consecutive ranks has an
 execution of its own, which reads its ranks' blocks of the stream and no others. Which rows a rank gets, and when, is
-what one coordinator for all of them would give it (`stream.Dealt`); one group is a plain `ray.train.DataConfig`.
+what one coordinator for all of them would give it (`stream.RankSchedule`); one group is a plain `ray.train.DataConfig`.
 
 Where the rows are divided into shards, the ranks of a node are a group, and their rows are read on that node: it has
 decoded them before, and need not send them.

@@ -23,7 +23,7 @@ from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.texts import with_texts
-from vla_finetuning.training.stream import Columns, Dealt, or_timeout, stream_batches
+from vla_finetuning.training.stream import Columns, RankSchedule, stream_batches, with_timeout
 from vla_finetuning.training.worker import Worker
 
 # Changes the numpy columns of a micro-batch, on the host; several threads may call it.
@@ -37,7 +37,7 @@ OnBatch = Callable[[int, Batch, Batch], None]
 def feed(
     run: Run,
     worker: Worker,
-    dealt: Dealt,
+    dealt: RankSchedule,
     first_row: int,
     *,
     on_host: Sequence[HostTransform] = (),
@@ -60,7 +60,7 @@ def feed(
     transforms = [*input_transforms(rows, policy), *on_host, *training_transforms(run)]
     collate = Collate(transforms, to_tensors or NumpyToTorchCollate(worker.device.type == "cuda"))
     host_batches = stream_batches(worker.shard, dealt, first_row, run.job.steps, collate)
-    in_time = or_timeout(host_batches, run.job.timeouts.batch, partial(describe_batch, rows, dealt))
+    in_time = with_timeout(host_batches, run.job.timeouts.batch, partial(describe_batch, rows, dealt))
 
     def to_policy(batches: Iterator[Batch]) -> Iterator[Batch]:
         for transform in on_device:
@@ -170,7 +170,7 @@ def policy_batches(
         yield inputs
 
 
-def describe_batch(rows: Rows, dealt: Dealt, number: int) -> str:
+def describe_batch(rows: Rows, dealt: RankSchedule, number: int) -> str:
     """Name a rank's `number`-th micro-batch since its start: its step, and the rows of all ranks in that step."""
     step, size = dealt.step_of(number), dealt.rows_per_step
     listed = rows.in_words(step * size, (step + 1) * size)

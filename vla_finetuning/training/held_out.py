@@ -30,7 +30,7 @@ from vla_finetuning.training.feed import Collate, input_transforms
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.state import Callback, TrainState
-from vla_finetuning.training.stream import Columns, Deferred
+from vla_finetuning.training.stream import Columns, LazyPickle
 from vla_finetuning.training.worker import Worker
 
 # Chunks that a rank has read before it needs them.
@@ -97,7 +97,7 @@ class HeldOutLoss:
         most = STORE_SHARE * ray.cluster_resources().get("object_store_memory", 0)
         self._keeps = len(self._rows.positions) * source.row_bytes() <= most
         self._read: Any = ray.remote(read_chunk).options(num_cpus=source.num_cpus)
-        self._shared = ray.put(source), ray.put(Deferred(make_prepare(spec, rows)))
+        self._shared = ray.put(source), ray.put(LazyPickle(make_prepare(spec, rows)))
         self._asked: dict[int, Any] = {}
 
     def evaluate(self, loss: PolicyLoss, autocast: torch.dtype | None) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class HeldOutLoss:
             self._asked[number] = self._read.remote(*self._shared, positions)
 
 
-def read_chunk(source: LeRobotDatasource, prepare: Deferred, positions: np.ndarray) -> Columns:
+def read_chunk(source: LeRobotDatasource, prepare: LazyPickle, positions: np.ndarray) -> Columns:
     """Rows at these places, as the policy sees them. Runs in a task of its own."""
     (rows,) = source.read_rows(positions.tolist(), len(positions))
     return prepare(rows)

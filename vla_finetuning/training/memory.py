@@ -36,7 +36,7 @@ from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
-from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_sharded, keeps_casts, spread, units
+from vla_finetuning.training.parallel import cache_casts, gathered_bytes, hold_gradients, is_sharded, spread, units
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -198,7 +198,7 @@ def step_memory(
                 draws=lambda micro: (noise, time),
                 autocast=autocast,
                 device=cpu,
-                keep_casts=keeps_casts(strategy, grad_accum, checkpointing),
+                keep_casts=cache_casts(strategy, grad_accum, checkpointing),
             )
         # Without gradients in them, DDP's buckets stand beside these.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0

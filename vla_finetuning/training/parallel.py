@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def keeps_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
+def cache_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
     """Whether a step casts weights once for all its micro-batches: where that takes no memory.
 
     It does where layers are computed again, or gathered again and given up: copies would be all that is left of them.

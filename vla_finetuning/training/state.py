@@ -18,8 +18,8 @@ from vla_finetuning.training.attempt import Attempt, begin
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.feed import feed
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
-from vla_finetuning.training.parallel import keeps_casts, replicas, spread
-from vla_finetuning.training.stream import Columns, Dealt
+from vla_finetuning.training.parallel import cache_casts, replicas, spread
+from vla_finetuning.training.stream import Columns, RankSchedule
 from vla_finetuning.training.worker import Worker
 
 
@@ -152,7 +152,7 @@ class TrainState(LoopState):
     """
 
     make_optimizer: Callable[[PolicySpec, PolicyLoss, int], TrainableOptimizer] = build_optimizer
-    dealt: Dealt = field(init=False)
+    dealt: RankSchedule = field(init=False)
     metrics: DeviceMetrics = field(init=False)
     batches: TimedIterator = field(init=False)
     loss: PolicyLoss = field(init=False)
@@ -162,7 +162,7 @@ class TrainState(LoopState):
 
     def __post_init__(self) -> None:
         job, worker = self.run.job, self.worker
-        self.dealt = Dealt(
+        self.dealt = RankSchedule(
             job.batch_size, self.run.rows.block_rows, worker.rank, worker.world, job.batches_per_step, self.step
         )
         self.metrics = DeviceMetrics(worker.device)
@@ -221,7 +221,7 @@ class TrainState(LoopState):
             draws=noise_for(self.run.policy, self.step, self.dealt, device),
             autocast=self.autocast,
             device=device,
-            keep_casts=keeps_casts(job.scaling.strategy, self.run.config.grad_accum, train.activation_checkpointing),
+            keep_casts=cache_casts(job.scaling.strategy, self.run.config.grad_accum, train.activation_checkpointing),
             clock=self.clock,
         )
         self.clock.mark("metrics")
@@ -245,7 +245,7 @@ def overrides(hooks: Sequence[Callback], name: str) -> list[Any]:
     return [getattr(hook, name) for hook in hooks if getattr(type(hook), name) is not getattr(Callback, name)]
 
 
-def noise_for(spec: PolicySpec, step: int, dealt: Dealt, device: torch.device) -> Callable[[int], Draws]:
+def noise_for(spec: PolicySpec, step: int, dealt: RankSchedule, device: torch.device) -> Callable[[int], Draws]:
     """Draw noise and time for this rank's rows of each micro-step.
 
     Drawn for the whole global batch and indexed by a row's place in it, so the trajectory of a run does not depend on

@@ -48,7 +48,7 @@ class TrainingData:
 
     read: Callable[..., LeRobotDatasource]
     last_row: int
-    prepare: Deferred
+    prepare: LazyPickle
     row_bytes: int
     checkpoints_dir: Path
 
@@ -63,7 +63,7 @@ class TrainingData:
         return rows
 
 
-class Deferred:
+class LazyPickle:
     """A function whose pickle is opened at its first call, once per process, not where it merely passes through.
 
     Ray unpickles a task's function for every task; the policy's preprocessor holds a tokenizer of 17 MB.
@@ -131,7 +131,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class RankSchedule:
     """Which rows of the stream a rank gets: blocks are dealt to the ranks in turn.
 
     An optimizer step is the next `batches_per_step x batch_size` rows of the stream, whatever the number of ranks. Its
@@ -188,7 +188,7 @@ class Dealt:
 
 
 def stream_batches(
-    shard: ray.data.DataIterator, dealt: Dealt, first_row: int, steps: int, collate: Callable[[Columns], Batch]
+    shard: ray.data.DataIterator, dealt: RankSchedule, first_row: int, steps: int, collate: Callable[[Columns], Batch]
 ) -> Iterator[Batch]:
     """This rank's micro-batches in CPU memory, each checked to be exactly the rows that the plan says.
 
@@ -229,7 +229,7 @@ def stream_batches(
             )
 
 
-def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
+def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
     """Passes batches on, unless the next one does not come. The first is fetched at once, whenever it is taken.
 
     A thread of its own waits for them, because a wait inside Ray cannot be interrupted. Ray Data's own guard
@@ -255,7 +255,7 @@ def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[i
         threading.Thread(target=fetch, name="batches", daemon=True).start()
         try:
             asked.put(True)
-            yield {}  # to `or_timeout`
+            yield {}  # to `with_timeout`
             for number in itertools.count():
                 try:
                     batch, error = given.get(timeout=limit_s)
