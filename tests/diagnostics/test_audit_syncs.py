@@ -18,8 +18,9 @@ from util import DeviceMetrics, NumpyToTorchCollate, TrainableOptimizer
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.policies import build, pi05
+from vla_finetuning.policies import build
 from vla_finetuning.policies.compiling import Compiler
+from vla_finetuning.policies.families import pi05
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.training import feed, state
