@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from diagnostics.show_dataset import main as show_dataset
+from lerobot_datasource import LeRobotDatasource
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import make_dataset
 from tests.in_process import resolved, train
@@ -22,6 +23,8 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.quantiles import Source, exact_stats, sample_rows
 from vla_finetuning.data.relative_actions import RelativeActions, check_relative
 from vla_finetuning.data.statistics import STATISTICS, complete_stats, digest, episode_arrays, files_of
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.names import proposed_names, with_names
 
 # As openpi's LIBERO example calls them.
@@ -152,7 +155,7 @@ def test_names_that_are_well_known_are_proposed_and_work(settings):
     ("names", "message"),
     [
         ({"stat": "observation.state"}, r'"stat": "observation.state", and .*did you mean state\?'),
-        ({"state": "action", "actions": "action"}, "would all be called 'action'"),
+        ({"state": "action", "actions": "action"}, "no feature is called observation"),
         ({"index": "row"}, "LeRobot's own columns .* keep their names"),
         (
             {"observation.image": "observation.images.top"},
@@ -213,7 +216,7 @@ def test_an_action_in_several_columns_is_that_of_one(settings, parted, statistic
     with pytest.raises(ValueError, match="no feature is called action;") as refused:
         resolved(parted)
     proposed = json.loads(re.search(r"--rename_map '(.*)' gives them", str(refused.value))[1])
-    assert proposed == dict.fromkeys(ACTIONS, "action")
+    assert proposed == dict.fromkeys(ACTIONS, "action") and "leave out what says the same" in str(refused.value)
     ordered = {"rename_map": json.dumps({"action.arm": "action", "action.gripper": "action"})}
     more = {"dataset.statistics": statistics}
     plain, joined = resolved(settings[0], **more), resolved(parted, **more, **ordered)
@@ -225,6 +228,38 @@ def test_an_action_in_several_columns_is_that_of_one(settings, parted, statistic
         for name, value in plain.robots[0].stats["action"].items():
             np.testing.assert_array_equal(joined.robots[0].stats["action"][name], value, err_msg=name)
     assert joined.rows.metas[0].features["action"].names == ("motor_0", "motor_1", "motor_2")
+
+
+def test_an_action_beside_its_parts_and_parts_of_any_name(tmp_path):
+    """As GR00T's modality.json lists them; the order is the map's, in a mixture the member's own."""
+    root = make_dataset(tmp_path / "d", episodes=(4,), cameras={})
+    whole = np.stack(pq.read_table(next(root.glob("data/*/*.parquet")))["action"].to_numpy())
+    split_state(root, {"hand_cmd": [2], "arm_cmd": [0, 1]}, "action")
+    entries = {name: {"original_key": f"{name}_cmd"} for name in ("arm", "hand")}
+    (root / "meta/modality.json").write_text(json.dumps({"action": entries}))
+    with pytest.raises(
+        ValueError, match=r"the action is then arm_cmd \(2\), hand_cmd \(1\), in the map's order"
+    ) as refused:
+        with_names([load_metadata(root)], {})
+    proposed = json.loads(re.search(r"--rename_map '(.*)' gives them", str(refused.value))[1])
+    assert proposed == {"arm_cmd": "action", "hand_cmd": "action"}
+
+    def actions(meta):
+        (rows,) = LeRobotDatasource([meta]).read_rows(range(4), 4)
+        return rows["action"]
+
+    np.testing.assert_array_equal(actions(with_names([load_metadata(root)], proposed)[0]), whole)
+    beside = {"arm_cmd": "action"}
+    split = split_state(
+        make_dataset(tmp_path / "e", episodes=(4,), cameras={}), {"action": [0, 1], "grip": [2]}, "action"
+    )
+    (meta,) = with_names([load_metadata(split)], {"grip": "action", "action": "action"})
+    np.testing.assert_array_equal(actions(meta), whole[:, [2, 0, 1]])
+    assert with_names([load_metadata(root)], beside)[0].features["action"].shape == (2,)
+    mixture = {str(root): {"rename_map": {"hand_cmd": "action", "arm_cmd": "action"}}}
+    flags = [f"--dataset.mixture={json.dumps(mixture)}", f"--rename_map={json.dumps(proposed)}"]
+    _, found = find_datasets(parse_args([*flags, "--policy.path=x", "--output_dir=y"]))
+    np.testing.assert_array_equal(actions(found.metas[0]), whole[:, [2, 0, 1]])
 
 
 def test_two_observations_of_one_name_are_still_refused(settings):

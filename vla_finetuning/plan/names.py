@@ -42,7 +42,7 @@ def with_names(
 ) -> tuple[DatasetMetadata, ...]:
     """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`.
 
-    Parts of a vector that get its name, `action.arm` and `action.gripper`, are joined in the map's order.
+    Vectors that are all called `action` by it are joined in the map's order.
 
     Args:
         state_features: joined into `observation.state`, by the names in the files, in all datasets that have any.
@@ -63,14 +63,14 @@ def with_names(
 
 
 def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
-    """Rename features of a dataset; join vectors that are parts of one by their names, as `action.arm`."""
+    """Rename features of a dataset; join vectors that are all to be called `action`."""
     keys: dict[str, list[str]] = {}
     for key, name in names.items():
         if key in meta.features:
             keys.setdefault(name, []).append(key)
     single = {sources[0]: name for name, sources in keys.items() if len(sources) == 1}
     for name, sources in keys.items():
-        if len(sources) > 1 and all(re.match(rf"{re.escape(name)}s?[._]", key) for key in sources):
+        if len(sources) > 1 and name == "action" and not any(key.startswith(OBSERVATION) for key in sources):
             meta = join_features(meta, sources, name)
         elif len(sources) > 1:
             single |= dict.fromkeys(sources, name)  # `rename_features` names both
@@ -115,6 +115,9 @@ def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
     flags = f"--rename_map {shlex.quote(json.dumps({**rename_map, **proposed}))}" if proposed else ""
     flags += f" --dataset.state_features {','.join(state)}" if state else ""
     flag = f"; {flags.strip()} gives them LeRobot's names" if flags else ""
+    if len(parts := [key for key, name in proposed.items() if name == "action"]) > 1:
+        widths = ", ".join(f"{key} ({meta.features[key].shape[0]})" for key in parts)
+        flag += f"; the action is then {widths}, in the map's order: leave out what says the same in another way"
     raise ValueError(
         f"dataset {meta.root}: no feature is called {' or '.join(lacks)}; its features are "
         f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}"
@@ -162,7 +165,7 @@ def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
 
 
 def _is_vector(feature: Feature) -> bool:
-    return feature.dtype in NUMERIC_DTYPES and len(feature.shape) == 1
+    return feature.dtype in NUMERIC_DTYPES and feature.dtype != "bool" and len(feature.shape) == 1
 
 
 def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
