@@ -184,6 +184,6 @@ def test_what_is_skipped_is_said_and_what_is_not_finite_is_refused(setting, root
 
 
 def test_show_dataset_sees_the_same(root, capsys, tmp_path):
-    CASES["a gray image"][0](root)
+    CASES["timestamps with jitter"][0](root)
     assert show_dataset.main([str(root), "--output", str(tmp_path / "page.html")]) in (0, 1)
     assert "episode 2 would end a run: " in capsys.readouterr().out

@@ -117,7 +117,6 @@ def open_parquet(
         with file, naming_file(name):
             metadata = None if identity is None else _footers.get(identity)
             if metadata is None:
-                refuse_pointer(name, file.read(64))
                 metadata = _parsed_footer(file)
                 if identity is not None:
                     _footers.keep(identity, metadata)
@@ -134,6 +133,8 @@ def open_parquet(
         # With a number it is the disk's (a network drive that is gone), and says nothing of what is on it.
         if isinstance(error, OSError) and error.errno is not None:
             raise StorageError(f"{name}: {error}") from error
+        with contextlib.suppress(OSError), fs.open(path, "rb") as begin:
+            refuse_pointer(name, begin.read(64))
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{name} cannot be read as a parquet file ({reason}): the copy, or the recording before it was finalized, "

@@ -355,7 +355,8 @@ def _all_but_code() -> list[str]:
     node runs. Data, outputs, caches and whatever secrets lie there stay.
     """
     package = Path(__file__).resolve().parents[1]
-    wings = sorted(f"{package.name}/{path.parent.name}" for path in package.glob("*/__init__.py"))
+    inner = (path.parent.relative_to(package.parent) for path in package.rglob("__init__.py"))
+    wings = sorted(str(folder) for folder in inner if folder.parts[1:])  # a folder before those in it
     inside = [(f"!/{folder}", f"/{folder}/*", f"!/{folder}/*.py") for folder in ("diagnostics", package.name, *wings)]
     return ["/*", "!/.", "!/*.py", *itertools.chain(*inside), f"!/{package.name}/report/templates"]
 
