@@ -268,12 +268,21 @@ def encode():
             frame.pts = i
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+def policies():
+    threads = set()
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            threads.add(os.sched_getscheduler(int(thread)))
+        except ProcessLookupError:  # one of the encoder's, that has ended since
+            pass
+    return threads
 
 with writing_videos():
     encode()
-undone = {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
-print(undone == {os.SCHED_OTHER}, os.SCHED_FIFO in encode())
+print(sorted(policies()))
+encode()
+print(os.SCHED_FIFO in policies())
 """
 
 
@@ -283,7 +292,7 @@ def test_the_encoder_leaves_no_real_time_threads_behind(tmp_path):
     root = Path(demo.__file__).parents[2]
     command = [sys.executable, "-c", ENCODE, str(tmp_path / "video.mp4")]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=600)
-    assert found.stdout.split()[-2:] == ["True", "True"]
+    assert found.stdout.splitlines()[-2:] == [str([os.SCHED_OTHER]), "True"]
 
 
 def test_demonstrators_disobey_in_the_share_of_episodes_that_was_asked_for(tmp_path):

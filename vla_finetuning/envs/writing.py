@@ -25,9 +25,7 @@ def writing_videos() -> Iterator[None]:
     try:
         yield
     finally:
-        for thread in _real_time_threads() - real_time:
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+        _set_ordinary_priority(real_time)
         av.logging.set_libav_level(av.logging.INFO)  # libav's default
         if bars:
             enable_progress_bar()
@@ -45,11 +43,25 @@ def merge_datasets(repo_id: str, folders: Sequence[Path], root: Path) -> None:
         aggregate_datasets([repo_id] * len(folders), repo_id, roots=list(folders), aggr_root=root)
 
 
+def _set_ordinary_priority(excluded: set[int]) -> None:
+    """Undo real-time scheduling of this process's threads, except of `excluded`.
+
+    Linux may leave a living thread out of a listing while others end, so look until two listings in a row have none.
+    """
+    empty = 0
+    while empty < 2:
+        threads = _real_time_threads() - excluded
+        empty = 0 if threads else empty + 1
+        for thread in threads:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
 def _real_time_threads() -> set[int]:
-    """Numbers of this process's threads that go before all others; on Linux, where the encoder makes such."""
-    found = set()
+    """Return the ids of this process's threads that Linux runs before all others; empty on other systems."""
+    threads = set()
     for thread in map(int, os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ()):
         with contextlib.suppress(ProcessLookupError):
             if os.sched_getscheduler(thread) in (os.SCHED_FIFO, os.SCHED_RR):
-                found.add(thread)
-    return found
+                threads.add(thread)
+    return threads
