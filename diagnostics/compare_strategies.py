@@ -242,10 +242,7 @@ def _measure(
 ) -> Spreading:
     device = worker.device
     loss, autocast = build_model(run.policy, device)
-    search = run.config.scaling.find_unused_parameters
-    model = spread(
-        loss, strategy, device, dealt.world, replicas=by_node, autocast=autocast, find_unused_parameters=search
-    )
+    model = spread(loss, strategy, device, dealt.world, replicas=by_node, autocast=autocast)
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -196,16 +196,15 @@ def _prefixes(name: str) -> list[str]:
 
 def advice(report: UnusedReport, run: Run) -> list[str]:
     """What to do about what was found."""
-    search = run.config.scaling.find_unused_parameters
     if not report.unreached:
-        spare = " --scaling.find_unused_parameters=true makes DDP search in vain: leave it out." if search else ""
-        return [f"Every parameter that trains got a gradient in every batch: DDP need not search.{spare}"]
+        return ["Every parameter that trains got a gradient in every batch: DDP need not search."]
     said = []
     family = family_of(run.policy.config)
     if family.modes:
         said.append(
             f"What a {family.type} never uses is frozen by trainable.choose_trainable: these are parts that its family "
-            "does not know; add them to its `parts`."
+            "does not know; add them to its `parts`, or set `reaches_all = False` in its loss to have DDP search for "
+            "them in every step: several workers need one or the other."
         )
     elif report.of("unused"):
         names = run.policy.config.__dataclass_fields__
@@ -215,12 +214,11 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
             + (f": the policy has {', '.join(freezes)}." if freezes else "; the policy has no option for it.")
         )
     if not family.modes:
-        how = f"DDP searches for them in every step of a {family.type}, as lerobot-train has it do"
-    elif search:
-        how = "DDP searches for such parameters in every step (--scaling.find_unused_parameters=true)"
-    else:
-        return [*said, "As it is, several workers need --scaling.find_unused_parameters=true, a search in every step."]
-    return [*said, f"{how}, so several workers can train this."]
+        said.append(
+            f"DDP searches for them in every step of a {family.type}, as lerobot-train has it do, so several workers "
+            "can train this."
+        )
+    return said
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:

@@ -12,7 +12,7 @@ CPU by the clock. Own flags, each also an environment variable in capitals:
     --profile_warmup N        steps before the first (20)
     --profile_sync            a third pass, with a synchronize at every phase: what each takes when nothing overlaps
     --profile_no_optim        no clipping, no optimizer, no clearing of gradients: forward and backward alone
-    --find_unused_params B    DDP's search for parameters without a gradient (default: the run's)
+    --find_unused_params B    DDP's search for parameters without a gradient (default: as the policy's loss needs)
     --fused_adamw B           false: AdamW as a list of kernels instead of one
     --profile_checkpoint B    write a checkpoint at the end, and time it (true)
     --profile_step_json PATH  the result for scripts, raw samples included
@@ -98,7 +98,11 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
         device,
         run.job.output_dir / TRACE_NAME if rank == 0 else None,
     )
-    vla.train(run, worker, [clock], clock=clock, make_optimizer=partial(make_optimizer, settings), **options)
+    options |= {
+        "make_optimizer": partial(make_optimizer, settings),
+        "find_unused_parameters": settings.find_unused_params,
+    }
+    vla.train(run, worker, [clock], clock=clock, **options)
     timed, last = clock.times("timed"), clock.times("checkpoint")
     assert timed is not None
     cuda = device.type == "cuda"
@@ -340,7 +344,6 @@ def watched_run(run: Run, settings: Settings) -> Run:
     planned = len(settings.passes(run.config.scaling.num_workers))
     save = planned if settings.checkpoint else planned + 1
     steps = max(run.job.steps, planned + 1)
-    scaling = replace(run.config.scaling, find_unused_parameters=settings.find_unused_params)
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     config = replace(
         run.config,
@@ -348,7 +351,6 @@ def watched_run(run: Run, settings: Settings) -> Run:
         save_freq=save,
         save_every_s=None,
         steps=steps,
-        scaling=scaling,
         train=train,
     )
     return with_config(run, config, steps)

@@ -29,7 +29,7 @@ class Settings(Record):
     block_steps: int
     sync: bool
     no_optim: bool
-    find_unused_params: bool
+    find_unused_params: bool | None
     fused_adamw: bool
     checkpoint: bool
     trace: bool
@@ -38,7 +38,6 @@ class Settings(Record):
     def of(cls, options: Namespace, run: Run) -> Settings:
         """Whole blocks; one is as long as the run's way from log step to log step, if that leaves MIN_BLOCKS."""
         block = min(run.config.log_freq, max(1, options.profile_steps // MIN_BLOCKS))
-        search = options.find_unused_params
         # The traced steps are among the first ones, but not the very first.
         warmup = max(options.profile_warmup, TRACED_STEPS + 2 if options.profile_trace else 1)
         return cls(
@@ -47,7 +46,7 @@ class Settings(Record):
             block_steps=block,
             sync=options.profile_sync,
             no_optim=options.profile_no_optim,
-            find_unused_params=run.config.scaling.find_unused_parameters if search is None else search,
+            find_unused_params=options.find_unused_params,
             fused_adamw=options.fused_adamw is not False,
             checkpoint=options.profile_checkpoint and not options.profile_no_optim,
             trace=options.profile_trace is not None,

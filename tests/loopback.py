@@ -207,6 +207,7 @@ class Faults:
     "lost" (it is served, and the answer is not passed on), "expired" (credentials), "slow" (the store asks to)."""
 
     choose: Callable[[Request], str | None] = lambda request: None
+    ignored: tuple[str, ...] = ()  # headers, in lower case, that the store does not know
     delay_s: float = 0.0
     requests: list[Request] = field(default_factory=list)
 
@@ -256,7 +257,9 @@ class ProxyRequest(Handler):
             status, code = {"expired": (400, "ExpiredToken"), "slow": (503, "SlowDown")}[fault]
             return self.answer(status, f"<Error><Code>{code}</Code><Message>planted</Message></Error>".encode())
         connection = http.client.HTTPConnection(self.server.upstream, timeout=30)
-        headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+        headers = {
+            name: value for name, value in self.headers.items() if name.lower() not in ("expect", *faults.ignored)
+        }
         connection.request(self.command, self.path, body=body, headers=headers)
         response = connection.getresponse()
         data = response.read()

@@ -119,7 +119,7 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     printed = capsys.readouterr().out
     head = "model.paligemma_with_expert.paligemma.lm_head"
     assert f"  {head}" in printed
-    assert "trainable.choose_trainable" in printed and "--scaling.find_unused_parameters=true" in printed
+    assert "trainable.choose_trainable" in printed and "reaches_all = False" in printed
     report = UnusedReport.read(tmp_path / "unused.json")
     assert report.batches == 1
     drawn = (tmp_path / "unused.html").read_text()

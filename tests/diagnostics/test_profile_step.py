@@ -320,10 +320,22 @@ def test_every_environment_variable_changes_what_it_should(run, monkeypatch, tmp
     assert parse_options(["--profile_steps", "4"])[0].profile_steps == 4  # the flag wins
 
 
-def test_what_the_settings_do(run, tmp_path, monkeypatch):
-    searching = Settings.of(parse_options(["--find_unused_params"])[0], run)
-    assert profile_step.watched_run(run, searching).config.scaling.find_unused_parameters
+@pytest.mark.parametrize(("argv", "search"), [([], None), (["--find_unused_params"], True)])
+def test_ddp_searches_where_it_is_told_to(run, monkeypatch, argv, search):
+    class BuiltError(Exception):
+        pass
 
+    def spread(*args, find_unused_parameters, **options):
+        assert find_unused_parameters is search
+        raise BuiltError
+
+    monkeypatch.setattr("vla_finetuning.training.state.spread", spread)
+    settings = Settings.of(parse_options(argv)[0], run)
+    with pytest.raises(BuiltError):
+        in_process.train(profile_step.watched_run(run, settings), by=partial(profile_worker, settings))
+
+
+def test_what_the_settings_do(run, tmp_path, monkeypatch):
     loss, _ = build_model(run.policy, torch.device("cpu"))
     plain = Settings.of(parse_options([])[0], run)
     assert profile_step.make_optimizer(plain, run.policy, loss, run.job.steps).optimizer.param_groups[0]["fused"]

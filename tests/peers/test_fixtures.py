@@ -17,6 +17,7 @@ from lerobot_datasource import LeRobotDatasource
 from tests.datasets import draw_frame, make_dataset
 from vla_finetuning.data.metadata import load_metadata, select_episodes
 from vla_finetuning.data.options import Selection
+from vla_finetuning.data.selection import choose_episodes
 
 FPS, TOP = 10, "observation.images.top"
 
@@ -139,3 +140,30 @@ def test_after_images_became_videos(tmp_path):
     images = LeRobotDataset("local/images", root=root)
     dataset_tools.convert_image_to_video_dataset(images, output_dir=tmp_path / "videos", repo_id="local/videos")
     assert_lerobots(tmp_path / "videos", "local/videos")
+    meta = load_metadata(tmp_path / "videos")
+    with pytest.raises(ValueError, match="--dataset.tasks: the metadata names no task of any episode; leave it out"):
+        choose_episodes(meta, tasks=["*"])
+
+
+# ---- where this reader differs by design ----------------------------------------------------------------------------
+
+
+def test_rows_in_another_order_than_the_table_of_episodes_says(tmp_path):
+    """LeRobot reads by position: its first row of episode 0 is then episode 2's."""
+    root = as_rays(tmp_path / "ray")
+    file = root / "data/chunk-000/file-000.parquet"
+    rows = pq.read_table(file)
+    pq.write_table(pa.concat_tables([rows.slice(12), rows.slice(0, 12)]), file)
+    assert LeRobotDataset("local/ray", root=root, video_backend="pyav").hf_dataset[0]["episode_index"] == 2
+    with pytest.raises(ValueError, match="file-000.parquet"):
+        rows_of(root)
+
+
+def test_a_video_that_ends_before_its_episode(tmp_path):
+    root = as_rays(tmp_path / "ray", lengths=(5, 7, 4))
+    shorter = as_rays(tmp_path / "shorter", lengths=(5, 6, 4))
+    name = f"videos/{TOP}/chunk-000/file-001.mp4"
+    (root / name).write_bytes((shorter / name).read_bytes())
+    assert len(rows_of(root, [0, 2])["index"]) == 9
+    with pytest.raises(ValueError, match="file-001.mp4"):
+        rows_of(root)

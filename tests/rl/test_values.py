@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -154,6 +155,19 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
         with Image.open(tmp_path / "run" / FILMS / shown["file"]) as strip:
             shows = min(values.SHOWN_FRAMES, length[n])
             assert strip.width / strip.height == pytest.approx(shows * 40 / 32, rel=0.02)
+
+
+def test_the_longest_episode_of_a_task_is_over_all_datasets_and_used_episodes():
+    """A task is an instruction, whatever dataset it is in; that of an episode with several is its first."""
+    tasks = [[("open",), ("close", "open"), ("open",)], [("close",), (), ("close",)]]
+    lengths, used = [[5, 9, 30], [12, 4, 40]], [[0, 1], [0, 1]]
+    metas = [
+        SimpleNamespace(episode_tasks=of, episode_length=np.array(n)) for of, n in zip(tasks, lengths, strict=True)
+    ]
+    numbers = values._task_numbers(metas)
+    assert [of.tolist() for of in numbers] == [[0, 1, 0], [1, 2, 1]]
+    longest = values._longest(metas, [np.array(of) for of in used], numbers)
+    assert longest.tolist() == [5, 12, 4]
 
 
 def test_an_episode_that_is_not_judged_is_no_label(setting, tmp_path, monkeypatch):

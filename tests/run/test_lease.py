@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from tests.buckets import runs_bucket
 from vla_finetuning import bucket
 from vla_finetuning.bucket import place
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.run import lease
-from vla_finetuning.run.folder import claim_folder
+from vla_finetuning.run.attempts import attempts, start_attempt
+from vla_finetuning.run.folder import claim_folder, own_folder, prepare_folder
 from vla_finetuning.run.lease import drive, is_lost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +30,7 @@ def faults():
 
 @pytest.fixture
 def folder(faults, request, monkeypatch):
-    faults.choose = lambda request: None
+    faults.choose, faults.ignored = lambda request: None, ()
     faults.requests.clear()
     monkeypatch.setattr(lease, "RENEW_S", 0.2)
     monkeypatch.setattr(lease, "LOOK_S", 0.1)
@@ -116,17 +119,30 @@ def test_a_lease_survives_a_store_that_fails(folder, faults, fault, monkeypatch)
         assert renewed.wait(60) and not is_lost(folder)
 
 
-def test_a_store_without_conditions_is_refused(folder, faults, monkeypatch):
-    async def overwriting(fs, key, data, tag):
-        bucket_name, name, _ = fs.split_path(key)
-        return (await fs._call_s3("put_object", Bucket=bucket_name, Key=name, Body=data))["ETag"]
-
-    monkeypatch.setattr(bucket, "_put_s3", overwriting)
-    with (
-        pytest.raises(OSError, match=r"this store overwrites what it was asked not to \(no conditional writes\)"),
-        claim_folder(Config(output_dir=str(folder))),
-    ):
+@pytest.mark.parametrize("ignored", [("if-match",), ("if-none-match", "if-match")])
+def test_a_store_without_conditions_needs_a_flag(folder, faults, ignored, capsys):
+    """Some ignore both conditions of a put, others only the one that an object be still the same."""
+    faults.ignored = ignored
+    config = Config(output_dir=str(folder))
+    message = r"this store overwrites what it was asked not to \(no conditional writes\).*--lease=false"
+    for refused in (config, replace(config, dry_run=True)):
+        with pytest.raises(OSError, match=message), own_folder(refused, None, 4, 0):
+            pass
+    assert not folder.exists()
+    config = replace(config, lease=False)
+    with own_folder(replace(config, dry_run=True), None, 4, 0):
         pass
+    assert capsys.readouterr().out.startswith("Lease        none (--lease=false)") and not folder.exists()
+    with own_folder(config, None, 4, 0):
+        prepare_folder(config)
+        assert start_attempt(folder, 0, 1) == 0 and start_attempt(folder, 0, 1) == 1
+    assert [path.name for path in folder.glob(".lock")] == []
+    assert len(attempts(folder)) == 2
+
+
+def test_a_folder_on_a_disk_is_always_locked():
+    with pytest.raises(ValueError, match="--lease=false: --output_dir=/runs/a is no bucket"):
+        parse_args(["--dataset.root=/data", "--policy.path=/base", "--output_dir=/runs/a", "--lease=false"])
 
 
 def test_a_folder_is_held_and_one_that_stays_empty_is_removed(folder):

@@ -31,6 +31,11 @@ class JobOptions:
         "Go on with the run in output_dir. auto: if there is one, else start it, as a job that is retried wants.",
         form="true, false or auto",
     )
+    lease: bool = option(
+        True,
+        "Have the store of output_dir refuse a second process that drives this run. false: for a store without "
+        "conditional writes, where nothing but you prevents that.",
+    )
     dry_run: bool = option(False, "Check everything and print the plan; train nothing.")
     seed: int = option(1000, "Seed of everything that is drawn at random.", min=0, max=MAX_SEED)
     track: TrackerName | None = option(None, "Draw the curves in a tracker, besides metrics.jsonl.")
@@ -41,6 +46,14 @@ class JobOptions:
 
     def check(self, config: Any) -> None:
         check_output(self.output_dir)
+        if not self.lease and "://" not in str(self.output_dir):
+            raise ValueError(f"--lease=false: --output_dir={self.output_dir} is no bucket, and is locked; leave it out")
+
+    def describe_lease(self) -> list[str]:
+        """The plan's line where nothing locks the run's folder."""
+        if self.lease:
+            return []
+        return ["Lease        none (--lease=false): two processes with this --output_dir would destroy the run"]
 
     @property
     def folder(self) -> Path:

@@ -108,10 +108,4 @@ class WorkerOptions:
 class ScalingOptions(WorkerOptions):
     """Workers, GPUs and decoding."""
 
-    # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
-    find_unused_parameters: bool = option(
-        False,
-        "Let DDP search, every step, for parameters without a gradient, where PI0.5 is changed to leave out some of "
-        "what trains. Other policies are searched in any case.",
-    )
     cpus_per_read_task: float = option(1.0, "CPUs (and decoder threads) of a read task.", above=0)

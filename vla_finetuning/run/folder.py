@@ -49,7 +49,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.bucket import BucketPath, ChangedError, StorageError
+from vla_finetuning.bucket import BucketPath, ChangedError, StorageError, hurry
 from vla_finetuning.files import read_json, read_lines, remove, write_json
 from vla_finetuning.lines import is_there, recently, write_beside
 from vla_finetuning.options.fields import leaves, options_of
@@ -201,7 +201,7 @@ def check_place(folder: Path) -> None:
 def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
     """Lock the run's folder while the block runs, after `check_folder`, and print what a resumed run changes.
 
-    A dry run locks nothing and changes nothing.
+    A dry run locks nothing and leaves nothing.
 
     Args:
         start: the run before its first step. steps: of the whole run. disk_bytes: what it needs there, see `Job`.
@@ -210,8 +210,11 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
         ValueError: the newest checkpoint is of another run, or of more steps; the run has been trained, and no
             checkpoint can be used.
     """
+    if config.dry_run:
+        _try_conditions(config)
     with contextlib.nullcontext() if config.dry_run else claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
+        tell(*config.describe_lease())
         for changed in changed_options(config):
             tell(f"Changed      {changed}")
         yield
@@ -222,8 +225,9 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
     folder = config.folder
     if isinstance(folder, BucketPath):
-        _try_conditions(folder)
-        with drive(folder):
+        _try_conditions(config)
+        hurry()  # not any more, if a run before ended so
+        with drive(folder) if config.lease else contextlib.nullcontext():
             yield
         with contextlib.suppress(StorageError):  # what the run ends with says more
             if not _contents(folder):
@@ -269,25 +273,29 @@ def _try_storage(folder: Path) -> None:
         raise _unfit(folder, error) from error
 
 
-def _try_conditions(folder: BucketPath) -> None:
-    """Have the store refuse what a run relies on that it refuses. Raises OSError where it does not."""
+def _try_conditions(config: JobOptions) -> None:
+    """Have the store of a run's folder refuse what a lease relies on that it refuses. Raises OSError if it does not."""
+    folder = config.folder
+    if not isinstance(folder, BucketPath) or not config.lease:
+        return
     probe = folder / f".storage-{uuid.uuid4().hex}"
     try:
         tag = probe.put(b"1", tag="")
         for wrong in ("", tag):
             if wrong:
                 probe.put(b"2", tag=tag)  # from now on its tag is another
-            try:
+            with contextlib.suppress(ChangedError):
                 probe.put(b"3", tag=wrong)
-            except ChangedError:
-                continue
-            raise OSError(
-                f"--output_dir={folder}: this store overwrites what it was asked not to (no conditional writes): two "
-                "processes could destroy each other's run; choose another store, or a folder on a disk"
-            )
-        probe.unlink()
+                raise OSError(
+                    f"--output_dir={folder}: this store overwrites what it was asked not to (no conditional writes): "
+                    "two processes could destroy each other's run; choose another store or a folder on a disk, or give "
+                    "--lease=false and see to it yourself that no other process has this --output_dir"
+                )
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--output_dir={folder}: nothing can be written there ({error})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def _busy(folder: Path) -> FileExistsError:

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vla_finetuning.bucket import BucketPath, ChangedError, hurry
+from vla_finetuning.bucket import BucketPath, ChangedError
 from vla_finetuning.terminal import tell, tell_error
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ def drive(folder: BucketPath, when_lost: Callable[[], None] = end_process) -> It
     Raises:
         FileExistsError: another process drives the run.
     """
-    hurry()  # not any more, if a run before ended so
     lease = _Lease(folder)
     lease.take()
     stop = threading.Event()

@@ -78,7 +78,6 @@ def needed_by(
         workers=scaling.min_workers or scaling.num_workers,
         shard_workers=planned_shards(config),
         adapters=config.peft,
-        find_unused_parameters=scaling.find_unused_parameters,
         average=config.ema.enable,
         exact_mean=train.exact_mean,
         frames=frames,

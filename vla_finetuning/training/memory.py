@@ -105,7 +105,6 @@ def step_memory(
     workers: int = 1,
     shard_workers: int | None = None,
     adapters: PeftOptions | None = None,
-    find_unused_parameters: bool = False,
     frames: Sequence[tuple[int, int]] = (),
     average: bool = False,
     exact_mean: bool = False,
@@ -147,7 +146,7 @@ def step_memory(
                 each = shard_workers or workers
                 copies = [list(range(first, first + each)) for first in range(0, workers, each)]
                 model = spread(loss, strategy, cpu, workers, replicas=copies, autocast=autocast)
-        elif workers > 1 and not find_unused_parameters:
+        elif workers > 1 and loss.reaches_all:
             hold_gradients(loss)  # DDP itself takes no fake tensors; what it holds are these, in its buckets
         optimizer = make_trainable_optimizer(
             loss.policy,

@@ -41,7 +41,7 @@ def spread(
     *,
     replicas: Sequence[Sequence[int]] | None = None,
     autocast: torch.dtype | None = None,
-    find_unused_parameters: bool = False,
+    find_unused_parameters: bool | None = None,
 ) -> nn.Module:
     """The module to train, before its optimizer is made: parameters that FSDP2 shards are replaced in place.
 
@@ -57,15 +57,16 @@ def spread(
         copies: for hsdp, the ranks that hold each copy together, from `replicas_on`; all hold one when absent.
         autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
             to which autocast would cast their weights anyway. Gradients travel in float32.
-        find_unused_parameters: DDP's search, in every step, for what trains and got no gradient; in any case where a
-            policy's loss may leave some out (`PolicyLoss.reaches_all`). FSDP2 needs none.
+        find_unused_parameters: DDP's search, in every step, for what trains and got no gradient; when absent, where a
+            policy's loss may leave some out (not `PolicyLoss.reaches_all`). FSDP2 needs none.
             What got none on any process then has none, and AdamW leaves it alone: zeros, it would decay. So gradients
             are freed, and while they are accumulated there are two of each, the second in the buckets.
     """
     if world == 1:
         return loss
     if strategy == "ddp":
-        find_unused_parameters |= isinstance(loss, PolicyLoss) and not loss.reaches_all
+        if find_unused_parameters is None:
+            find_unused_parameters = isinstance(loss, PolicyLoss) and not loss.reaches_all
         trained = sum(parameter.nbytes for parameter in loss.parameters() if parameter.requires_grad)
         if not find_unused_parameters:
             # DDP moves gradients that it finds into its buckets. Those made later, between the exchanges, would stay

@@ -149,9 +149,11 @@ class TrainState(LoopState):
 
     Attributes:
         dealt: which rows of the stream this rank gets. make_optimizer: stands in for the usual one.
+        find_unused_parameters: whether DDP searches for parameters without a gradient; when None, as the loss needs.
     """
 
     make_optimizer: Callable[[PolicySpec, PolicyLoss, int], TrainableOptimizer] = build_optimizer
+    find_unused_parameters: bool | None = None
     dealt: RankSchedule = field(init=False)
     metrics: DeviceMetrics = field(init=False)
     batches: TimedIterator = field(init=False)
@@ -196,8 +198,7 @@ class TrainState(LoopState):
             worker.world,
             replicas=replicas(worker, scaling.shard_workers) if hybrid else None,
             autocast=self.autocast,
-            # Where its family says what is unused, nothing that trains is without a gradient.
-            find_unused_parameters=scaling.find_unused_parameters,
+            find_unused_parameters=self.find_unused_parameters,
         )
         self.optimizer = self.make_optimizer(policy, self.loss, run.job.steps)
         if self.attempt.checkpoint is not None:
