@@ -493,7 +493,7 @@ def read_lerobot(
         window_segments: from at least so many places of the dataset each window takes its rows; more mix better and
             decode more frames for those that are wanted (docs/data_engine.md).
         tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.
-        storage_options: for fsspec (endpoint, credentials); the environment is used when None.
+        storage_options: obstore's for the store (`endpoint`, `access_key_id`, …); the environment is used when None.
         storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
         override_num_blocks: number of read tasks; chosen by memory when None.
         num_cpus: CPUs that a read task holds; it decodes with as many threads.

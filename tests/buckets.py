@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import boto3
 import pytest
+from obstore.store import MemoryStore
 
 from tests.loopback import Faults, Proxy, s3_server, serving
 from vla_finetuning import bucket, lines
+from vla_finetuning.store import Store
 
 SECRET = "canary-secret-access-key"
 
@@ -35,6 +37,17 @@ def runs_bucket() -> Iterator[Faults]:
             yield faults
         finally:
             forget()
+
+
+class MemoryBucket(Store):
+    """A bucket in this process's memory, for what depends on no network. Not for other processes."""
+
+    def __init__(self) -> None:
+        super().__init__("s3", "memory")
+        self._memory = MemoryStore()
+
+    def _connect(self, patience_s: float, in_pieces: bool) -> MemoryStore:
+        return self._memory
 
 
 def forget() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import json
 import logging
 import re
 import socket
@@ -11,9 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 
 @contextlib.contextmanager
@@ -75,112 +77,114 @@ def s3_server() -> Iterator[str]:
 
 
 class GoogleStorage(ThreadingHTTPServer):
-    """What gcsfs asks of Google Cloud Storage's JSON API: one bucket, whose objects are a folder's files.
+    """What obstore asks of Google Cloud Storage's XML API: one bucket, whose objects are a folder's files.
 
-    https://cloud.google.com/storage/docs/json_api/v1 (objects: get, list, insert, delete; buckets: get).
+    https://cloud.google.com/storage/docs/xml-api/reference-methods
     """
 
     def __init__(self, bucket: str, folder: Path):
         self.bucket, self.folder, self.lock = bucket, folder, threading.Lock()
-        # Uploads that were begun, by their number; and how much of a piece is taken, in bytes.
-        self.sessions: dict[str, tuple[str, bytearray]] = {}
-        self.takes = 2**30
+        self.uploads: dict[str, dict[int, bytes]] = {}  # those that were begun in pieces
         super().__init__(("127.0.0.1", 0), GoogleStorageRequest)
 
 
 class GoogleStorageRequest(Handler):
-    def do_POST(self):
-        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        query = {name: values[-1] for name, values in parse_qs(urlsplit(self.path).query).items()}
-        if query.get("uploadType") == "resumable":  # the object follows, to where this answer says
-            number = len(self.server.sessions)
-            self.server.sessions[f"{number}"] = query["name"], bytearray()
-            return self.answer(200, headers={"Location": f"http://{self.headers['Host']}/upload/session/{number}"})
-        file, wanted = self.server.folder / query["name"], query.get("ifGenerationMatch")
-        with self.server.lock:
-            if wanted is not None and wanted != (self.metadata(query["name"])["generation"] if file.exists() else "0"):
-                return self.answer(412, b'{"error": {"code": 412, "message": "Precondition Failed"}}')
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data)
-            self.json(self.metadata(query["name"]))
+    def place(self):
+        """The object's name, its file, and the query."""
+        url = urlsplit(self.path)
+        _, bucket, name = (*unquote(url.path).split("/", 2), "")[:3]
+        query = {key: values[-1] for key, values in parse_qs(url.query, keep_blank_values=True).items()}
+        return (name if bucket == self.server.bucket else None), self.server.folder / name, query
 
     def do_PUT(self):
-        """A piece of an upload: https://cloud.google.com/storage/docs/performing-resumable-uploads."""
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        session = self.server.sessions.get(urlsplit(self.path).path.rpartition("/")[2])
-        if session is None:
+        name, file, query = self.place()
+        if name is None or ("uploadId" in query and query["uploadId"] not in self.server.uploads):
             return self.not_found()
-        start, last, size = map(int, re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", self.headers["Content-Range"]).groups())
-        name, has = session
-        if start > len(has) or len(data) != last + 1 - start or (last + 1 < size and len(data) % 2**18):
-            return self.answer(400, b'{"error": {"code": 400, "message": "planted"}}')
         with self.server.lock:
-            has += data[len(has) - start :][: self.server.takes]
-        if len(has) < size:
-            return self.answer(308, headers={"Range": f"bytes=0-{len(has) - 1}"} if has else {})
-        file = self.server.folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(has)
-        self.json(self.metadata(name))
+            if "uploadId" in query:
+                self.server.uploads[query["uploadId"]][int(query["partNumber"])] = data
+                return self.answer(200, headers={"ETag": f'"{query["partNumber"]}"'})
+            wanted = self.headers.get("x-goog-if-generation-match")
+            if wanted is not None and wanted != (self.headers_of(file)["x-goog-generation"] if file.exists() else "0"):
+                return self.answer(412)
+            self.write(file, data)
+
+    def do_POST(self):
+        """https://cloud.google.com/storage/docs/multipart-uploads."""
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        name, file, query = self.place()
+        with self.server.lock:
+            if "uploads" in query:
+                number = f"{len(self.server.uploads)}"
+                self.server.uploads[number] = {}
+                said = f"<Bucket>{self.server.bucket}</Bucket><Key>{name}</Key><UploadId>{number}</UploadId>"
+                return self.xml("InitiateMultipartUploadResult", said)
+            pieces = self.server.uploads.pop(query["uploadId"], None)
+            if pieces is None:
+                return self.not_found()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"".join(pieces[number] for number in sorted(pieces)))
+            etag = self.headers_of(file)["ETag"]
+            self.xml("CompleteMultipartUploadResult", f"<Key>{name}</Key><ETag>{escape(etag)}</ETag>")
 
     def do_DELETE(self):
-        if self.server.sessions.pop(urlsplit(self.path).path.rpartition("/")[2], None) is not None:
-            return self.answer(499)
-        file = self.server.folder / unquote(urlsplit(self.path).path.rpartition("/o/")[2])
+        _, file, query = self.place()
+        if "uploadId" in query:
+            self.server.uploads.pop(query["uploadId"], None)
+            return self.answer(204)
         if not file.is_file():
             return self.not_found()
         file.unlink()
         self.answer(204)
 
     def do_GET(self):
-        url = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        found = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)(/o)?(?:/([^/]+))?", url.path)
-        if not found or found[1] != self.server.bucket:
+        name, file, query = self.place()
+        if name == "":
+            return self.listing(query.get("prefix", ""), query.get("delimiter", ""))
+        if name is None or not file.is_file():
             return self.not_found()
-        if not found[2]:
-            return self.json({"kind": "storage#bucket", "name": found[1]})
-        if not found[3]:
-            return self.json(self.listing(query.get("prefix", ""), query.get("delimiter", "")))
-        name = unquote(found[3])
-        file = self.server.folder / name
-        if not file.is_file():
-            return self.not_found()
-        if query.get("alt") != "media":
-            return self.json(self.metadata(name))
-        if query.get("ifGenerationMatch", (generation := self.metadata(name)["generation"])) != generation:
+        headers = self.headers_of(file)
+        if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
             return self.answer(412)
         data = file.read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not asked:
-            return self.answer(200, data, {"X-Goog-Generation": generation})
+            return self.answer(200, data, {**headers, "Content-Length": str(len(data))})
         first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
-        return self.answer(206, data[first : last + 1], {"Content-Range": f"bytes {first}-{last}/{len(data)}"})
+        at = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "Content-Length": str(last + 1 - first)}
+        return self.answer(206, data[first : last + 1], {**headers, **at})
 
-    def metadata(self, name):
-        status = (self.server.folder / name).stat()
-        return {
-            "kind": "storage#object",
-            "bucket": self.server.bucket,
-            "name": name,
-            "size": str(status.st_size),
-            "generation": str(status.st_mtime_ns),
-            "etag": f"CL{status.st_mtime_ns:x}EAE=",
-        }
+    def write(self, file, data):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+        self.answer(200, headers=self.headers_of(file))
+
+    def headers_of(self, file):
+        generation = file.stat().st_mtime_ns
+        written = formatdate(generation / 1e9, usegmt=True)
+        return {"ETag": f'"{generation:x}"', "x-goog-generation": str(generation), "Last-Modified": written}
 
     def listing(self, prefix, delimiter):
         files = (path for path in sorted(self.server.folder.rglob("*")) if path.is_file())
         names = [name for file in files if (name := file.relative_to(self.server.folder).as_posix()).startswith(prefix)]
         inner = {name: name[len(prefix) :].partition(delimiter)[0] + delimiter for name in names} if delimiter else {}
         folders = {prefix + part for name, part in inner.items() if prefix + part != name + delimiter}
-        items = [self.metadata(n) for n in names if not any(n.startswith(folder) for folder in folders)]
-        return {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
+        text = ""
+        for name in (n for n in names if not any(n.startswith(folder) for folder in folders)):
+            file = self.server.folder / name
+            written = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat()
+            etag = escape(self.headers_of(file)["ETag"])
+            text += f"<Contents><Key>{escape(name)}</Key><Size>{file.stat().st_size}</Size>"
+            text += f"<LastModified>{written}</LastModified><ETag>{etag}</ETag></Contents>"
+        text += "".join(f"<CommonPrefixes><Prefix>{escape(n)}</Prefix></CommonPrefixes>" for n in sorted(folders))
+        self.xml("ListBucketResult", text)
 
-    def json(self, value):
-        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def xml(self, name, text):
+        self.answer(200, f"<{name}>{text}</{name}>".encode(), {"Content-Type": "application/xml"})
 
     def not_found(self):
-        self.answer(404, b'{"error": {"code": 404, "message": "Not Found"}}')
+        self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
 
 # ---- a way to a store that fails -----------------------------------------------------------------------------------

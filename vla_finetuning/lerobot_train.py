@@ -29,7 +29,7 @@ _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/
 
 # What else `lerobot-train` has, and the answer. A name that ends in `.*` stands for all options of that group.
 ANSWERED = {
-    "dataset.repo_type": "datasets in buckets are read by their address: --dataset.root s3://... or gs://...",
+    "dataset.repo_type": "datasets in buckets are read by their address: --dataset.root s3://..., gs://... or az://...",
     "dataset.image_transforms.tfs.*": "all of them in one flag, as JSON: --dataset.image_transforms.tfs",
     "dataset.video_backend": "videos are decoded by PyAV, whose frames LeRobot's pyav backend gives to the bit",
     "dataset.return_uint8": "frames always travel as uint8",

@@ -20,7 +20,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.bucket import BucketPath, within
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning.store import within
 
 logger = logging.getLogger(__name__)
 
@@ -285,12 +286,11 @@ def text_of_lines(path: BucketPath) -> str:
         seen = (str(path), name, found[name].tag)
         if seen not in _segments:
             try:
-                data, tag = path.store.get(f"{path.key}/{name}")
+                data = (path / name).read_bytes()
             except FileNotFoundError:
                 continue  # replaced since it was listed; what is in its place is in the next reading
             for other in [key for key in list(_segments) if key[:2] == seen[:2]]:
                 _segments.pop(other, None)
-            seen = (*seen[:2], tag)
             _segments[seen] = data.decode(errors="replace")
         texts.append(_segments[seen])
     return "".join(texts)

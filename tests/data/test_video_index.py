@@ -4,10 +4,10 @@ import random
 import threading
 
 import av
-import fsspec
 import numpy as np
 import pytest
 
+from tests.buckets import MemoryBucket
 from tests.data.test_decode import CODECS
 from vla_finetuning.data import node_cache, number_cache, storage, video_index
 from vla_finetuning.data.decode import VideoReader
@@ -49,21 +49,21 @@ def store(content, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "KEPT_BLOCKS", 4096)
     monkeypatch.setattr(number_cache, "NUMBERS_DIR", str(tmp_path / "node"))
     node_cache.node_cache.cache_clear()
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/arm/file.mp4", content)
+    memory = MemoryBucket()
+    memory.put("arm/file.mp4", content)
     fs = RemoteFileSystem(memory, StoragePolicy())
     fs.fetched = []
 
     def read_range(path, start, end, _):
         fs.fetched.append((start, end, threading.current_thread().name.startswith("object-store")))
-        return memory.cat_file(path, start, end)
+        return memory.range("arm/file.mp4", start, end)
 
     fs.read_range = read_range
     return fs
 
 
 def opened(fs):
-    return RemoteVideo(fs, "/arm/file.mp4", "arm")
+    return RemoteVideo(fs, "memory/arm/file.mp4", "arm")
 
 
 def settle(video):

@@ -105,7 +105,7 @@ def test_no_such_folder(path):
 
 
 def test_a_uri_is_refused():
-    with pytest.raises(ValueError, match="http://bucket/policy: expected a path, s3://BUCKET/FOLDER or gs://"):
+    with pytest.raises(ValueError, match="http://bucket/policy: expected a path, s3://BUCKET/FOLDER, gs://"):
         fetch_pretrained("http://bucket/policy")
 
 

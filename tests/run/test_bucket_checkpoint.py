@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.buckets import forget, runs_bucket
-from vla_finetuning import bucket, node_disk
-from vla_finetuning.bucket import StorageError, StoreAwayError, place, within
+from vla_finetuning import node_disk, store
+from vla_finetuning.bucket import place
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.files import read_lines
 from vla_finetuning.lines import append_line
@@ -34,6 +34,7 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.folder import checkpoint_to_resume
 from vla_finetuning.run.kept import bring_in
+from vla_finetuning.store import StorageError, StoreAwayError, within
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.worker import Worker
 
@@ -51,7 +52,7 @@ def run(faults, request, tmp_path, monkeypatch):
     """A run's folder. Requests are repeated at once, and this node's disk is the test's own."""
     faults.choose, faults.delay_s = lambda request: None, 0.0
     faults.requests.clear()
-    monkeypatch.setattr(bucket, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
     on_node(tmp_path, monkeypatch)
     yield place(f"s3://runs/{request.node.name}/run")
     faults.choose = lambda request: None

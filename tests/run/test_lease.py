@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.buckets import runs_bucket
-from vla_finetuning import bucket
+from vla_finetuning import store
 from vla_finetuning.bucket import place
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
@@ -34,7 +34,7 @@ def folder(faults, request, monkeypatch):
     faults.requests.clear()
     monkeypatch.setattr(lease, "RENEW_S", 0.2)
     monkeypatch.setattr(lease, "LOOK_S", 0.1)
-    monkeypatch.setattr(bucket, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
     yield place(f"s3://runs/{request.node.name}/run")
     faults.choose = lambda request: None
 

@@ -180,8 +180,8 @@ def load_metadata(
     Reads `meta/` only; `dataset_files.check_files` tells whether the files it names are there.
 
     Args:
-        root: a local folder, or a URL of a store that is read (`s3://`, `gs://`; `storage.PROTOCOLS`).
-        storage_options: passed to fsspec's file system.
+        root: a local folder, or a URL of a store that is read (`s3://`, `gs://`, `az://`).
+        storage_options: obstore's for the store (endpoint, credentials).
         storage_policy: how long requests to an object store may take, and whether blocks of files are cached.
     Raises:
         FileNotFoundError: no such place, not a LeRobot dataset, or a file of `meta/` is missing.
@@ -484,7 +484,7 @@ def _open_root(
     try:
         found, base = connect(root, policy, storage_options)
     except ValueError as error:
-        raise ValueError(f"dataset {root}: {error}; expected a local folder, s3:// or gs://") from error
+        raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or az://") from error
     base = base.rstrip("/")
     fs = found.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(found, RemoteFileSystem) else found
     try:

@@ -1,10 +1,9 @@
 """Datasets in object stores: files read in ranges, with read-ahead, retries, and limits on how long all of it may take.
 
-`connect` gives a file system that the rest of the program uses as it uses the local one. Behind it is the store's own
-fsspec file system, whose patience is configured here: one policy of retries for all stores, on top, so that a store
-that fails for good is reported within `StoragePolicy.timeout_s`, and one that stalls never hangs a run. What is known
-to be wanted is asked for beforehand, many requests side by side; what an object is was learned from a listing, and
-every request is for that content alone. Blocks that were read may be cached on a local disk.
+`connect` gives a file system that the rest of the program uses as it uses the local one. Behind it is store.py, with
+`StoragePolicy.timeout_s` for each request, so that a store that fails for good is reported in that time, and one that
+stalls never hangs a run. What is known to be wanted is requested beforehand, many requests side by side; what an object
+is was learned from a listing, and every request is for that content alone. Blocks may be cached on a local disk.
 """
 
 from __future__ import annotations
@@ -13,23 +12,19 @@ import contextlib
 import functools
 import io
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
-from vla_finetuning.bucket import StorageError, client_options, http_status, may_pass, range_google, range_s3
 from vla_finetuning.data.node_cache import Records, node_cache
 from vla_finetuning.environment import CACHE_GB, Timeouts
+from vla_finetuning.store import PROTOCOLS, ChangedError, Content, Failure, StorageError, Store, split_address
 
-# What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
-PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
 # Objects are fetched and cached in blocks of so many bytes. A segment of a shuffled window is less.
 BLOCK_BYTES = 2**17
 # Read around what was not requested beforehand: a smaller one costs round trips, one after the other.
@@ -42,10 +37,6 @@ GAP_BYTES = 2**19
 MAX_REQUESTS = 16
 # A longer read is several requests, so that a slow line has time for each.
 MAX_REQUEST_BYTES = 16 * 2**20
-# A connection that is silent for this share of the time a read may take is given up and made anew.
-STALL_SHARE = 1 / 8
-# Pauses between attempts: at random, up to 0.5, 1, 2, 4, 8 s and then always 10 s.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
 
 @contextlib.contextmanager
@@ -99,45 +90,42 @@ class StoragePolicy:
 def connect(
     url: str, policy: StoragePolicy, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL, and the place inside it. Nothing is read yet.
+    """Return the file system of a path or URL, and the place inside it. Nothing is read yet.
 
     Args:
-        storage_options: for the store's own file system (endpoint, credentials); they go before the policy's.
+        storage_options: obstore's for the store (`endpoint`, `access_key_id`, …); they override the environment.
     Raises:
         ValueError: a store that is not read.
     """
     protocol = fsspec.utils.get_protocol(url)
+    if protocol in ("file", "local"):
+        return fsspec.core.url_to_fs(url)
     if protocol not in PROTOCOLS:
         instead = "copy or mount the dataset"
         if protocol == "hf":
             instead = "--dataset.repo_id USER/NAME downloads what is needed of a dataset on the Hub, once and pinned"
-        # fsspec may open it; but which of its errors pass, and what tells one content from another, is not known here.
         raise ValueError(f"{protocol}:// is not read: {instead}")
-    options = client_options(protocol, policy.timeout_s * STALL_SHARE, MAX_REQUESTS)
-    for key, value in (storage_options or {}).items():
-        known = options.get(key)
-        options[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
-    fs, base = fsspec.core.url_to_fs(url, **options)
-    return (fs if isinstance(fs, LocalFileSystem) else RemoteFileSystem(fs, policy, root=base)), base
+    protocol, bucket, key = split_address(url)
+    base = f"{bucket}/{key}".rstrip("/")
+    return RemoteFileSystem(Store(protocol, bucket, storage_options, explain), policy, root=base), base
 
 
-class Content(NamedTuple):
-    """What a store says of an object: its bytes, and what tells them from others (`kind` is how the store calls it)."""
-
-    size: int
-    kind: str | None
-    mark: str
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Content:
-        # Google's objects have an etag as well, which no request for a range takes as a condition.
-        marks = ("generation", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
-        kind = next((name for name in marks if info.get(name)), None)
-        return cls(int(info["size"] or 0), kind, "" if kind is None else str(info[kind]))
+def explain(failure: Failure) -> StorageError:
+    """Return the error for a request that was given up; `naming_file` puts the file's name before it."""
+    if failure.may_pass:
+        return StorageError(
+            f"cannot be read: {failure.words}; gave up after {failure.elapsed_s:.0f} s of retries: check the network, "
+            "the endpoint, the credentials and that the store is not overloaded (a run goes on with --resume; "
+            "VLA_READ_TIMEOUT_S in the environment waits longer)"
+        )
+    return StorageError(
+        f"cannot be read: {failure.words}; check credentials, permissions and endpoint (environment variables of the "
+        "object store, on every node)"
+    )
 
 
 class RemoteFileSystem(fsspec.AbstractFileSystem):
-    """A store, for reading: every call is retried while the failure may pass, and ends in time.
+    """A bucket, for reading. Paths are ``bucket/key``.
 
     All methods raise FileNotFoundError for what is not there, and `StorageError` for everything else that goes wrong
     in the store or on the way to it.
@@ -150,67 +138,73 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
 
     cachable = False
 
-    def __init__(
-        self,
-        fs: fsspec.AbstractFileSystem,
-        policy: StoragePolicy,
-        listed: dict[str, Content] | None = None,
-        root: str = "",
-    ):
+    def __init__(self, store: Store, policy: StoragePolicy, listed: dict[str, Content] | None = None, root: str = ""):
         super().__init__()
-        self.fs, self.policy, self.protocol, self.root = fs, policy, fs.protocol, root
+        self.store, self.policy, self.protocol, self.root = store, policy, store.protocol, root
         self.listed = {} if listed is None else listed
-        if "s3" in fs.protocol:
-            # s3fs retries 5 times what it has retried 5 times already; no option of an instance
-            # says so (2026.2.0).
-            fs.retries = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.fs, self.policy, self.listed, self.root)
+        return type(self), (self.store, self.policy, self.listed, self.root)
 
-    def exists(self, path: str, **kwargs: Any) -> bool:
-        return self._call(self.fs.exists, path, **kwargs)
+    def exists(self, path: str, **_: Any) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            self.info(path)
+            return True
+        return False
 
     def isdir(self, path: str) -> bool:
-        return self._call(self.fs.isdir, path)
+        with contextlib.suppress(FileNotFoundError):
+            return self.store.is_folder(self._key(path), self.policy.timeout_s)
+        return False
 
-    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        return self._call(self.fs.info, path, **kwargs)
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        key = self._key(path)
+        try:
+            return _info(path, self.store.head(key, self.policy.timeout_s))
+        except FileNotFoundError:
+            if not self.store.is_folder(key, self.policy.timeout_s):
+                raise
+            return {"name": path, "size": 0, "type": "directory"}
 
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        return self._call(self.fs.ls, path, detail=detail, **kwargs)
+    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
+        folders, objects = self.store.names(self._key(path), self.policy.timeout_s)
+        found = {f"{path}/{name}": {"name": f"{path}/{name}", "size": 0, "type": "directory"} for name in folders}
+        found |= {f"{path}/{name}": _info(f"{path}/{name}", content) for name, content in objects.items()}
+        return list(found.values()) if detail else sorted(found)
 
-    def find(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
-        # With a depth fsspec (2026.2.0) walks, and would silently leave out a folder that it failed to list.
-        depth = {} if maxdepth is None else {"maxdepth": maxdepth, "on_error": "raise"}
-        found = self._call(self.fs.find, path, **depth, **kwargs)
-        if isinstance(found, dict):
-            self.listed |= {name: Content.of(info) for name, info in found.items() if info["type"] == "file"}
-        return found
+    def find(self, path: str, maxdepth: int | None = None, detail: bool = False, **_: Any) -> Any:
+        """Return the files below, or with `maxdepth` 1 those directly below."""
+        key, timeout_s = self._key(path), self.policy.timeout_s
+        objects = self.store.below(key, timeout_s) if maxdepth is None else self.store.names(key, timeout_s)[1]
+        found = {f"{path}/{name}": content for name, content in sorted(objects.items())}
+        self.listed |= found
+        return {name: _info(name, content) for name, content in found.items()} if detail else list(found)
 
     def content(self, path: str) -> Content:
-        """As it was listed; asked for where it was not."""
-        return self.listed.get(path) or Content.of(self.info(path))
+        """Return what was listed of a file; the store's answer where it was not."""
+        return self.listed.get(path) or self.store.head(self._key(path), self.policy.timeout_s)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        return self._call(self.fs.cat_file, path, start=start, end=end, **kwargs)
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        if start is None and end is None:
+            return self.store.get(self._key(path), patience_s=self.policy.timeout_s)[0]
+        size = self.content(path).size
+        first, last, _step = slice(start, end).indices(size)
+        return self.store.range(self._key(path), first, last, patience_s=self.policy.timeout_s)
 
     def read_range(self, path: str, start: int, end: int, content: Content) -> bytes:
-        """Bytes [start, end) of a file that is still `content`, where the store can tell (S3's and Google's can)."""
-        if content.kind == "ETag" and "s3" in self.protocol:
-            return self._call(self._on_loop, range_s3, path, start, end, content.mark)
-        if content.kind == "generation":
-            return self._call(self._on_loop, range_google, path, start, end, content.mark)
-        return self.cat_file(path, start, end)
-
-    def _on_loop(self, get: Any, *args: Any, timeout: float) -> bytes:
-        return fsspec.asyn.sync(self.fs.loop, get, self.fs, *args, timeout=timeout)
+        """Return bytes [start, end) of a file that is still `content`."""
+        try:
+            return self.store.range(self._key(path), start, end, content.tag, self.policy.timeout_s)
+        except ChangedError as error:
+            raise StorageError(
+                "changed since this run looked which files there are; datasets must not be written to while they are "
+                "read: go on with --resume when it is whole"
+            ) from error
 
     def invalidate_cache(self, path: str | None = None) -> None:
         inside = "" if path is None else f"{path.rstrip('/')}/"
         for name in [name for name in self.listed if name.startswith(inside)]:
             del self.listed[name]
-        self.fs.invalidate_cache(path)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> RemoteFile:
         if mode != "rb":
@@ -226,55 +220,14 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         return self._under(cache_dir=None)
 
     def _under(self, **changed: Any) -> RemoteFileSystem:
-        return RemoteFileSystem(self.fs, replace(self.policy, **changed), self.listed, self.root)
+        return RemoteFileSystem(self.store, replace(self.policy, **changed), self.listed, self.root)
 
-    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        started = time.monotonic()
-        last: Exception | None = None
-        retrying = Retrying(
-            retry=retry_if_exception(may_pass),
-            wait=wait_random_exponential(FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
-            stop=stop_before_delay(self.policy.timeout_s),
-            reraise=True,
-        )
-        try:
-            for attempt in retrying:
-                with attempt:
-                    if self.fs.async_impl:
-                        # The store's client may retry, and wait for a lock or a token: this bounds all of it.
-                        kwargs["timeout"] = max(0.01, self.policy.timeout_s - (time.monotonic() - started))
-                    try:
-                        return method(*args, **kwargs)
-                    except TimeoutError as error:
-                        last = last or error  # what went wrong before time was up says more
-                        raise
-                    except Exception as error:
-                        last = error
-                        raise
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise _explained(last or error, time.monotonic() - started) from error
+    def _key(self, path: str) -> str:
+        return path.partition("://")[2].partition("/")[2] if "://" in path else path.strip("/").partition("/")[2]
 
 
-def _explained(error: Exception, elapsed_s: float) -> StorageError:
-    if http_status(error) == 412 or isinstance(error, FileExistsError):  # as gcsfs calls it
-        return StorageError(
-            "changed since this run looked which files there are; datasets must not be written to while they are read: "
-            "go on with --resume when it is whole"
-        )
-    message = " ".join(str(error).split())
-    words = f"{type(error).__name__}: {message}" if message else "no answer"
-    if may_pass(error):
-        return StorageError(
-            f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint, "
-            "the credentials and that the store is not overloaded (a run goes on with --resume; "
-            "VLA_READ_TIMEOUT_S in the environment waits longer)"
-        )
-    return StorageError(
-        f"cannot be read: {words}; check credentials, permissions and endpoint (environment variables of the object "
-        "store, on every node)"
-    )
+def _info(path: str, content: Content) -> dict[str, Any]:
+    return {"name": path, "size": content.size, "type": "file"}
 
 
 def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
@@ -298,8 +251,8 @@ def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
         return None
 
 
-def _identity(fs: fsspec.AbstractFileSystem, path: str, content: Content) -> str | None:
-    return None if content.kind is None else f"{fs.protocol}\0{path}\0{content.size}\0{content.mark}"
+def _identity(fs: RemoteFileSystem, path: str, content: Content) -> str | None:
+    return f"{fs.protocol}\0{path}\0{content.size}\0{content.tag}" if content.tag else None
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class DatasetOptions:
 
     root: str | None = option(
         None,
-        "A LeRobot dataset (v3.0, v2.1 or v2.0): a local folder, s3://..., gs://..., or several separated by commas.",
+        "A LeRobot dataset (v3.0, v2.1 or v2.0): a local folder, s3://, gs:// or az://, or several, with commas.",
         conflicts={"dataset.repo_id": "", "dataset.mixture": ""},
     )
     repo_id: str | None = option(

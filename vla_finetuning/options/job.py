@@ -24,7 +24,7 @@ class JobOptions:
     preset: str | None = option(None, "A set of flags that come before those given; see Presets.")
     output_dir: str | None = option(
         None,
-        "The run's folder: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a path that all nodes share.",
+        "The run's folder: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or a path all nodes share.",
     )
     resume: bool = option(
         False,

@@ -47,7 +47,8 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
         max=MAX_SEED,
     )
     output_dir: str | None = option(
-        None, "Where episodes.jsonl is written: a path, s3:// or gs://. Given again, the evaluation goes on there."
+        None,
+        "Where episodes.jsonl is written: a path, s3://, gs://, az://. Given again, the evaluation goes on there.",
     )
     record_dataset: str | None = option(
         None,

@@ -132,7 +132,7 @@ def _on_disk(path: Path) -> Iterator[Path]:
         yield path
         return
     with tempfile.TemporaryDirectory() as folder:
-        path.download(here := Path(folder, path.name), path.found())
+        path.download(here := Path(folder, path.name), path.content())
         yield here
 
 

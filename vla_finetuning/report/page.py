@@ -27,7 +27,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from util import COMMON_METRICS
-from vla_finetuning.bucket import BucketPath, StorageError, place
+from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
@@ -52,6 +52,7 @@ from vla_finetuning.run.folder import (
 )
 from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import BUCKET_POLL_S
+from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 PACKAGES = ("ray", "lerobot", "torch", "av")

@@ -223,7 +223,7 @@ class _Mirror:
                 if file.is_file():
                     here = self.folder / file.relative_to(output_dir).as_posix()
                     here.parent.mkdir(parents=True, exist_ok=True)
-                    file.download(here, file.found())
+                    file.download(here, file.content())
 
     def send(self, now: bool) -> bool:
         """Send what has changed, every MIRROR_S at most unless it is to be `now`. Whether all is there."""

@@ -10,9 +10,10 @@ import json
 import uuid
 from pathlib import Path
 
-from vla_finetuning.bucket import BucketPath, ChangedError
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import read_lines
 from vla_finetuning.lines import append_line, claim_line, drop_half_line
+from vla_finetuning.store import ChangedError
 
 ATTEMPTS_NAME = "attempts.jsonl"
 

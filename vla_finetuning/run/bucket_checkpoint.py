@@ -23,12 +23,13 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.bucket import BucketPath, ChangedError
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import write_json
 from vla_finetuning.lines import waiting_lines
 from vla_finetuning.node_disk import on_disk, scratch
 from vla_finetuning.run.attempts import attempts, resumed_at
 from vla_finetuning.run.manifest import PARTIAL, PREFIX, STATE, Files, Progress, file_digest, manifest, parsed, step_of
+from vla_finetuning.store import ChangedError
 
 logger = logging.getLogger(__name__)
 

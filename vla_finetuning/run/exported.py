@@ -73,7 +73,7 @@ def _problem(folder: Path) -> str | None:
         return f"{folder} lacks {', '.join(missing)}"
     weights = folder / WEIGHTS_NAME
     if isinstance(weights, BucketPath):
-        return None if weights.found().size else f"{weights} is empty"
+        return None if weights.content().size else f"{weights} is empty"
     try:
         with safe_open(weights, framework="np"):
             return None

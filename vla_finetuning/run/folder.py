@@ -49,7 +49,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.bucket import BucketPath, ChangedError, StorageError, hurry
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import read_json, read_lines, remove, write_json
 from vla_finetuning.lines import is_there, recently, write_beside
 from vla_finetuning.options.fields import leaves, options_of
@@ -68,6 +68,7 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.exported import RESULTS
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
+from vla_finetuning.store import ChangedError, StorageError, hurry
 from vla_finetuning.terminal import tell
 
 __all__ = ["ATTEMPTS_NAME", "attempts", "start_attempt"]

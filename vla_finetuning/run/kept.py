@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from vla_finetuning.bucket import BucketPath, within
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.lines import write_waiting
 from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.attempts import attempts
@@ -21,6 +21,7 @@ from vla_finetuning.run.bucket_checkpoint import LINES_PREFIX
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint, load_progress, partial_folder
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.manifest import PREFIX, STATE, Progress, file_digest, parsed
+from vla_finetuning.store import within
 from vla_finetuning.terminal import tell
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vla_finetuning.bucket import BucketPath, ChangedError
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning.store import ChangedError
 from vla_finetuning.terminal import tell, tell_error
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class _Lease:
     def _free_tag(self) -> str:
         """The tag of what this lease replaces, which is nobody's any more. Raises FileExistsError."""
         state, tag = self._read()
-        if not state or state.get("released") or time.time() - self._path.found().written > LONG_AGO_S:
+        if not state or state.get("released") or time.time() - self._path.content().written > LONG_AGO_S:
             return tag
         tell(f"Waiting      the driver of this run ({_named(state)}) did not say that it ended; {LEASE_S:.0f} s show")
         deadline = time.monotonic() + LEASE_S

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from vla_finetuning.bucket import BucketPath, StorageError
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.lines import append_line, line_writer, recently
 from vla_finetuning.run.folder import (
@@ -29,6 +29,7 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
+from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import LogFormatter, tell
 
 # How often the driver looks for news; a bucket is asked less often, as each look is some requests.

@@ -20,7 +20,7 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 from util import TrainableOptimizer
-from vla_finetuning.bucket import BucketPath, StorageError, StoreAwayError, within
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.lines import flush_lines
 from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.checkpoint import (
@@ -40,6 +40,7 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.folder import attempts, checkpoint_written
 from vla_finetuning.run.job import Job
+from vla_finetuning.store import StorageError, StoreAwayError, within
 from vla_finetuning.training.parallel import first_replica, is_sharded, shard_of
 from vla_finetuning.training.worker import Worker
 

@@ -14,7 +14,7 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from vla_finetuning.bucket import BucketPath, StoreAwayError, hurry
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.node_disk import scratch
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
@@ -23,6 +23,7 @@ from vla_finetuning.run.folder import checkpoint_to_resume, stopping_on_signals
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.kept import bring_in
 from vla_finetuning.run.progress import Line, follow_progress, step_line
+from vla_finetuning.store import StoreAwayError, hurry
 
 # Between looks at whether there is capacity for more workers of an elastic group.
 RESIZE_INTERVAL_S = 60.0

@@ -1,0 +1,499 @@
+"""Object stores, by obstore: Amazon S3, Google Cloud Storage, Azure, and what speaks as they do.
+
+A request that may succeed a little later is made again, until the caller's patience ends. A reader sees an object as it
+was or as it is, never half of it: a range is of the content that was listed, and what must not exist yet, or must still
+be what was read, is written under that condition.
+
+Credentials, region and endpoint come from where the store's own tools look for them: environment, profiles, the
+machine's role. Nothing here holds or prints them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# What an address may begin with, and how errors call it.
+PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az"}
+FORMS = "s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER"
+# The longest that a call tries, in seconds, unless it says otherwise.
+PATIENCE_S = 60.0
+# A connection that is silent for so long, or for this share of a call's patience, is given up and made anew.
+STALL_S, STALL_SHARE = 15.0, 1 / 4
+# Pauses between attempts: at random, up to 0.5, 1, 2, 4, 8 s and then always 10 s.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+# Large files travel in pieces of this size, so many at a time: what a process holds of them in memory.
+PIECE_BYTES, PIECES = 32 * 2**20, 8
+# The largest object that is read into memory.
+MOST_BYTES = 2**30
+GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+
+
+class StorageError(OSError):
+    """A store refused or did not answer. Says nothing about what the file holds; the message tells what to do."""
+
+
+class StoreAwayError(StorageError):
+    """A store has failed for longer than a run waits."""
+
+
+class ChangedError(StorageError):
+    """An object exists already, or is not the one that was read: another process wrote it."""
+
+
+class Content(NamedTuple):
+    """What a store says of an object: its size in bytes, the tag of its content (an ETag), its UNIX time."""
+
+    size: int
+    tag: str
+    written: float
+
+
+class Failure(NamedTuple):
+    """A request that was given up, with the store's words, and whether another may succeed."""
+
+    url: str
+    words: str
+    may_pass: bool
+    elapsed_s: float
+
+
+def explain(failure: Failure) -> StorageError:
+    """Return the error for a failure, with what to do."""
+    if failure.may_pass:
+        return StorageError(
+            f"{failure.url}: the store does not answer ({failure.words}), for {failure.elapsed_s:.0f} s: check the "
+            "network, the endpoint and that it is not overloaded"
+        )
+    return StorageError(
+        f"{failure.url}: the store refuses ({failure.words}): check credentials, permissions and endpoint (environment "
+        "variables of the object store, on every node)"
+    )
+
+
+def split_address(url: str) -> tuple[str, str, str]:
+    """Split ``s3://bucket/a/b`` into protocol, bucket and ``a/b``. Raises ValueError where no store is known."""
+    protocol, _, rest = url.partition("://")
+    bucket, _, key = rest.strip("/").partition("/")
+    if protocol not in PROTOCOLS or not bucket:
+        raise ValueError(f"{url}: expected a path, {FORMS}")
+    return protocol, bucket, key
+
+
+class Store:
+    """A bucket. Keys are names in it; any thread may call; a pickle holds the address and the options.
+
+    All methods raise FileNotFoundError for what is not there, and `StorageError`, as `explain` words it.
+
+    Args:
+        options: obstore's for this store (endpoint, credentials); they override what the environment says.
+    """
+
+    def __init__(
+        self,
+        protocol: str,
+        bucket: str,
+        options: Mapping[str, Any] | None = None,
+        explain: Callable[[Failure], StorageError] = explain,
+    ):
+        self.protocol, self.bucket, self.options, self.explain = protocol, bucket, dict(options or {}), explain
+        self._kind = PROTOCOLS[protocol]
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[float, bool], Any] = {}
+        self._region: str | None = None
+        self._unsigned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, (self.protocol, self.bucket, self.options, self.explain)
+
+    # ---- reading --------------------------------------------------------------------------------------------------
+
+    def head(self, key: str, patience_s: float | None = None) -> Content:
+        """Return what the store says of an object."""
+        import obstore
+
+        return self._content(self._call(key, obstore.head, key, patience_s=patience_s))
+
+    def is_folder(self, key: str, patience_s: float | None = None) -> bool:
+        """Return whether there are objects below."""
+        inside = f"{key}/" if key else ""
+        return bool(self._call(key, _first_page, inside, patience_s=patience_s))
+
+    def names(self, key: str, patience_s: float | None = None) -> tuple[list[str], dict[str, Content]]:
+        """Return folders and objects directly below, by their names."""
+        folders, objects = self._call(key, _directly_below, key, patience_s=patience_s)
+        return sorted(folders), {name: self._content(meta) for name, meta in objects.items()}
+
+    def below(self, key: str, patience_s: float | None = None) -> dict[str, Content]:
+        """Return all objects below, by their names from there."""
+        found = self._call(key, _all_below, key, patience_s=patience_s)
+        return {name: self._content(meta) for name, meta in found.items()}
+
+    def get(self, key: str, most_bytes: int = MOST_BYTES, patience_s: float | None = None) -> tuple[bytes, str]:
+        """Return an object's bytes, and the tag that `put` takes. Raises ValueError if there are more than that."""
+        data, meta = self._call(key, _whole, key, most_bytes, patience_s=patience_s)
+        return data, self._put_tag(meta)
+
+    def range(self, key: str, start: int, end: int, tag: str = "", patience_s: float | None = None) -> bytes:
+        """Return bytes [start, end) of an object. Raises ChangedError unless its content still has that tag."""
+        return self._call(key, _range, key, start, end, tag, patience_s=patience_s)
+
+    def download(self, key: str, content: Content, file: Path) -> None:
+        """Write an object into a file of this machine, in pieces. Raises ChangedError if it is not that content."""
+        patience_s = limited_patience(None)
+        with open(file, "wb") as target:
+            target.truncate(content.size)
+            descriptor = target.fileno()
+
+            def receive(start: int) -> None:
+                end = min(start + PIECE_BYTES, content.size)
+                data = self.range(key, start, end, content.tag, patience_s)
+                if len(data) != end - start:
+                    raise StorageError(f"{self._url(key)}: {len(data)} bytes, expected {end - start}")
+                os.pwrite(descriptor, data, start)
+
+            for _ in _pieces().map(receive, range(0, content.size, PIECE_BYTES)):
+                pass
+
+    # ---- writing --------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, tag: str | None = None, patience_s: float | None = None) -> str:
+        """Write an object; returns its tag.
+
+        Args:
+            tag: of what must still be there, from `get` or `put`; "" where nothing may be.
+        Raises:
+            ChangedError: something else is there.
+        """
+        mode: Any = "overwrite" if tag is None else self._condition(tag) if tag else "create"
+        try:
+            return self._put_tag(self._call(key, _put, key, data, mode, patience_s=patience_s))
+        except ChangedError:
+            # An answer may have been lost, and the request repeated: then this process's own data is there.
+            with contextlib.suppress(FileNotFoundError):
+                found, its_tag = self.get(key)
+                if found == data:
+                    return its_tag
+            raise
+
+    def upload(self, file: Path, key: str) -> None:
+        """Write a file of this machine, however large. It appears when all of it is there."""
+        if file.stat().st_size <= PIECE_BYTES:
+            self.put(key, file.read_bytes(), patience_s=limited_patience(None))
+        else:
+            self._call(key, _put_pieces, key, file, in_pieces=True)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that are not there, too."""
+        import obstore
+
+        def one(key: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._call(key, obstore.delete, key)
+
+        for _ in _pieces().map(one, keys) if len(keys) > 1 else map(one, keys):
+            pass
+
+    def abort_uploads(self, key: str) -> None:
+        """Drop objects below that a dead process began in pieces: they cost money, and are not listed."""
+        if self._kind == "s3":  # the other stores drop them by themselves
+            client, prefix = _boto3_client(self.options), f"{key}/" if key else ""
+            for upload in client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix).get("Uploads", ()):
+                client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        key: str,
+        request: Callable[..., Any],
+        *args: Any,
+        patience_s: float | None = None,
+        in_pieces: bool = False,
+    ) -> Any:
+        from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
+
+        started, patience_s = time.monotonic(), limited_patience(patience_s)
+        retrying = Retrying(
+            retry=retry_if_exception(lambda error: may_pass(error) or self._mended(error)),
+            wait=wait_random_exponential(FIRST_PAUSE_S, max=min(LONGEST_PAUSE_S, patience_s / 2)),
+            stop=stop_before_delay(patience_s),
+            reraise=True,
+        )
+        try:
+            for attempt in retrying:
+                with attempt:
+                    return request(self._client(patience_s, in_pieces), *args)
+        except (FileNotFoundError, ValueError):
+            raise
+        except Exception as error:
+            if _is_condition(error):
+                raise ChangedError(f"{self._url(key)}: another process wrote it") from error
+            if http_status(error) == 404:
+                raise FileNotFoundError(self._url(key)) from error
+            words = _words(error)
+            if self._unsigned and http_status(error) in (401, 403):
+                words += "; no credentials were found, so the request had none"
+            failure = Failure(self._url(key), words, may_pass(error), time.monotonic() - started)
+            raise self.explain(failure) from error
+
+    def _mended(self, error: BaseException) -> bool:
+        """Return whether another client may succeed: with renewed credentials, or in the bucket's own region."""
+        text, status = str(error), http_status(error)
+        wrong_region = self._kind == "s3" and (status == 301 or "AuthorizationHeaderMalformed" in text)
+        if wrong_region and self._region is None:
+            self._region = bucket_region(self.bucket)
+        elif wrong_region or not (status == 401 or re.search("ExpiredToken|TokenRefreshRequired", text)):
+            return False
+        with self._lock:
+            self._clients.clear()
+        return True
+
+    def _client(self, patience_s: float, in_pieces: bool) -> Any:
+        """Return the client whose requests are given up after so long."""
+        with self._lock:
+            if (patience_s, in_pieces) not in self._clients:
+                self._clients[patience_s, in_pieces] = self._connect(patience_s, in_pieces)
+            return self._clients[patience_s, in_pieces]
+
+    def _connect(self, patience_s: float, in_pieces: bool) -> Any:
+        from obstore.store import AzureStore, GCSStore, S3Store
+
+        stall_s = min(STALL_S, patience_s * STALL_SHARE)
+        http = {
+            "connect_timeout": timedelta(seconds=stall_s),
+            "read_timeout": timedelta(seconds=stall_s),
+            "timeout": timedelta(seconds=patience_s),
+            "user_agent": "vla-fine-tuning",
+        }
+        # Requests are repeated by `_call`; the pieces of a large object each by itself.
+        pauses = {"init_backoff": timedelta(seconds=FIRST_PAUSE_S), "max_backoff": timedelta(seconds=LONGEST_PAUSE_S)}
+        retries = {"max_retries": 1000 if in_pieces else 0, "retry_timeout": timedelta(seconds=patience_s)}
+        kind = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self._kind]
+        found = {"s3": _s3_options, "gs": _google_options, "az": _azure_options}[self._kind](self.options)
+        self._unsigned = bool(found.get("skip_signature"))
+        if self._region is not None:
+            found["region"] = self._region
+        http["allow_http"] = any("http://" in str(value) for value in found.values())
+        return kind(self.bucket, **found, client_options=http, retry_config={**retries, "backoff": pauses})
+
+    def _condition(self, tag: str) -> dict[str, str]:
+        return {"version": tag} if self._kind == "gs" else {"e_tag": tag}
+
+    def _put_tag(self, meta: Mapping[str, Any]) -> str:
+        """Return what a condition of a put names: Google's generation, the others' ETag."""
+        return str((meta.get("version") if self._kind == "gs" else meta.get("e_tag")) or "")
+
+    def _content(self, meta: Mapping[str, Any]) -> Content:
+        return Content(meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
+
+    def _url(self, key: str) -> str:
+        return f"{self.protocol}://{self.bucket}/{key}"
+
+
+# Requests: (client, ...).
+
+
+def _first_page(client: Any, prefix: str) -> Sequence[Any]:
+    import obstore
+
+    return next(iter(obstore.list(client, prefix or None, chunk_size=1)), ())
+
+
+def _directly_below(client: Any, key: str) -> tuple[set[str], dict[str, Any]]:
+    import obstore
+
+    found = obstore.list_with_delimiter(client, f"{key}/" if key else None)
+    folders = {name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]}
+    return folders, {meta["path"].rpartition("/")[2]: meta for meta in found["objects"]}
+
+
+def _all_below(client: Any, key: str) -> dict[str, Any]:
+    import obstore
+
+    inside = f"{key}/" if key else ""
+    pages = obstore.list(client, inside or None)
+    return {meta["path"].removeprefix(inside): meta for page in pages for meta in page}
+
+
+def _whole(client: Any, key: str, most_bytes: int) -> tuple[bytes, Mapping[str, Any]]:
+    import obstore
+
+    result = obstore.get(client, key)
+    if (size := result.meta["size"]) > most_bytes:
+        raise ValueError(f"{key} has {size / 2**20:,.0f} MiB, more than {most_bytes / 2**20:,.0f} MiB")
+    return bytes(result.bytes()), result.meta
+
+
+def _range(client: Any, key: str, start: int, end: int, tag: str) -> bytes:
+    import obstore
+
+    condition: Any = {"if_match": tag} if tag else {}
+    return bytes(obstore.get(client, key, options={"range": (start, end), **condition}).bytes())
+
+
+def _put(client: Any, key: str, data: bytes, mode: Any) -> Mapping[str, Any]:
+    import obstore
+
+    return obstore.put(client, key, data, mode=mode, attributes=_attributes(key), use_multipart=False)
+
+
+def _put_pieces(client: Any, key: str, file: Path) -> None:
+    import obstore
+
+    options: Any = {"attributes": _attributes(key), "chunk_size": PIECE_BYTES, "max_concurrency": PIECES}
+    obstore.put(client, key, file, use_multipart=True, **options)
+
+
+def _attributes(key: str) -> dict[str, str]:
+    """Have a browser show a page and lines rather than save them."""
+    kinds = {"html": "text/html; charset=utf-8", "json": "application/json", "jsonl": "text/plain; charset=utf-8"}
+    return {"Content-Type": kinds.get(key.rpartition(".")[2], "application/octet-stream")}
+
+
+# ---- where credentials and endpoints are --------------------------------------------------------------------------
+
+
+def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session, endpoint = _boto3_session()
+    found = {"region": session.region_name or "us-east-1", **({"endpoint": endpoint} if endpoint else {}), **options}
+    if {"access_key_id", "skip_signature", "credential_provider"}.isdisjoint(found):
+        if session.get_credentials() is None:
+            found["skip_signature"] = True  # a public bucket needs none
+        else:
+            found["credential_provider"] = Boto3CredentialProvider(session)
+    return found
+
+
+def _boto3_session() -> tuple[Any, str | None]:
+    """Return a session, and the endpoint that the environment or the profile names."""
+    import boto3
+    import botocore.session
+
+    core = botocore.session.Session()
+    profile = core.get_scoped_config()
+    services = core.full_config.get("services", {}).get(profile.get("services"), {})
+    named = (
+        os.environ.get("AWS_ENDPOINT_URL_S3"),
+        os.environ.get("AWS_ENDPOINT_URL"),
+        services.get("s3", {}).get("endpoint_url"),
+        profile.get("endpoint_url"),
+    )
+    return boto3.Session(botocore_session=core), next(filter(None, named), None)
+
+
+def _boto3_client(options: Mapping[str, Any]) -> Any:
+    session, endpoint = _boto3_session()
+    return session.client("s3", endpoint_url=options.get("endpoint", endpoint))
+
+
+def bucket_region(bucket: str) -> str | None:
+    """Ask Amazon for a bucket's region, which it says to anybody; None where it does not."""
+    import httpx
+
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.head(f"https://s3.amazonaws.com/{bucket}", timeout=STALL_S).headers.get("x-amz-bucket-region")
+    return None
+
+
+def _google_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+        address = emulator if "://" in emulator else f"http://{emulator}"
+        # With `skip_signature` obstore (0.12.1) would sign what it writes nevertheless.
+        account = {"gcs_base_url": address, "disable_oauth": True, "client_email": "", "private_key": ""}
+        return {"service_account_key": json.dumps({**account, "private_key_id": ""}), **options}
+    if not {"service_account", "service_account_key", "bearer_token", "skip_signature"}.isdisjoint(options):
+        return dict(options)
+    from obstore.auth.google import GoogleCredentialProvider
+
+    try:
+        credentials, _ = google.auth.default(scopes=[GOOGLE_SCOPE])
+    except DefaultCredentialsError:
+        return {"skip_signature": True, **options}  # a public bucket needs none
+    return {"credential_provider": GoogleCredentialProvider(credentials), **options}
+
+
+def _azure_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    # AZURE_STORAGE_ACCOUNT_NAME and so on are obstore's own.
+    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT")
+    return {**({"endpoint": endpoint} if endpoint else {}), **options}
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+def http_status(error: BaseException) -> int | None:
+    """Return the status that a store answered with, which obstore (0.12.1) says in words alone."""
+    found = re.search(r"status code: (\d{3})", str(error))
+    return int(found[1]) if found else None
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether the same request may succeed a little later."""
+    status = http_status(error)
+    if status is not None:
+        # 409: another conditional request for that object was under way.
+        return status in (408, 409, 429) or status >= 500
+    return isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in str(error)
+
+
+def _is_condition(error: BaseException) -> bool:
+    from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+    return isinstance(error, AlreadyExistsError | PreconditionError)
+
+
+def _words(error: BaseException) -> str:
+    """Return what the store said, and its host; no whole address, which may hold a signature."""
+    text = " ".join(str(error).partition("Debug source:")[0].split())
+    host = re.search(r"https?://([^/?\s]+)", text)
+    words = f"{type(error).__name__}: {text.rpartition(' - ')[2].rstrip(':')}"
+    return f"{words}, from {host[1]}" if host else words
+
+
+# ---- patience -----------------------------------------------------------------------------------------------------
+
+_limits = threading.local()
+_longest_s = float("inf")
+
+
+def limited_patience(patience_s: float | None) -> float:
+    """Return how long a call tries that says so much, or nothing."""
+    return min(getattr(_limits, "patience_s", PATIENCE_S) if patience_s is None else patience_s, _longest_s)
+
+
+def hurry(longest_s: float = float("inf")) -> None:
+    """Limit every later call of this process, whatever it says: of a process that only has to end."""
+    global _longest_s
+    _longest_s = longest_s
+
+
+@contextlib.contextmanager
+def within(patience_s: float) -> Iterator[None]:
+    """Limit each call of this thread that does not say otherwise to so many seconds, while the block runs."""
+    before = limited_patience(None)
+    _limits.patience_s = patience_s
+    try:
+        yield
+    finally:
+        _limits.patience_s = before
+
+
+@functools.cache
+def _pieces() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(PIECES, thread_name_prefix="bucket")
