@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import make_pre_post_processors
 
@@ -90,13 +91,17 @@ def held_out(run):
     rows = LeRobotDataset(
         "local/x", root=meta.root, episodes=episodes.tolist(), delta_timestamps=deltas, video_backend="pyav"
     )
-    return [rows[round(place)] for place in np.linspace(0, len(rows) - 1, FRAMES)], rows.meta.stats
+    chosen = [rows[round(place)] for place in np.linspace(0, len(rows) - 1, FRAMES)]
+    return [row | {"dataset_index": 0} for row in chosen], rows.meta.stats["action"]["mean"]
 
 
-def predicted(weights, processors, rows, tasks):
-    """Chunks by LeRobot's calls, float64 (N, T, A): row by row, with the noise that a batch of them would draw."""
-    policy = TinyPI05Policy.from_pretrained(weights).eval()
-    pre, post = make_pre_post_processors(policy.config, pretrained_path=str(processors))
+def predicted(weights, exported, rows, tasks):
+    """Chunks by LeRobot's calls, float64 (N, T, A): row by row, with the noise that a batch of them would draw.
+
+    By the configuration and the processors of an exported policy.
+    """
+    policy = TinyPI05Policy.from_pretrained(weights, config=PreTrainedConfig.from_pretrained(exported)).eval()
+    pre, post = make_pre_post_processors(policy.config, pretrained_path=str(exported))
     chunks = []
     for number, first in enumerate(range(0, len(rows), AT_ONCE)):
         batch = rows[first : first + AT_ONCE]
@@ -118,16 +123,12 @@ def errors(chunks, rows, only=None):
     return {"mse": (counted**2).mean(), "mae": list(np.abs(counted).mean(0))}
 
 
-def open_loop_by_hand(weights, run, with_other):
-    rows, stats = held_out(run)
+def open_loop_by_hand(weights, exported, rows, mean_action, others=None):
+    """Arguments as of `predicted`; `others`: what to say instead of each instruction, None: not tried."""
     tasks = [row["task"] for row in rows]
-    red, blue = sorted(set(tasks))
-    chunks = predicted(weights, run.job.output_dir / "pretrained_model", rows, tasks)
-    constant = np.broadcast_to(stats["action"]["mean"], chunks.shape)
-    other = None
-    if with_other:
-        swapped = [red if task == blue else blue for task in tasks]
-        other = errors(predicted(weights, run.job.output_dir / "pretrained_model", rows, swapped), rows)
+    chunks = predicted(weights, exported, rows, tasks)
+    constant = np.broadcast_to(mean_action, chunks.shape)
+    other = others and errors(predicted(weights, exported, rows, [others[task] for task in tasks]), rows)
     return {
         "frames": len(rows),
         "mean_action": errors(constant, rows),
@@ -139,12 +140,12 @@ def open_loop_by_hand(weights, run, with_other):
                 "mean_action": errors(constant, rows, task),
                 "policy": errors(chunks, rows, task),
             }
-            for task in (red, blue)
+            for task in set(tasks)
         },
         "examples": [
             {
                 "task": row["task"],
-                "dataset_index": 0,
+                "dataset_index": row["dataset_index"],
                 "episode_index": int(row["episode_index"]),
                 "frame_index": int(row["frame_index"]),
                 "recorded": row["action"].tolist(),
@@ -184,23 +185,33 @@ def flat(value, path=""):
     return {path: value}
 
 
-def test_every_number_is_a_plain_computation(run, evaluated):
-    written, played = evaluated
-    exported = run.job.output_dir / "pretrained_model"
-    expected = {
-        "trained": open_loop_by_hand(exported, run, with_other=True),
-        "untrained": open_loop_by_hand(run.policy.folder, run, with_other=False),
-        "closed_loop": closed_loop_by_hand(played),
-        "films": FILMS,
-    }
+def check(written, expected):
+    """The same keys, and equal numbers."""
     found, plain = flat(written), flat(expected)
     assert found.keys() == plain.keys(), "a key of evaluation.json without a plain computation, or one too many"
     for path, value in plain.items():
         if isinstance(value, float):
             value = pytest.approx(value, rel=1e-3 if path.endswith("mse") else 1e-4, abs=1e-4)
         assert found[path] == value, path
+
+
+def check_told_apart(*mses):
+    """Or one could be taken for another."""
+    assert len({round(mse, 2) for mse in mses}) == len(mses)
+
+
+def test_every_number_is_a_plain_computation(run, evaluated):
+    written, played = evaluated
+    exported, (rows, mean) = run.job.output_dir / "pretrained_model", held_out(run)
+    red, blue = sorted({row["task"] for row in rows})
+    expected = {
+        "trained": open_loop_by_hand(exported, exported, rows, mean, {red: blue, blue: red}),
+        "untrained": open_loop_by_hand(run.policy.folder, exported, rows, mean),
+        "closed_loop": closed_loop_by_hand(played),
+        "films": FILMS,
+    }
+    check(written, expected)
     assert sum(line["condition"] == "trained" for line in played) == 60 and len(played) == 240
-    mse = {name: expected["trained"][name]["mse"] for name in ("mean_action", "policy", "other_instruction")}
-    mse["untrained"] = expected["untrained"]["policy"]["mse"]
-    assert len({round(value, 2) for value in mse.values()}) == 4  # or one could be taken for another
+    trained = [expected["trained"][name]["mse"] for name in ("mean_action", "policy", "other_instruction")]
+    check_told_apart(*trained, expected["untrained"]["policy"]["mse"])
     assert {True, False} == {pad for example in written["trained"]["examples"] for pad in example["is_pad"]}

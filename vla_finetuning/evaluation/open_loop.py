@@ -325,10 +325,10 @@ def evaluate_run(
         that}}` of those with held-out episodes. Also written to `evaluation.json`.
     """
     folder = fetched_for_good(run.job.output_dir / "pretrained_model")
-    views = {robot.name: select_robot(run, robot) for robot in run.robots}
+    views = {robot.name: (select_robot(run, robot), robot.datasets) for robot in run.robots}
     of_robots = {
-        name: _errors_of(view, folder / name, frames, rows_that_fit)
-        for name, view in views.items()
+        name: _errors_of(view, datasets, folder / name, frames, rows_that_fit)
+        for name, (view, datasets) in views.items()
         if view.rows.any_held_out
     }
     errors: dict[str, Any] = {"robots": of_robots} if run.policy.mixes_robots else of_robots[""]
@@ -338,11 +338,16 @@ def evaluate_run(
 
 def _errors_of(
     run: Run,
+    datasets: Sequence[int],
     folder: Path,
     frames: int,
     rows_that_fit: Callable[..., int] | None,
 ) -> dict[str, Any]:
-    """`evaluate_run` of the run's only robot, whose policy is in `folder`."""
+    """`evaluate_run` of the run's only robot, whose policy is in `folder`.
+
+    Args:
+        datasets: what the whole run numbers those of `run`.
+    """
     job, rows, spec, (robot,) = run.job, run.rows, run.policy, run.robots
     source = rows.held_out(check_files=True)
     batches = []
@@ -350,7 +355,8 @@ def _errors_of(
         read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
         if read.any():
             task = np.array([f"{robot.opening}{text}" for text in batch[TASK]], object)
-            batches.append({key: values[read] for key, values in {**batch, TASK: task}.items()})
+            columns = {**batch, TASK: task, "dataset_index": np.array(datasets)[batch["dataset_index"]]}
+            batches.append({key: values[read] for key, values in columns.items()})
     if not batches:
         raise ValueError("none of the held-out episodes can be read")
     device = torch.device("cuda" if job.use_gpu else "cpu")
