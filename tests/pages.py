@@ -3,7 +3,11 @@
 import base64
 import hashlib
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
+from unittest import mock
+
+from vla_finetuning.report import figures
 
 VOID = {"meta", "link", "img", "br", "input", "hr"}
 
@@ -85,3 +89,25 @@ def check_page(html):
     first_link = page.all("a")[0]
     assert first_link["class"] == "skip" and first_link["href"] == "#main"
     return page
+
+
+def shown_on(module, make: Callable[[], str]):
+    """Return what a page shows that `module` makes: the template's values, the figures' axes by what is said of them,
+    and the text. `make` returns the page.
+    """
+    values, drawn, template, to_svg = {}, {}, module.page_template, figures.to_svg
+
+    class Template:
+        def __init__(self, name):
+            self.name = name
+
+        def render(self, **given):
+            values.update(given)
+            return template(self.name).render(**given)
+
+    def noted(figure, label):
+        drawn[label] = figure.axes
+        return to_svg(figure, label)
+
+    with mock.patch.object(module, "page_template", Template), mock.patch.object(figures, "to_svg", noted):
+        return values, drawn, check_page(make()).text

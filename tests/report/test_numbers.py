@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from tests.pages import check_page
+from tests.pages import shown_on
 from vla_finetuning.files import write_json
-from vla_finetuning.report import figures, page
+from vla_finetuning.report import page
 
 RNG = np.random.default_rng(3)
 STEPS = [3, 10, 17, 20, 31, 47]
@@ -88,25 +88,7 @@ def report(tmp_path_factory):
     attempts = [{"attempt": n, "resumed_from_step": step, "world_size": 2} for n, step in ((1, 0), (2, 17))]
     for name, lines in (("metrics", LINES), ("evaluations", over_steps), ("attempts", attempts)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown, drawn, template, to_svg = {}, {}, page.page_template, figures.to_svg
-
-    class Template:
-        def __init__(self, name):
-            self.name = name
-
-        def render(self, **values):
-            shown.update(values)
-            return template(self.name).render(**values)
-
-    def noted(figure, label):
-        drawn[label] = figure.axes
-        return to_svg(figure, label)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "page_template", Template)
-        patch.setattr(figures, "to_svg", noted)
-        text = check_page(page.render_report(folder, [])).text
-    return shown, drawn, text
+    return shown_on(page, lambda: page.render_report(folder, []))
 
 
 def totals():

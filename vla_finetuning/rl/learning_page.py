@@ -40,7 +40,7 @@ CHARTS: tuple[tuple[str, str, bool, dict[str, tuple[str, float]]], ...] = (
     ("Success", "episodes / %", True, {"held out": ("held_out", 100), "while exploring": ("success", 100)}),
     ("Groups with different returns", "groups / %", True, {"": ("mixed_groups", 100)}),
     ("Divergence of an iteration’s updates", "KL", True, {"": ("kl", 1)}),
-    ("Steps that the clip left alone", "steps / %", True, {"": ("clipped", 100)}),
+    ("Steps that the clip left without a gradient", "steps / %", True, {"": ("clipped", 100)}),
     ("Variance of the returns that the critic explains", "share", False, {"": ("explained_variance", 1)}),
     ("Gradient norm before clipping, mean", "gradient norm", True, {"": ("grad_norm", 1)}),
     ("Time of an iteration", "s", True, {"inference": ("inference_s", 1), "updates": ("update_s", 1),
