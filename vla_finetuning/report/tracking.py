@@ -2,401 +2,289 @@
 
     python -m vla_finetuning.report.tracking OUTPUT_DIR --track trackio
 
-sends what a tracker does not have yet of a run that is over.
+sends a tracker what it lacks of a run that is over.
 
-The driver follows `metrics.jsonl` and passes its lines on, so no training process waits for a tracker or knows of one.
-After a failure the run goes on from a checkpoint and the lines past it are void. TensorBoard takes such points back, so
-it gets every line at once; the others cannot, so they get a line when a checkpoint contains it. Each ends up with what
-`metrics.jsonl` says, every step once.
-
-`OUTPUT_DIR/tracking.json` holds how far each tracker is: {"wandb": {"run_id": "...", "step": 400}}.
+The driver follows `metrics.jsonl` and logs each line as it appears. A step that a resumed run trains again is logged
+again at the same step. `OUTPUT_DIR/tracking.json` holds each tracker's run and the last line that was logged:
+{"wandb": {"run_id": "...", "line": "..."}}.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import json
 import logging
-import math
 import os
 import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, get_args
+from typing import Any, Protocol, get_args
 
 from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.node_disk import scratch
+from vla_finetuning.options.fields import leaves
 from vla_finetuning.options.job import CONFIG_NAME, TrackerName
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.record import code_revision
-from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.exported import held_out_errors
-from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, evaluations
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.run.polling import polling
-from vla_finetuning.run.progress import success_of
 from vla_finetuning.terminal import escape_warnings, tell_error
 
 logger = logging.getLogger(__name__)
 
-TRACKING_NAME = "tracking.json"
-DATABASE_NAME, TRACKIO_NAME = "mlflow.db", "trackio"
-POLL_S = 2.0
-# A tracker's files are sent to a bucket so often.
-MIRROR_S, MIRROR = 60.0, "tracker"
-# What to install.
-PACKAGE = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    # The whole of mlflow 3 needs an older pyarrow than this project; these are its client and its local store.
-    "mlflow": "mlflow-skinny sqlalchemy alembic",
-}
-REMEDY = {
-    "wandb": "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to store the run in its folder",
-    "mlflow": "MLFLOW_TRACKING_URI names the server; unset, the run is stored in its folder",
-}
-Values = Mapping[str, float]
+TRACKING_NAME, DATABASE_NAME, TRACKIO_NAME = "tracking.json", "mlflow.db", "trackio"
+# Intervals at which the driver looks for new lines, and sends a tracker's files to a bucket.
+POLL_S, UPLOAD_S = 2.0, 60.0
+# The whole of mlflow 3 needs an older pyarrow than this project; these are its client and its local store.
+PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
 
 
 def require_tracker(name: str | None) -> None:
-    """Raises ValueError when the tracker's package is not installed, naming the remedy."""
-    if name is None:
-        return
-    module = PACKAGE[name].split()[0].removesuffix("-skinny")
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"--track {name}: {error}; pip install {PACKAGE[name]}") from error
+    """Raise ValueError when the tracker's package is not installed, naming the remedy."""
+    if name is not None and importlib.util.find_spec(name) is None:
+        raise ValueError(f"--track {name}: its package is not installed; pip install {PACKAGES.get(name, name)}")
 
 
 @contextlib.contextmanager
 def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
-    """While the block runs: pass each line of `metrics.jsonl` on to the tracker, and the held-out errors at the end.
+    """Log the run's metrics to a tracker while the block runs, and the held-out errors at its end.
 
-    A run that is resumed goes on with the tracker's run; what that lacks, it gets. A tracker that fails on the way is a
-    warning and does not end the training.
+    A tracker that fails on the way is a warning, and what it missed is sent when it works again.
 
-    Args:
-        output_dir: the run's folder, with its `config.json`.
-        name: None: nothing is passed on.
-        project: what the tracker files the run under.
     Raises:
         ValueError: on entry, when the tracker's package is missing or it cannot be opened.
     """
     if name is None:
         yield
         return
-    link = Link(output_dir, name, project)
-    try:
-        with polling(link.forward_or_warn, POLL_S):
-            yield
-    finally:
+    follower, warned = Follower(output_dir, name, project), set[str]()
+
+    def attempt(call: Callable[[], None]) -> None:
         try:
-            link.finish()
+            call()
         except Exception as error:
             again = f"`python -m vla_finetuning.report.tracking {output_dir} --track {name}` sends what is missing"
-            logger.warning("--track %s: %s: %s; %s", name, type(error).__name__, error, again)
+            problem = f"--track {name}: {type(error).__name__}: {error}; {again}"
+            if problem not in warned:
+                logger.warning("%s", problem)
+            warned.add(problem)
+
+    try:
+        with polling(partial(attempt, follower.log_new), POLL_S):
+            yield
+    finally:
+        attempt(follower.finish)
 
 
-class Link:
-    """From a run's folder to its run in a tracker.
+class Follower:
+    """Logs the lines of a run's `metrics.jsonl` to a tracker.
 
     Raises:
         ValueError: the tracker's package is missing, or it cannot be opened.
     """
 
     def __init__(self, output_dir: Path, name: str, project: str):
-        self._folder, self._name, self._problem = output_dir, name, ""
-        self._states = read_json(output_dir / TRACKING_NAME)
-        state = self._states.get(name, {})
-        self._mirror = _Mirror(output_dir)
-        # Lines that the tracker has: what it got, as far as the run will go on from there.
-        has = min(state.get("step", 0), self._newest_checkpoint())
-        self._sent = [line for line in self._lines() if line["step"] <= has]
-        require_tracker(name)
+        self._output_dir, self._name = output_dir, name
+        self._folder, self._uploaded_at = _local_folder(output_dir), 0.0
+        state = read_json(output_dir / TRACKING_NAME).get(name, {})
         about = {**read_json(output_dir / CONFIG_NAME), "code_revision": code_revision()}
-        try:
-            tracker = TRACKERS[name](self._mirror.folder, project, state.get("run_id"), has, about)
-        except Exception as error:
-            remedy = f"; {REMEDY[name]}" if name in REMEDY else ""
-            raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}{remedy}") from error
-        self._tracker: Tracker = tracker
-        # The step that the tracker is at: what cannot be taken back counts too.
-        step = has if tracker.takes_back else state.get("step", 0)
-        self._state = {**state, "run_id": tracker.run_id, "step": step}
-        self._save(now=True)
+        self._tracker = open_tracker(name, self._folder, project, state.get("run_id"), about)
+        # Lines are appended, and cut off from the end: while the last one that was logged is there, all before it were.
+        lines, last = self._lines(), state.get("line")
+        is_known = self._tracker.run_id == state.get("run_id") and last in lines
+        self._logged = lines[: lines.index(last) + 1] if is_known else []
+        self._save()
 
-    def forward(self) -> None:
-        """Pass on the lines that the tracker does not have."""
-        lines = self._lines()
-        if self._tracker.takes_back:
-            same = 0
-            while same < min(len(lines), len(self._sent)) and lines[same] == self._sent[same]:
-                same += 1
-            if same == len(lines):
-                return  # nothing new; what is void is taken back when there is something in its place
-            if same < len(self._sent):
-                self._sent = lines[:same]
-                self._state["step"] = lines[same - 1]["step"] if same else 0
-                self._tracker.take_back(self._state["step"])
-            new = lines[same:]
-        else:
-            newest = self._newest_checkpoint()
-            new = [line for line in lines if self._state["step"] < line["step"] <= newest]
+    def log_new(self, *, at_end: bool = False) -> None:
+        """Log the lines that the tracker does not have."""
+        lines = self._lines(at_end)
+        same = len(os.path.commonprefix([lines, self._logged]))
+        if same == len(lines) == len(self._logged):
+            return
+        del self._logged[same:]
         try:
-            for line in new:
-                self._tracker.log(line["step"], _numbers("train", line))
-                self._state["step"] = line["step"]
-                self._state["success_step"] = line.get("success_step", self._state.get("success_step"))
-                self._sent.append(line)
+            for text in lines[same:]:
+                line = json.loads(text)
+                self._tracker.log(_charts(line), line["step"])
+                self._logged.append(text)
         finally:
-            if new:
-                # What is taken back is soon given again: it can wait.
-                self._save(now=not self._tracker.takes_back)
-
-    def forward_evaluation(self) -> None:
-        """Pass on the held-out errors, and the last success in the loop, once."""
-        # Of the last checkpoint, which plays after the last line was passed on.
-        played = evaluations(self._folder)
-        if played and played[-1]["step"] != self._state.get("success_step"):
-            self._tracker.log(self._state["step"], _numbers("train", success_of(played[-1])))
-            self._state["success_step"] = played[-1]["step"]
-            self._save(now=True)
-        evaluation = read_json(self._folder / EVALUATION_NAME)
-        errors = evaluation and held_out_errors(evaluation)
-        if errors and errors != self._state.get("evaluation"):
-            self._tracker.log(self._state["step"], _numbers("eval_mse", errors))
-            self._state["evaluation"] = errors
-            self._save(now=True)
-
-    def forward_or_warn(self) -> None:
-        try:
-            self.forward()
-            self._problem = ""
-        except Exception as error:
-            problem = f"--track {self._name}: {type(error).__name__}: {error}"
-            if problem != self._problem:
-                logger.warning("%s; training goes on, and it is tried again", problem)
-            self._problem = problem
+            self._save(UPLOAD_S)
 
     def finish(self) -> None:
-        """Pass on all that is left, and wait until it is where it belongs."""
+        """Log what is left and the held-out errors, and return when they are stored."""
         try:
-            self.forward()
-            self.forward_evaluation()
+            self.log_new(at_end=True)
         finally:
             self._tracker.close()
-            self._save(now=True)
+            self._save()
 
-    def _lines(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in read_lines(self._folder / METRICS_NAME)]
+    def _lines(self, at_end: bool = True) -> list[str]:
+        """Return the lines of `metrics.jsonl`, and after the last step's the held-out errors as a line of their own."""
+        lines = read_lines(self._output_dir / METRICS_NAME)
+        errors = held_out_errors(read_json(self._output_dir / EVALUATION_NAME)) if at_end and lines else {}
+        if errors:
+            step, steps = json.loads(lines[-1])["step"], read_json(self._output_dir / RUN_NAME).get("steps", 0)
+            # Those of a run that was extended and has stopped are of an earlier step.
+            lines += [json.dumps({"step": step, "eval_mse": errors})] if step >= steps else []
+        return lines
 
-    def _newest_checkpoint(self) -> int:
-        """Optimizer steps that the newest checkpoint contains; 0 when there is none."""
-        return max(checkpoints(self._folder / "checkpoints"), default=0)
-
-    def _save(self, now: bool) -> None:
-        """Write down what the tracker has: of a run in a bucket when its files are there, too."""
-        if self._mirror.send(now):
-            write_json(self._folder / TRACKING_NAME, {**self._states, self._name: self._state})
-
-
-class _Mirror:
-    """A folder on a disk for the files of a tracker: the run's own, or of a run in a bucket one that is sent there."""
-
-    def __init__(self, output_dir: Path):
-        self._output_dir, self._sent, self._last = output_dir, dict[str, tuple[int, int]](), -math.inf
-        self.folder = output_dir
-        if isinstance(output_dir, BucketPath):
-            self.folder = scratch(output_dir) / MIRROR / output_dir.name
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            # Those that trackers go on with.
-            inside = [output_dir / TRACKIO_NAME / name for name in (output_dir / TRACKIO_NAME).below()]
-            for file in (output_dir / DATABASE_NAME, *inside):
-                if file.is_file():
-                    here = self.folder / file.relative_to(output_dir).as_posix()
-                    here.parent.mkdir(parents=True, exist_ok=True)
-                    file.download(here, file.content())
-
-    def send(self, now: bool) -> bool:
-        """Send what has changed, every MIRROR_S at most unless it is to be `now`. Whether all is there."""
-        if self.folder == self._output_dir:
-            return True
-        if not now and time.monotonic() - self._last < MIRROR_S:
-            return False
-        self._last = time.monotonic()
-        for file in self.folder.rglob("*"):
-            if file.is_file() and not file.is_symlink():
-                name, status = file.relative_to(self.folder).as_posix(), file.stat()
-                if self._sent.get(name) != (found := (status.st_size, status.st_mtime_ns)):
-                    there = self._output_dir / name
-                    assert isinstance(there, BucketPath)
-                    there.upload(file)
-                    self._sent[name] = found
-        return True
+    def _save(self, every_s: float = 0.0) -> None:
+        """Note how far the tracker is. In a bucket, send its files before, unless that was `every_s` ago."""
+        if isinstance(self._output_dir, BucketPath):
+            since, now = self._uploaded_at, time.time()
+            if now - since < every_s:
+                return
+            for file in self._folder.rglob("*"):
+                if file.is_file() and not file.is_symlink() and file.stat().st_mtime > since - 1.0:
+                    (self._output_dir / file.relative_to(self._folder).as_posix()).upload(file)
+            self._uploaded_at = now
+        state = {"run_id": self._tracker.run_id, "line": self._logged[-1] if self._logged else None}
+        path = self._output_dir / TRACKING_NAME
+        write_json(path, {**read_json(path), self._name: state})
 
 
-def is_mirror(folder: Path) -> bool:
-    """Whether it is that of a run in a bucket."""
-    return folder.parent.name == MIRROR
+def _local_folder(output_dir: Path) -> Path:
+    """Return the folder for a tracker's files: the run's own, or of a run in a bucket one on this node's disk."""
+    if not isinstance(output_dir, BucketPath):
+        return output_dir
+    folder = scratch(output_dir) / "tracker" / output_dir.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in (DATABASE_NAME, *(f"{TRACKIO_NAME}/{below}" for below in (output_dir / TRACKIO_NAME).below())):
+        if (output_dir / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (output_dir / name).download(folder / name, (output_dir / name).content())
+    os.environ.setdefault("TRACKIO_DIR", str(folder / TRACKIO_NAME))  # which Trackio reads when it is imported
+    return folder
+
+
+def _charts(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line, each robot's too. Those of tasks are not sent: their names are instructions."""
+    charts = {f"train/{key}": value for key, value in line.items() if key != "step"}
+    for key, of_robots in line.items():
+        if key.endswith("_by_robot"):
+            charts |= {f"train/{key}/{robot}": value for robot, value in (of_robots or {}).items()}
+    charts |= {f"eval_mse/{name}": error for name, error in line.get("eval_mse", {}).items()}
+    return {key: value for key, value in charts.items() if isinstance(value, int | float)}
 
 
 # ---- trackers -----------------------------------------------------------------------------------------------------
 
 
 class Tracker(Protocol):
-    """A run in a tracker. Made with (run's folder, project, run_id, step, about): `run_id` None is a new run, otherwise
-    the one that has been given points up to `step`; `about` is what it is a run of.
-
-    Attributes:
-        run_id: by which it is found again.
-        takes_back: whether points can be removed (`take_back`). If not, none comes twice.
-    """
+    """A run in a tracker, found again by its `run_id`."""
 
     run_id: str
-    takes_back: bool
 
-    def log(self, step: int, values: Values) -> None:
-        """Points at an optimizer step, which is not before that of the last call."""
-
-    def take_back(self, step: int) -> None:
-        """Remove all points after `step`."""
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point to each chart. Points of a chart that was logged at this step or a later one are void."""
 
     def close(self) -> None:
-        """Wait until everything is where it belongs."""
+        """Return when everything is stored."""
 
 
 class TensorBoard:
-    """Event files in `OUTPUT_DIR/tensorboard`. A file may say from which step on the ones before it are void."""
+    """Event files in `OUTPUT_DIR/tensorboard`. Each process begins a run of its own, which replaces those before."""
 
-    takes_back = True
-
-    def __init__(self, output_dir: Path, project: str, run_id: str | None, step: int, about: Mapping[str, Any]):
-        self._folder, self.run_id = output_dir / "tensorboard", output_dir.name
-        self._open(step)
-        self._writer.add_text("config", f"```json\n{json.dumps(about, indent=2)}\n```", step)
+    def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
+        self._folder, self._about, self.run_id = folder / "tensorboard", about, uuid.uuid4().hex
+        self._steps: dict[str, int] = {}
+        self._open(0)
 
     def _open(self, step: int) -> None:
+        """Begin a file that makes all points from a step on void."""
         from torch.utils.tensorboard import SummaryWriter
 
         # Files are read in the order of their names, which tell the second and then a number without leading zeros.
         while list(self._folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
             time.sleep(0.1)
-        self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+        self._writer = SummaryWriter(str(self._folder), purge_step=step)
+        self._writer.add_text("config", f"```json\n{json.dumps(self._about, indent=2)}\n```", step)
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if any(self._steps.get(key, -1) >= step for key in values):
+            self.close()
+            self._open(step)
+            self._steps.clear()
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
+            self._steps[key] = step
         self._writer.flush()
-
-    def take_back(self, step: int) -> None:
-        self._writer.close()
-        self._open(step)
 
     def close(self) -> None:
         self._writer.close()
 
 
-class _Appending:
-    """What trackers have in common that keep every point they are given."""
+class WeightsAndBiases:
+    """A run on W&B's server, or with WANDB_MODE=offline in `OUTPUT_DIR/wandb`. It keeps what it has of a step."""
 
-    takes_back = False
-
-    def take_back(self, step: int) -> None:
-        raise NotImplementedError("points cannot be removed")
-
-
-class WeightsAndBiases(_Appending):
-    """WANDB_MODE=offline keeps the run in its folder, for `wandb sync`; WANDB_ENTITY and the like work as usual."""
-
-    def __init__(self, output_dir: Path, project: str, run_id: str | None, step: int, about: Mapping[str, Any]):
+    def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         import wandb
 
-        self.run_id = run_id or _new_id()
-        self._is_mirror = is_mirror(output_dir)
-        self._run = wandb.init(
-            project=project,
-            id=self.run_id,
-            name=output_dir.name,
-            resume="allow",
-            dir=output_dir,
-            config=dict(about),
-            # Nothing is captured: the run's folder has the log, and a terminal may show more than belongs elsewhere.
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        # Nothing is captured: the run's folder has the log, and a terminal may show more than belongs elsewhere.
+        settings = wandb.Settings(console="off", silent=True)
+        options = {"name": folder.name, "dir": folder, "config": dict(about), "settings": settings}
+        self._run = wandb.init(project=project, id=run_id, resume="allow", **options)
+        self.run_id = self._run.id
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
-        if self._is_mirror:
-            import wandb
-
-            wandb.teardown()  # its own process still writes the run's file when `finish` returns (0.31)
+        wandb.teardown()  # its own process still writes the run's file when `finish` returns (0.31)
 
 
-class Trackio(_Appending):
-    """In TRACKIO_DIR on this machine, or a Space or server where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name one.
+class Trackio:
+    """A run on this machine, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say. It keeps all points of a step."""
 
-    Without any of them, of a run in a bucket in its folder `trackio`, as the next process may be on another machine.
-    """
-
-    def __init__(self, output_dir: Path, project: str, run_id: str | None, step: int, about: Mapping[str, Any]):
-        if is_mirror(output_dir) and not any(os.environ.get(f"TRACKIO_{name}") for name in ("SPACE_ID", "SERVER_URL")):
-            os.environ.setdefault("TRACKIO_DIR", str(output_dir / TRACKIO_NAME))  # which it reads when it is imported
+    def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         import trackio
 
         # It finds a run by its name.
-        self.run_id = run_id or f"{output_dir.name}-{_new_id()}"
-        self._run = trackio.init(
-            project=project,
-            name=self.run_id,
-            resume="allow" if run_id is None else "must",
-            config=dict(about),
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        self.run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
+        options = {"config": dict(about), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project=project, name=self.run_id, resume="must" if run_id else "never", **options)
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow(_Appending):
-    """On the server that MLFLOW_TRACKING_URI names; without one in `OUTPUT_DIR/mlflow.db`."""
+class MLflow:
+    """A run where MLFLOW_TRACKING_URI says, else in `OUTPUT_DIR/mlflow.db`. It keeps all points of a step."""
 
-    def __init__(self, output_dir: Path, project: str, run_id: str | None, step: int, about: Mapping[str, Any]):
+    def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
-            uri = f"sqlite:///{output_dir.absolute() / DATABASE_NAME}"
-            # Connections that outlive a call would be to a file that is gone when the next `Link` brings a newer one.
-            os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute() / DATABASE_NAME}"
+        # Connections that outlive a call would be to a file that the next process in this folder replaces.
+        os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
         self._client = MlflowClient(tracking_uri=uri)
         if run_id is None:
-            found = self._client.get_experiment_by_name(project)
-            experiment = found.experiment_id if found else self._client.create_experiment(project)
-            run_id = self._client.create_run(experiment, run_name=output_dir.name).info.run_id
-            params = [Param(key, str(value)[:6000]) for key, value in _flat(about)]  # longer ones are refused
+            experiment = self._client.get_experiment_by_name(project)
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            run_id = str(self._client.create_run(experiment_id, run_name=folder.name).info.run_id)
+            params = [Param(key, str(value)[:6000]) for key, value in leaves(about, ())]  # longer ones are refused
             for start in range(0, len(params), 100):  # and so are more at once
                 self._client.log_batch(run_id, params=params[start : start + 100])
-        self.run_id = cast(str, run_id)
-        self._client.update_run(self.run_id, status="RUNNING")
+        self.run_id = run_id
+        self._client.update_run(run_id, status="RUNNING")
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -406,40 +294,26 @@ class MLflow(_Appending):
         self._client.set_terminated(self.run_id)
 
 
-TRACKERS: dict[str, Any] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-    "mlflow": MLflow,
-}
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio, "mlflow": MLflow}
 
 
-# ---- what is sent --------------------------------------------------------------------------------------------------
+def open_tracker(name: str, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]) -> Tracker:
+    """Open a run in the tracker `name`, a new one where `run_id` is None.
 
-
-def _numbers(group: str, line: Mapping[str, Any]) -> dict[str, float]:
-    """What a tracker shows of a line: its numbers, those of each robot too."""
-    named = {key: value for key, value in line.items() if key != "step"}
-    for key in ("loss_by_robot", "eval_loss_by_robot"):
-        named |= {f"{key}/{robot}": value for robot, value in (line.get(key) or {}).items()}
-    return {f"{group}/{key}": value for key, value in named.items() if isinstance(value, int | float)}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Options as flags name them: ("dataset.root", ...)."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:8]
+    Args:
+        folder: for its files. about: the run's options.
+    Raises:
+        ValueError: the package is missing, or the tracker refuses.
+    """
+    require_tracker(name)
+    try:
+        return TRACKERS[name](folder, project, run_id, about)
+    except Exception as error:
+        raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 all is sent, 1 it is not."""
+    """Return the exit status: 0 all is sent, 1 it is not."""
     parser = argparse.ArgumentParser(description="Send a run's curves to a tracker that does not have them yet.")
     parser.add_argument("output_dir", type=place)
     parser.add_argument("--track", required=True, choices=get_args(TrackerName))
@@ -449,8 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not (args.output_dir / CONFIG_NAME).is_file():
             raise ValueError(f"{args.output_dir}: no run is there ({CONFIG_NAME} is missing)")
-        link = Link(args.output_dir, args.track, args.track_project)
-        link.finish()
+        Follower(args.output_dir, args.track, args.track_project).finish()
     except Exception as error:
         tell_error(error)
         return 1
