@@ -49,6 +49,8 @@ hypothesis.settings.load_profile("deterministic")
 def pytest_unconfigure(config):
     if "tests.clusters" in sys.modules:
         sys.modules["tests.clusters"].stop()
+    if "tests.buckets" in sys.modules:
+        sys.modules["tests.buckets"].forget()  # lines for servers that are gone would be tried for a minute
     for folder in (_HF_HOME, _NUMBERS_DIR, _RAY_DIR):
         shutil.rmtree(folder, ignore_errors=True)
 

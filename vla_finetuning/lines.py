@@ -133,10 +133,15 @@ _appenders_lock = threading.Lock()
 
 def _appender(path: BucketPath) -> _Appender:
     with _appenders_lock:
-        if not _appenders:
-            threading.Thread(target=_keep_flushing, daemon=True, name="bucket-lines").start()
-            atexit.register(_flush_at_the_end)
+        _start_flushing()
         return _appenders.setdefault(path, _Appender(path))
+
+
+@functools.cache
+def _start_flushing() -> None:
+    """Start this process's thread that writes what was appended."""
+    threading.Thread(target=_keep_flushing, daemon=True, name="bucket-lines").start()
+    atexit.register(_flush_at_the_end)
 
 
 def _keep_flushing() -> None:
@@ -328,11 +333,16 @@ def recently[T](ask: Callable[[Path], T], path: Path, before: T) -> T:
         return ask(path)
     known = _recent.get((ask, path))
     if known is None:
-        if not _recent:
-            threading.Thread(target=_keep_recent, daemon=True, name="bucket-recent").start()
+        _start_renewing()
         known = _recent[ask, path] = _Recent(functools.partial(ask, path), before)
     known.asked = time.monotonic()
     return known.value
+
+
+@functools.cache
+def _start_renewing() -> None:
+    """Start this process's thread that asks again."""
+    threading.Thread(target=_keep_recent, daemon=True, name="bucket-recent").start()
 
 
 def _keep_recent() -> None:

@@ -62,7 +62,7 @@ def resumed(folder, step):
 
 
 def a_whole_run(folder, name):
-    """Fails at 30, goes on from 20 in the same process, stops at 40; another process goes on from 30, and ends at 50."""
+    """Fail at 30, go on from 20 in the same process, stop at 40; go on in another process from 30, and end at 50."""
     until_it_stops(folder, name)
     resumed_to_the_end(folder, name)
 

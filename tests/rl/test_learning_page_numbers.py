@@ -54,7 +54,7 @@ SHARES = ("success", "mixed_groups", "clipped", "explained_variance")
 
 
 def line_of(iteration):
-    """Make up a line of metrics.jsonl. That of the policy before the first iteration has times and held-out episodes alone."""
+    """Make up a line of metrics.jsonl; that before the first iteration has times and held-out episodes alone."""
     line = {"step": iteration, **{key: RNG.uniform(1, 40) for key in SECONDS.values()}}
     if iteration:
         line |= {key: RNG.uniform() for key in SHARES} | {"kl": RNG.uniform(0, 1e-2), "grad_norm": RNG.uniform(1, 9)}

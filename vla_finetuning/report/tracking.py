@@ -231,7 +231,7 @@ class WeightsAndBiases:
 
         # Nothing is captured: the run's folder has the log, and a terminal may show more than belongs elsewhere.
         settings = wandb.Settings(console="off", silent=True)
-        options = {"name": folder.name, "dir": folder, "config": dict(about), "settings": settings}
+        options: dict[str, Any] = {"name": folder.name, "dir": folder, "config": dict(about), "settings": settings}
         self._run = wandb.init(project=project, id=run_id, resume="allow", **options)
         self.run_id = self._run.id
 
@@ -253,7 +253,7 @@ class Trackio:
 
         # It finds a run by its name.
         self.run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
-        options = {"config": dict(about), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        options: dict[str, Any] = {"config": dict(about), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project=project, name=self.run_id, resume="must" if run_id else "never", **options)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -294,7 +294,12 @@ class MLflow:
         self._client.set_terminated(self.run_id)
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
 
 
 def open_tracker(name: str, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]) -> Tracker:
