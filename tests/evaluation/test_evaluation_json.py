@@ -96,7 +96,7 @@ def held_out(run):
 
 
 def predicted(weights, exported, rows, tasks):
-    """Chunks by LeRobot's calls, float64 (N, T, A): row by row, with the noise that a batch of them would draw.
+    """Predict chunks by LeRobot's calls, float64 (N, T, A): row by row, with the noise that a batch would draw.
 
     By the configuration and the processors of an exported policy.
     """
@@ -124,7 +124,7 @@ def errors(chunks, rows, only=None):
 
 
 def open_loop_by_hand(weights, exported, rows, mean_action, others=None):
-    """Arguments as of `predicted`; `others`: what to say instead of each instruction, None: not tried."""
+    """Compute errors. Arguments as of `predicted`; `others`: what to say instead of each instruction, or None."""
     tasks = [row["task"] for row in rows]
     chunks = predicted(weights, exported, rows, tasks)
     constant = np.broadcast_to(mean_action, chunks.shape)
@@ -186,7 +186,7 @@ def flat(value, path=""):
 
 
 def check(written, expected):
-    """The same keys, and equal numbers."""
+    """Check that keys are the same, and numbers equal."""
     found, plain = flat(written), flat(expected)
     assert found.keys() == plain.keys(), "a key of evaluation.json without a plain computation, or one too many"
     for path, value in plain.items():
@@ -196,7 +196,7 @@ def check(written, expected):
 
 
 def check_told_apart(*mses):
-    """Or one could be taken for another."""
+    """Check that none of these could be taken for another."""
     assert len({round(mse, 2) for mse in mses}) == len(mses)
 
 

@@ -1,4 +1,4 @@
-"""Every number in the evaluation.json of a run of several robots, as test_evaluation_json.py has it for one.
+"""Compare every number in the evaluation.json of several robots with a plain computation, as is done for one.
 
 The robots differ in rate, widths, cameras and instructions; one has two datasets, and its actions in an order of their
 own.
@@ -45,7 +45,7 @@ OTHERS = {"arm": {BLUE: RED, RED: BLUE}, "gantry": {BLUE: RED, RED: GREEN, GREEN
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run whose policies have been exported, with weights of which all matter."""
+    """Resolve a run and export its policies, with weights of which all matter."""
     folder = tmp_path_factory.mktemp("robots")
     two, front = {TOP: (48, 64), WRIST: (64, 48)}, {FRONT: (48, 64)}
     make_dataset(folder / "arm", episodes=(9, 12, 14, 11), cameras=front, fps=20, state_dim=6, action_dim=5, seed=3)
@@ -87,7 +87,7 @@ def exported(run, robot):
 
 
 def held_out(run, robot):
-    """The rows of a robot that are predicted, evenly spaced over its datasets' held-out episodes; the mean action."""
+    """Return the rows of a robot that are predicted, spread over its datasets' held-out episodes; the mean action."""
     frames, means, shares = [], [], []
     for name in ROBOTS[robot]:
         number = DATASETS.index(name)
