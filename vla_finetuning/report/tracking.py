@@ -224,7 +224,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on W&B's server, or with WANDB_MODE=offline in `OUTPUT_DIR/wandb`. It keeps what it has of a step."""
+    """A run on W&B's server, or with WANDB_MODE=offline in `OUTPUT_DIR/wandb`. It ignores steps before its last one."""
 
     def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         import wandb
