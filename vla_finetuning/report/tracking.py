@@ -45,6 +45,10 @@ TRACKING_NAME, DATABASE_NAME, TRACKIO_NAME = "tracking.json", "mlflow.db", "trac
 POLL_S, UPLOAD_S = 2.0, 60.0
 # The whole of mlflow 3 needs an older pyarrow than this project; these are its client and its local store.
 PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
+REMEDIES = {
+    "wandb": "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to store the run in its folder",
+    "mlflow": "MLFLOW_TRACKING_URI names the server; unset, the run is stored in its folder",
+}
 
 
 def require_tracker(name: str | None) -> None:
@@ -314,7 +318,8 @@ def open_tracker(name: str, folder: Path, project: str, run_id: str | None, abou
     try:
         return TRACKERS[name](folder, project, run_id, about)
     except Exception as error:
-        raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}") from error
+        remedy = f"; {REMEDIES[name]}" if name in REMEDIES else ""
+        raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}{remedy}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
