@@ -202,7 +202,7 @@ class LeRobotDatasource(Datasource):
 
     @property
     def skips(self) -> bool:
-        """Whether rows that cannot be read are blank."""
+        """Return whether rows that cannot be read are blank."""
         return self._reading.on_error == "skip"
 
     # ---- what Ray Data asks -------------------------------------------------------------------------------------
@@ -391,13 +391,13 @@ class LeRobotDatasource(Datasource):
         return self._whole[session]
 
     def _task_rows(self, first: int, last: int) -> int:
-        """Of a read task, about, in an execution of stream positions [first, last)."""
+        """Estimate the rows of a read task in an execution of stream positions [first, last)."""
         turns = (last - first) // self._read_rows
         each = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
         return self._read_rows * max(each, -(-turns // MAX_TASKS))
 
     def _reads_of(self, share: BlockShare, first: int, last: int) -> Iterator[list[WindowRead]]:
-        """What a share of stream positions [first, last) is, read task by read task.
+        """Return what a share of stream positions [first, last) is, read task by read task.
 
         A read is what the share has of a window. Where two shares meet in a window, both decode their own rows of it.
         """
@@ -579,7 +579,9 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
 
 
 def keeps_frames(dataset: Dataset) -> bool:
-    """Whether rows of a dataset from `read_source` could name all their frames: none is too many for the cache."""
+    """Return whether rows of a dataset from `read_source` could name all their frames: none is too
+    many for the cache.
+    """
     return dataset.context.get_config(CACHING) is not None
 
 

@@ -256,7 +256,7 @@ class TrainableOptimizer:
     decay: float = 0.0
 
     def named(self) -> dict[str, Tensor]:
-        """What training may change, by name: parameters that train, and buffers that are saved with them."""
+        """Return the tensors that training may change, by name: parameters that train, and buffers saved with them."""
         return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)} | self.buffers
 
     def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
@@ -303,7 +303,7 @@ class TrainableOptimizer:
         self.optimizer.step()
 
     def _update_shards(self, scale: Tensor, skipped: Tensor) -> None:
-        """What `optimizer.step` does, by the same kernel, on what this process holds.
+        """Do what `optimizer.step` does, by the same kernel, on what this process holds.
 
         DTensors would be taken apart and put together again, tensor by tensor: four times the host's time of it.
         """
@@ -431,7 +431,7 @@ def take_optimizer(
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What of a module is saved and is no parameter, by name: statistics of batch norms, codebooks; PI0.5 has none."""
+    """Return the buffers that belong in a checkpoint, by name: statistics of batch norms, codebooks; PI0.5 has none."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in module.state_dict().items() if name not in parameters}
 
@@ -495,12 +495,12 @@ def accumulating(model: nn.Module) -> Iterator[None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 keeps the parameters in parts."""
+    """Return whether FSDP2 keeps the parameters in parts."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: all of it, unless it is a DTensor."""
+    """Return what this process holds of a tensor: all of it, unless it is a DTensor."""
     sharded: Any = tensor
     return sharded.to_local() if hasattr(tensor, "to_local") else tensor
 

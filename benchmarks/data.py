@@ -76,7 +76,8 @@ def distinct_episodes(plan: StreamPlan, batch_rows: int, batches: int) -> float:
 
 
 def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
-    """What `distinct_episodes` is expected to be when rows are drawn from all of an epoch: episodes of `length` (E,).
+    """Return what `distinct_episodes` is expected to be when rows are drawn from all of an epoch: episodes of `length`
+    (E,).
 
     An episode of n of the N rows is absent from a batch of B with probability C(N - n, B) / C(N, B).
     """
@@ -142,7 +143,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
 
 
 def cpu_ms_per_row(source: LeRobotDatasource, size: int, first: int, count: int) -> float:
-    """Of reading `count` windows of so many rows, in this process; they are planned beforehand."""
+    """Measure reading `count` windows of so many rows, in this process; they are planned beforehand."""
     from vla_finetuning.data import rows
     from vla_finetuning.data.read_tasks import read_of
 
@@ -447,7 +448,7 @@ def main() -> None:
 
 
 def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """All contenders on one dataset, in turn."""
+    """Return all contenders on one dataset, in turn."""
     from vla_finetuning.data.frame_cache import FrameCache
 
     root = make(name, rows)

@@ -38,7 +38,9 @@ def make(name: str, rows: int) -> Path:
 
 
 def scratch_of(folder: Path) -> Path:
-    """Where to make a folder that is moved into place when it is whole; what an interrupted one left is removed."""
+    """Return where to make a folder that is moved into place when it is whole; what an interrupted one
+    left is removed.
+    """
     scratch = folder.with_name(folder.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
     return scratch

@@ -157,7 +157,7 @@ def demo_flags(device: torch.device, folder: Path) -> list[str]:
 
 
 def waits(device: torch.device) -> dict[str, Any]:
-    """What waits for the device between two log steps of the demo's run."""
+    """Return what waits for the device between two log steps of the demo's run."""
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         found = audit(resolve(parse_args(demo_flags(device, Path(folder))), torch.cuda.device_count()))
     lines = [f"{sync.operation} at {sync.where}, {sync.times} times" for sync in found.syncs]
@@ -380,7 +380,7 @@ def predictions(results: Results, *, sizes: Sizes, device: torch.device) -> None
 
 
 def prepare_process(device: torch.device) -> None:
-    """As a training process begins."""
+    """Prepare this process as a training process begins."""
     enable_gpu_perf_flags()
     enable_expandable_segments()
     if device.type != "cuda":
@@ -388,7 +388,7 @@ def prepare_process(device: torch.device) -> None:
 
 
 def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
-    """All of them, the ones first that matter most."""
+    """Return all of them, the ones first that matter most."""
     bf16 = device.type == "cuda"
 
     def single(name: str, measure: Callable[[torch.device], Any], about_s: float, limit_s: float) -> Section:
@@ -434,7 +434,7 @@ def own_ray() -> Iterator[None]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What was planned, beside what was measured."""
+    """Return what was planned, beside what was measured."""
     rows = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
     for name, entry in found.items():
         if not name.startswith("step"):

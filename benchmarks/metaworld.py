@@ -159,7 +159,7 @@ class Benchmark:
             return vla.main([f"--{name}={value}" for name, value in flags.items()])
 
     def evaluate(self) -> int:
-        """All conditions at once, on the same initial states and with the same noise."""
+        """Return all conditions at once, on the same initial states and with the same noise."""
         o = self.options
         trained = self.folder / "run" / "pretrained_model"
         check_drawn(drawn_for(trained), self.env, trained)

@@ -134,7 +134,7 @@ def keep(folder: Path, name: str, value: Any) -> int:
 
 
 def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None = None) -> LeRobotDatasource:
-    """As of a run (`Rows.source`); of several datasets, of a mixture of robots."""
+    """Return a source as of a run (`Rows.source`); of several datasets, of a mixture of robots."""
     mixed = len(metas) > 1
     padded: dict[str, Any] = {"padded": True, "window_steps": [1] * len(metas), "camera_keys": CAMERAS} if mixed else {}
     return LeRobotDatasource(
@@ -169,7 +169,7 @@ def plan(folder: Path) -> dict[str, Any]:
 
 
 def coordinator(folder: Path) -> dict[str, Any]:
-    """As `TrainingData` at a start of the worker group, and the coordinator that it makes."""
+    """Do as `TrainingData` at a start of the worker group; return it and the coordinator that it makes."""
     metas = load(folder, "metas")
     rows = sum(meta.total_frames for meta in metas)
     tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)

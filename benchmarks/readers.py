@@ -56,14 +56,14 @@ def our_source(
 
 
 def carried(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
-    """All that a row is goes through the object store, as on several nodes."""
+    """Return all that a row is goes through the object store, as on several nodes."""
     from lerobot_datasource import read_source
 
     yield from read_source(source).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
 
 
 def handed_over(root: Path, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """As `ours`, but its read tasks read nothing: they give the same block again and again.
+    """Do as `ours`, but its read tasks read nothing: they give the same block again and again.
 
     So it is what Ray Data itself takes to hand over rows of this size.
     """

@@ -93,7 +93,7 @@ class Section:
 
 
 def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dict[str, Any]:
-    """All of them in turn, within so many minutes. Returns what the file holds then.
+    """Return all of them in turn, within so many minutes. Returns what the file holds then.
 
     What ends a process early is the section's own entry: how it ended, and the last that it said.
     """
@@ -115,7 +115,7 @@ def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dic
 
 
 def _ended(section: Section, path: Path, log: Path, limit_s: float) -> str | None:
-    """How the section's process ended, in words; None if it came to its end."""
+    """Return how the section's process ended, in words; None if it came to its end."""
     # Not forked: this process may have asked CUDA how many devices there are, and its children could use none.
     process = multiprocessing.get_context("spawn").Process(target=_measure, args=(section, path, log, limit_s))
     with _ending(process):

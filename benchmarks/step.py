@@ -141,7 +141,7 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
 
 
 def _compiled(compiler: Compiler, calls: int, compilations: int, steps: int) -> dict[str, Any]:
-    """How often compiled code was called in so many steps. The numbers are what they were before."""
+    """Return how often compiled code was called in so many steps. The numbers are what they were before."""
     called, compiled = compiler.calls - calls, compiler.compilations - compilations
     if compiler.failed or not called:
         why = "compiling failed, as a warning says" if compiler.failed else "Dynamo skipped them without a word"
@@ -275,7 +275,7 @@ def losses(mode: TrainMode, device: torch.device, bf16: bool, rows: int) -> dict
 
 
 def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device, rows: int) -> dict[str, Any] | None:
-    """What `--dry_run` says ours needs at its largest batch size, beside what it took."""
+    """Return what `--dry_run` says ours needs at its largest batch size, beside what it took."""
     if device.type != "cuda" or not cells["ours"]:
         return None
     size = max(cells["ours"])
@@ -291,7 +291,7 @@ def planned(
     accum: int,
     bf16: bool,
 ) -> StepMemory:
-    """What `--dry_run` says that a step of ours takes."""
+    """Return what `--dry_run` says that a step of ours takes."""
     return step_memory(
         family_of(config).with_cameras(config, CAMERAS, prompt(config)),
         mode,

@@ -125,7 +125,7 @@ def prepared_spec(
     attention: Attention,
     compiled: bool,
 ) -> Prepared:
-    """As a run of the program has it, with a constant learning rate."""
+    """Return the policy as a run of the program has it, with a constant learning rate."""
     precision: Precision = "bf16" if bf16 else "fp32"
     run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled))
     return Prepared(
@@ -310,7 +310,7 @@ OWN = ("ours", "cached")
 
 
 def contenders(config: Any, mode: TrainMode) -> dict[str, Callable[..., Any]]:
-    """Those there are: features are cached if the policy's family can, and nothing that makes them trains."""
+    """Return those there are: features are cached if the policy's family can, and nothing that makes them trains."""
     family, caches = family_of(config), False
     if "feature_cache" in family.train_options:
         policy = meta_policy(config)

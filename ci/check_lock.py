@@ -47,7 +47,7 @@ def locked(root: Path = ROOT) -> dict[str, tuple[str, int, bool]]:
 
 
 def differences(root: Path = ROOT) -> list[str]:
-    """What the lock and requirements.txt do not agree on, a sentence each."""
+    """Return what the lock and requirements.txt do not agree on, a sentence each."""
     wanted, held = direct_pins(root), locked(root)
     found = []
     for name, version in wanted.items():

@@ -64,7 +64,7 @@ class Mutant(NamedTuple):
 
 
 def changed(node: ast.AST) -> Iterator[ast.AST | str]:
-    """What may stand in a node's place: other nodes, or Python text."""
+    """Return what may stand in a node's place: other nodes, or Python text."""
 
     def with_(**fields: object) -> ast.AST:
         other = copy.copy(node)
@@ -185,7 +185,7 @@ def run_tests(file: str, text: str, limit_cpu_s: int, imported: Path | None = No
 
 
 def passes(method: str, limit_s: float, *args: object) -> bool:
-    """Whether `run_tests` of these arguments is through with exit code 0 within the limit."""
+    """Return whether `run_tests` of these arguments is through with exit code 0 within the limit."""
     process = multiprocessing.get_context(method).Process(target=run_tests, args=args)  # type: ignore[attr-defined]
     process.start()
     process.join(limit_s)

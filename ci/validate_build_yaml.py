@@ -249,7 +249,7 @@ def check_compute_config(path: Path, faults: Faults) -> None:
 
 
 def image_problems(image_uri: str, root: Path) -> Iterator[str]:
-    """What is wrong with an image by its tag, e.g. `anyscale/ray:2.60.0-py312-cu128`."""
+    """Return what is wrong with an image by its tag, e.g. `anyscale/ray:2.60.0-py312-cu128`."""
     tag = re.fullmatch(r"(\d+\.\d+\.\d+)(?:-slim)?-py(\d)(\d+)(?:-(cu\d+))?", image_uri.rpartition(":")[2])
     if tag is None:
         yield f"{image_uri}: expected a tag like 2.60.0-py312-cu128 (Ray, Python, CUDA)"

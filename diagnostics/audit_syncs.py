@@ -222,7 +222,9 @@ class _Watch(TorchDispatchMode):
     def copy_ends(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | torch.device, bool]:
-        """Of a copy: the source, the target (or its device, when it is made by the copy), whether it may not block."""
+        """Return of a copy the source, the target (or its device, when it is made by the copy),
+        whether it may not block.
+        """
         if func is aten.copy_.default:
             return args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         return args[0], torch.device(kwargs.get("device") or args[0].device), bool(kwargs.get("non_blocking"))
@@ -446,7 +448,7 @@ class _PretendedWatch(_Watch):
         return func(*args, **kwargs)
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """As usual, but memory is pinned in name only: that takes a driver."""
+        """Run as usual, but memory is pinned in name only: that takes a driver."""
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
         if func is aten._pin_memory.default:
@@ -596,7 +598,7 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Non
 
 
 def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
-    """What the operations of one backward wait for: run on the meta device, where autograd needs no driver."""
+    """Return what the operations of one backward wait for: run on the meta device, where autograd needs no driver."""
     device = torch.device("meta")
     loss, _ = _build_without_storage(replace(run.policy, train=replace(run.policy.train, precision="fp32")))
     loss.to(device)

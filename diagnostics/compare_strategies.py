@@ -170,7 +170,7 @@ def charts(report: StrategiesReport) -> list[tuple[str, str]]:
 
 
 def _apart(report: StrategiesReport, strategy: Strategy) -> float:
-    """How far a strategy's losses are at most from those of the first that was measured, relative to them."""
+    """Return how far a strategy's losses are at most from those of the first that was measured, relative to them."""
     worst = 0.0
     for rank in report.ranks:
         theirs = next(s.losses for s in rank.spreadings if s.strategy == strategy)
@@ -225,7 +225,7 @@ def _gpu_bytes(device: torch.device) -> int | None:
 
 
 def _planned(run: Run, strategy: Strategy, by_node: Sequence[Sequence[int]] | None) -> StepMemory | None:
-    """What a GPU must have for a strategy; `by_node`: hsdp's, from `replicas`."""
+    """Return what a GPU must have for a strategy; `by_node`: hsdp's, from `replicas`."""
     scaling = replace(run.config.scaling, strategy=strategy, shard_workers=len(by_node[0]) if by_node else None)
     return planned_memory(run.policy, run.rows.frames)(replace(run.config, scaling=scaling))
 

@@ -75,7 +75,7 @@ class UnusedReport(Report):
 
     @property
     def unreached(self) -> list[Parameter]:
-        """Those that DDP refuses."""
+        """Return those that DDP refuses."""
         return self.of("unused") + self.of("sometimes")
 
 
@@ -195,7 +195,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def advice(report: UnusedReport, run: Run) -> list[str]:
-    """What to do about what was found."""
+    """Return what to do about what was found."""
     if not report.unreached:
         return ["Every parameter that trains got a gradient in every batch: DDP need not search."]
     said = []

@@ -226,7 +226,7 @@ def table(report: LoaderReport) -> str:
 
 
 def charts(report: LoaderReport) -> list[tuple[str, str]]:
-    """What the CPUs do, and every wait for a batch."""
+    """Return what the CPUs do, and every wait for a batch."""
     drawn = [("CPU time by stage", shares({str(stage): s for stage, s in report.stages.items() if s}))]
     for rank in report.ranks:
         drawn.append((f"Rank {rank.rank}: every fetch, in milliseconds", time_line({"data_wait": rank.fetch_s})))
@@ -234,7 +234,7 @@ def charts(report: LoaderReport) -> list[tuple[str, str]]:
 
 
 def balance(loader: LoaderReport, step: StepReport) -> list[str]:
-    """Which side is the bottleneck, by how much, and how many CPUs per worker would balance them."""
+    """Return which side is the bottleneck, by how much, and how many CPUs per worker would balance them."""
     wanted = step.global_batch_size / (step.untouched_s - step.exposed_wait_s)
     given, per_cpu = loader.rows_per_s, loader.rows_per_s / loader.data_cpus if loader.data_cpus > 0 else None
     said = [

@@ -265,7 +265,7 @@ def _range(phase: PhaseSummary) -> str:
 
 
 def charts(report: StepReport) -> list[tuple[str, str]]:
-    """What a step consists of, and every timed step."""
+    """Return what a step consists of, and every timed step."""
     drawn = [("Shares", shares({phase: p.share for phase, p in report.phases.items()}))]
     for rank in report.ranks:
         seconds = {str(phase): values for phase, values in rank.timed.exposed.items()}
@@ -303,7 +303,9 @@ def _memory(report: StepReport) -> str:
 
 
 def advice(report: StepReport) -> list[str]:
-    """What the numbers say, in words: first the phases whose share is notable in most blocks, the largest first."""
+    """Return what the numbers say, in words: first the phases whose share is notable in most blocks,
+    the largest first.
+    """
     fused = "" if report.settings.fused_adamw else " FUSED_ADAMW=true is faster."
     remedies: dict[Phase, tuple[str, str]] = {
         "data_wait": (

@@ -44,7 +44,7 @@ class Environment(Record):
 
     @classmethod
     def here(cls) -> Self:
-        """Of the calling process: call it where the work is done."""
+        """Describe the calling process: call it where the work is done."""
         import torch
 
         driver = Path("/proc/driver/nvidia/version")

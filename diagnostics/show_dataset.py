@@ -67,7 +67,7 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
 
 
 def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str | None) -> list[str]:
-    """What a run with these options would make of the dataset, as lines; none without any."""
+    """Return what a run with these options would make of the dataset, as lines; none without any."""
     if skip_idle is None and weights is None:
         return []
     if skip_idle is not None and not skip_idle > 0:

@@ -177,7 +177,7 @@ class StepClock(Callback, Clock):
         )
 
     def communication(self) -> Communication | None:
-        """Of the steps in which the profiler saw it; None if there was none."""
+        """Return the communication of the steps in which the profiler saw it; None if there was none."""
         if not self._travelled:
             return None
         total, hidden = zip(*self._travelled, strict=True)
@@ -215,7 +215,7 @@ def _spans(events: Iterable[Any]) -> np.ndarray:
 
 
 def _covered(spans: np.ndarray) -> float:
-    """How much of the line is in at least one of the intervals, (n, 2)."""
+    """Return how much of the line is in at least one of the intervals, (n, 2)."""
     start, end = spans[np.argsort(spans[:, 0])].T
     end = np.maximum.accumulate(end)
     before = np.concatenate([start[:1], end[:-1]])

@@ -53,7 +53,9 @@ class Settings(Record):
         )
 
     def passes(self, world: int) -> list[Pass]:
-        """What each step of the run serves. The passes take turns in going first, so that none gains by a drift."""
+        """Return what each step of the run serves. The passes take turns in going first, so that none
+        gains by a drift.
+        """
         names = MEASURED if self.sync else MEASURED[:2]
         # Early, while data is still being read ahead.
         traced = TRACED_STEPS if self.trace else 0
@@ -183,7 +185,7 @@ def compare(a: StepReport, b: StepReport) -> str:
 
 
 def _differences(a: StepReport, b: StepReport) -> list[tuple[str, Any, Any]]:
-    """What was set, or installed, differently."""
+    """Return what was set, or installed, differently."""
 
     def flat(report: StepReport) -> dict[str, Any]:
         environment = report.environment

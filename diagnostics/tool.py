@@ -56,7 +56,7 @@ def run_tool(
     parse_options: Callable[[Sequence[str]], tuple[Namespace, list[str]]],
     prepare: Callable[[Run, Namespace], Callable[[], Result]],
 ) -> int:
-    """What all tools do around what each of them does.
+    """Return what all tools do around what each of them does.
 
     Args:
         argv: the command line; the process's own when absent.

@@ -78,7 +78,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """What a JSON file that came from elsewhere holds.
+    """Read a JSON file that came from elsewhere.
 
     Raises:
         OSError, ValueError: as `read_regular`; it is not JSON, or nested deeper than Python reads.
@@ -92,7 +92,7 @@ def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a file of the run's folder holds; nothing when there is none."""
+    """Read a file of the run's folder; nothing when there is none."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

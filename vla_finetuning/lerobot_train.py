@@ -54,7 +54,9 @@ ANSWERED = {
 
 
 def answer(flag: str) -> str | None:
-    """What does here what `lerobot-train`'s `--flag` does there; None if it has none, or it is taken as it is."""
+    """Return what does here what `lerobot-train`'s `--flag` does there; None if it has none, or it is
+    taken as it is.
+    """
     parts = flag.split(".")
     groups = [".".join([*parts[:n], "*"]) for n in range(len(parts) - 1, 0, -1)]
     return next((ANSWERED[name] for name in (flag, *groups) if name in ANSWERED), None)

@@ -203,7 +203,9 @@ def drop_half_line(path: Path) -> None:
 
 
 def line_writer(path: Path) -> Callable[[str], None]:
-    """What adds lines to a file, many of them, as its only writer: on a disk each is there when the call returns."""
+    """Return a function that adds a line to a file, whose only writer this is: on a disk the line is there when it
+    returns.
+    """
     if isinstance(path, BucketPath):
         return functools.partial(append_line, path)
     path.parent.mkdir(exist_ok=True)
@@ -245,7 +247,7 @@ def replace_lines(path: BucketPath, text: str, *, now: bool = True) -> None:
 
 
 def waiting_lines(folder: BucketPath) -> list[dict[str, Any]]:
-    """Of files below, the lines that this process has yet to write, as JSON for `write_waiting`."""
+    """Return the lines of files below that this process has yet to write, as JSON for `write_waiting`."""
     inside = [appender for path, appender in list(_appenders.items()) if path.is_relative_to(folder)]
     return [appender.waiting(folder) for appender in inside if appender.waits]
 
@@ -264,7 +266,7 @@ def write_waiting(folder: BucketPath, waiting: Sequence[Mapping[str, Any]]) -> N
 
 
 def _counting(sizes: Mapping[str, int]) -> list[str]:
-    """Of a folder of lines, the objects that are read, in order: each of a writer's once.
+    """Return the objects of a folder of lines that are read, in order: each of a writer's once.
 
     What a process had yet to write may come in a second time under another order, when `write_waiting` and an answer
     that was lost cross: one of both is the beginning of the other, or equal to it.
@@ -281,7 +283,7 @@ def _counting(sizes: Mapping[str, int]) -> list[str]:
 
 
 def text_of_lines(path: BucketPath) -> str:
-    """All lines, those that this process has yet to write included; nothing when there are none."""
+    """Return all lines, those that this process has yet to write included; nothing when there are none."""
     mine = _appenders.get(path)
     if mine is not None and mine.waits:
         mine.flush()

@@ -196,7 +196,9 @@ def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    """Whether a parquet or mp4 file ends where it says, and has what is needed to open it. Others are not judged."""
+    """Return whether a parquet or mp4 file ends where it says, and has what is needed to open it. Others are not
+    judged.
+    """
     with open(path, "rb") as file:
         if path.suffix == ".parquet":
             file.seek(max(0, size - 4))

@@ -247,13 +247,13 @@ class VideoReader:
 
 
 def _raise_of_disk(error: Exception, name: str) -> None:
-    """Where it is the disk's (a network drive that is gone), which says nothing of what is on it."""
+    """Raise an error that is the disk's (a network drive that is gone), which says nothing of what is on it."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         raise OSError(error.errno, f"{name}: {error.strerror}") from error
 
 
 def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
-    """What the 12-bit codes of a depth video stand for: float32 (4096,), millimetres, by LeRobot's own function.
+    """Return what the 12-bit codes of a depth video stand for: float32 (4096,), millimetres, by LeRobot's own function.
 
     Runs on the driver (it imports LeRobot). `info` is the feature's in meta/info.json.
 

@@ -33,7 +33,7 @@ def _forms(flag: str, column: str) -> str:
 def episode_weights(
     metas: Sequence[DatasetMetadata], roots: Sequence[str], source: str, named: Callable[[str], str] = str
 ) -> list[np.ndarray]:
-    """How often each episode comes in an epoch, on average, by dataset: float64 (E,), of all episodes it has.
+    """Return how often each episode comes in an epoch, on average, by dataset: float64 (E,), of all episodes it has.
 
     Args:
         roots: what the datasets are called. named: brings a root that a file names into that form.
@@ -63,7 +63,7 @@ def episode_values(
     flag: str,
     named: Callable[[str], str] = str,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What a file says of episodes, by dataset: their numbers, int64 (N,), and values, float64 (N,).
+    """Return what a file says of episodes, by dataset: their numbers, int64 (N,), and values, float64 (N,).
 
     Args:
         roots, named: as for `episode_weights`. column: of the values. flag: that names the file.

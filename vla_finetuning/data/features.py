@@ -45,7 +45,7 @@ def checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
-    """What columns of several datasets must agree in to be one."""
+    """Return what columns of several datasets must agree in to be one."""
     return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, row_kind(feature))
 
 

@@ -117,7 +117,7 @@ class CachedVideo:
         return list(range(len(times_s)))
 
     def lacks(self, times_s: np.ndarray) -> list[int]:
-        """Which of the frames at `times_s` (float64, ascending, (n,)) are not here, by their marks.
+        """Return which of the frames at `times_s` (float64, ascending, (n,)) are not here, by their marks.
 
         If all are, what lies between the first and the last is read ahead.
         """
@@ -131,7 +131,7 @@ class CachedVideo:
         return list(range(len(times_s)))
 
     def reserve_capacity(self, frames: int) -> bool:
-        """Whether so many frames more may be written."""
+        """Return whether so many frames more may be written."""
         with self._cache.doing_without():
             return self._frames.reserve_capacity(frames)
         return False

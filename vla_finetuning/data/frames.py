@@ -35,12 +35,12 @@ class FrameRanges:
 
     @property
     def episodes(self) -> np.ndarray:
-        """Those that have any, int64, ascending."""
+        """Return the episodes that have any, int64, ascending."""
         return np.unique(self.episode)
 
     @property
     def rows(self) -> float:
-        """How many an epoch has of them, on average."""
+        """Return how many frames an epoch has of them, on average."""
         return float(self.frames.sum() if self.weight is None else self.weight @ self.frames)
 
 
@@ -100,7 +100,8 @@ class EpochShare:
 
 
 def shares(meta: DatasetMetadata, episodes: np.ndarray, left: FrameRanges) -> list[EpochShare]:
-    """What becomes of a dataset's episodes (int64, ascending): of all, and by their first task where there are several.
+    """Return what becomes of a dataset's episodes (int64, ascending): of all, and by their first task where there are
+    several.
 
     Tasks come in the order of how much of them is otherwise than in the dataset.
     """

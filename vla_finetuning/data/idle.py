@@ -63,13 +63,17 @@ def _sliding(values: np.ndarray, width: int, extreme: Callable[..., np.ndarray])
 
 
 def span_of(meta: DatasetMetadata, key: str) -> np.ndarray:
-    """How far each dimension of a feature reaches in the dataset, float64 (D,); of one that never moves, infinity."""
+    """Return how far each dimension of a feature reaches in the dataset, float64 (D,); of one that never moves,
+    infinity.
+    """
     low, high = reach_of(meta, key)
     return np.where(high > low, high - low, np.inf)
 
 
 def reach_of(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where a feature's values begin and end in the whole dataset, float64 (D,) each, in the order of its files."""
+    """Return where a feature's values begin and end in the whole dataset, float64 (D,) each, in the
+    order of its files.
+    """
     stats = meta.stats.get(key, {})
     if not {"min", "max"} <= stats.keys():
         raise ValueError(
@@ -108,7 +112,7 @@ class Movement:
         return idle_frames([arrays[f.key].astype(np.float64) for f in self.features], self.spans, self.moves)
 
     def described(self) -> dict[str, Any]:
-        """What a digest says of it."""
+        """Return what a digest says of it."""
         spans = {f.key: span.tolist() for f, span in zip(self.features, self.spans, strict=True)}
         return {"spans": spans, "moves": self.moves}
 

@@ -103,7 +103,9 @@ def _stored_forms(column: pa.Array, name: str) -> tuple[pa.Array, pa.Array]:
 
 
 def _is_an_end(rows: np.ndarray, group: Span) -> bool:
-    """Whether the rows are the first of a group, its last, or all: what reads in stored order want of it, and once."""
+    """Return whether the rows are the first of a group, its last, or all: what reads in stored order want of it, and
+    once.
+    """
     first, last = rows.min(), rows.max() + 1
     return bool(last - first == len(rows) and (first == group.first or last == group.last))
 

@@ -95,7 +95,7 @@ class Feature:
 
 
 def key_frame_rows(features: Iterable[Feature]) -> int:
-    """How many frames the key frames of videos are apart, from an episode's first on.
+    """Return how many frames the key frames of videos are apart, from an episode's first on.
 
     The smallest number that one of them states (where every frame is one, it does not matter), and LeRobot's default
     where it states none. 1 without videos.
@@ -435,7 +435,8 @@ def episode_ranges(numbers: Sequence[int]) -> str:
 
 
 def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
-    """How the pictures of a dataset recorded in a simulator were drawn (record.py); nothing where it is not known.
+    """Return how the pictures of a dataset recorded in a simulator were drawn (record.py); nothing where it is not
+    known.
 
     Raises:
         ValueError, OSError: as `load_metadata`.

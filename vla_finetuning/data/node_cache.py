@@ -63,7 +63,8 @@ def locked_ledger(folder: Path) -> Iterator[int]:
 
 
 def has_capacity(folder: Path, size: int) -> bool:
-    """Whether so many bytes fit the disk of a folder (which need not be there) with a margin; what it holds goes first.
+    """Return whether so many bytes fit the disk of a folder (which need not be there) with a margin; what it holds goes
+    first.
 
     Raises OSError.
     """
@@ -79,7 +80,7 @@ def has_capacity(folder: Path, size: int) -> bool:
 
 @functools.cache
 def is_in_memory(folder: Path) -> bool:
-    """Whether a folder (which need not be there) is on a disk in memory (tmpfs), as far as this system says."""
+    """Return whether a folder (which need not be there) is on a disk in memory (tmpfs), as far as this system says."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
@@ -176,11 +177,11 @@ class NodeCache:
 
     @property
     def takes(self) -> bool:
-        """Whether it is worth asking for space: False for a minute after an error, or where there was none."""
+        """Return whether it is worth asking for space: False for a minute after an error, or where there was none."""
         return self.works and time.monotonic() >= self._full_until
 
     def promise(self, datasets: Sequence[str], size: int) -> bool:
-        """Whether this node can store all that will be cached of some datasets together, `size` bytes.
+        """Return whether this node can store all that will be cached of some datasets together, `size` bytes.
 
         The bytes are promised to them: other promises get what is left, as long as a process reads the datasets.
 
@@ -210,7 +211,7 @@ class NodeCache:
             os.close(descriptor)
 
     def reserve_capacity(self, size: int) -> bool:
-        """Whether `size` more bytes may be stored; they count as stored from now on. Raises OSError."""
+        """Return whether `size` more bytes may be stored; they count as stored from now on. Raises OSError."""
         if not self.takes or not self.limit_bytes:
             return False
         with locked_ledger(self.folder) as ledger:
@@ -336,7 +337,7 @@ class CacheFolder:
 
 
 def _checksum(record: Any) -> int:
-    """Of a record's bytes; never 0, which is what a hole has in its place."""
+    """Return the checksum of a record's bytes; never 0, which is what a hole has in its place."""
     return xxhash.xxh3_64_intdigest(record) or 1
 
 
@@ -375,7 +376,9 @@ class Records:
 
     @classmethod
     def of(cls, cache: NodeCache, dataset: str, file: str, identity: str, record_bytes: int) -> Records | None:
-        """Of a file's content, as `NodeCache.content` tells it from others; None where there is no place for them."""
+        """Return the records of a file's content, as `NodeCache.content` identifies it; None where there is no space
+        for them.
+        """
         found = None
         with cache.doing_without():
             if cache.works and cache.limit_bytes:
@@ -387,11 +390,13 @@ class Records:
         self._files = None
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """As `NodeCache.alone`, of these records."""
+        """Do `NodeCache.alone` for these records."""
         return self.cache.alone(self._content, self._paths[1])
 
     def reserve_capacity(self, records: int, size: int | None = None) -> bool:
-        """Whether so many records more may be written, which take `size` bytes; None: the most. Raises OSError."""
+        """Return whether so many records more may be written, which take `size` bytes; None: the most.
+        Raises OSError.
+        """
         size = records * self.record_bytes if size is None else size
         fits = self.cache.reserve_capacity(size + records * self.MARK.size)
         return fits and self._open(create=True) is not None
@@ -447,7 +452,7 @@ class Records:
                     self.write(number, record, len(record))
 
     def has(self, number: int) -> bool:
-        """Whether a record was written; False where the cache fails."""
+        """Return whether a record was written; False where the cache fails."""
         with self.cache.doing_without():
             return bool(self.mark(number))
         return False

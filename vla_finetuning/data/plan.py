@@ -71,7 +71,7 @@ class Episodes:
         return len(self.start)
 
     def take(self, at: Any) -> Episodes:
-        """Those at some positions (anything that indexes an array)."""
+        """Return those at some positions (anything that indexes an array)."""
         return Episodes(self.dataset_index[at], self.episode_index[at], self.start[at], self.length[at])
 
 
@@ -140,31 +140,33 @@ class Plan(abc.ABC):
     @property
     @abc.abstractmethod
     def rows_per_source(self) -> list[int]:
-        """How many rows of an epoch come from each dataset of a mixture; without weights, all from one source."""
+        """Return how many rows of an epoch come from each dataset of a mixture; without weights, all
+        from one source.
+        """
 
     @abc.abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What must not change for a position in this stream to keep its meaning."""
+        """Return what must not change for a position in this stream to keep its meaning."""
 
     @abc.abstractmethod
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
     ) -> float:
-        """How many episodes `batch_rows` consecutive rows of the shuffled stream come from, on average.
+        """Return how many episodes `batch_rows` consecutive rows of the shuffled stream come from, on average.
 
         `window_rows` and `segment_rows` stand in for the plan's own.
         """
 
     @abc.abstractmethod
     def begin(self, epoch: int) -> int:
-        """Where an epoch begins in the stream."""
+        """Return where an epoch begins in the stream."""
 
     @abc.abstractmethod
     def epoch_at(self, position: int) -> tuple[int, int, int]:
         """The epoch that a position of the stream is in, and the positions where it begins and ends."""
 
     def epoch_ends(self, last: int) -> list[int]:
-        """Where the epochs end that the first `last` positions are of, in order."""
+        """Return where the epochs end that the first `last` positions are of, in order."""
         ends: list[int] = []
         while not ends or ends[-1] < last:
             epoch, begin, end = self.epoch_at(ends[-1] if ends else 0)
@@ -173,7 +175,8 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """How often a row is among the first `position` of the stream, at least and at most: int64 (E,), by its entry.
+        """Return how often a row is among the first `position` of the stream, at least and at most: int64 (E,), by its
+        entry.
 
         At the end of an epoch (of the source that it is of) both are the same.
         """
@@ -202,7 +205,7 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Where windows begin after `first` and before `last`, about: int64 (N,), for reads to begin there."""
+        """Return where windows begin after `first` and before `last`, about: int64 (N,), for reads to begin there."""
 
 
 class StreamPlan(Plan):
@@ -305,7 +308,7 @@ class StreamPlan(Plan):
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
     ) -> float:
-        """As any plan's.
+        """Return what any plan's does.
 
         An episode of L rows is cut into 1 + (L - 1) / S segments of s rows; a window of W of a source's N rows
         holds s' = s W / (W + s - 1), as its ends cut some. So a segment is there with probability s W / (s' N), and
@@ -517,7 +520,7 @@ class _Source:
         return range(self.epoch_at(first)[0], self.epoch_at(max(first, last - 1))[0] + 1)
 
     def segments_in(self, epochs: range) -> int:
-        """How many segments they have together, about."""
+        """Return how many segments they have together, about."""
         return sum(self.of_epoch(epoch).segments for epoch in epochs)
 
     def with_segments(self, epochs: range) -> _Source:
@@ -528,11 +531,11 @@ class _Source:
         return source
 
     def of_epoch(self, epoch: int) -> _Source:
-        """Who cuts and permutes an epoch of it."""
+        """Return who cuts and permutes an epoch of it."""
         return self if self.later is None or epoch == 0 else self.later
 
     def begin(self, epoch: int) -> int:
-        """Where an epoch of its own begins in its own stream."""
+        """Return where an epoch of its own begins in its own stream."""
         return epoch * self.rows if self._repeated is None else int(self._repeated.before(epoch) @ self.length)
 
     def epoch_at(self, position: int) -> tuple[int, int, int]:
@@ -549,7 +552,7 @@ class _Source:
         return self._epoch
 
     def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `StreamPlan.times`, of its own stream; int64 (E,), or () for all alike."""
+        """Return `StreamPlan.times` of its own stream; int64 (E,), or () for all alike."""
         epoch, begin, _ = self.epoch_at(position)
         begun = epoch + (position > begin)
         if self._repeated is None:
@@ -557,7 +560,9 @@ class _Source:
         return self._repeated.before(epoch), self._repeated.before(begun)
 
     def _copies(self, epoch: int) -> tuple[np.ndarray, ...]:
-        """What an epoch is cut of: positions in `episodes`, starts and lengths, each episode as often as it comes."""
+        """Return what an epoch is cut of: positions in `episodes`, starts and lengths, each episode as often as it
+        comes.
+        """
         columns = self.members, self._start, self.length
         if self._repeated is None:
             return columns
@@ -592,7 +597,7 @@ class _Source:
         return self._cached[1]
 
     def _cut(self, epoch: int, length: np.ndarray) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
-        """Where the E episodes of an epoch are cut, which have these lengths.
+        """Return where the E episodes of an epoch are cut, which have these lengths.
 
         Returns the epoch's generator, drawn from as far as this, and int64 (E,): rows of the first segment (all others
         but the last have `segment_rows`), how many there are, and the part that the first is in. The next segment is in
@@ -608,7 +613,7 @@ class _Source:
         return rng, first_cut, count, rng.integers(0, self.parts_of_epoch, episodes)
 
     def _part_bounds(self, epoch: int) -> np.ndarray:
-        """Where the P parts of an epoch begin, in its rows, and where the last ends: int64 (P + 1,)."""
+        """Return where the P parts of an epoch begin, in its rows, and where the last ends: int64 (P + 1,)."""
         parts, full = self.parts_of_epoch, self._segment_rows
         if self._bounds is None or self._bounds[0] != epoch:
             _, _, length = self._copies(epoch)
@@ -671,7 +676,8 @@ def _none_drawn(window: int, size: float, drawn: int) -> float:
 def window_and_segment(
     asked: int, fitting: int, longest: int, segments: int | None, cut_at: int = 1
 ) -> tuple[int, int]:
-    """How many rows are shuffled among themselves, and how many of them are consecutive at most: (window, segment).
+    """Return how many rows are shuffled among themselves, and how many of them are consecutive at most: (window,
+    segment).
 
     Args:
         asked: the window that is wanted. fitting: rows that memory is meant for; more only for `segments`.

@@ -55,7 +55,7 @@ class Source:
     step: int = 1
 
     def described(self) -> dict[str, Any]:
-        """What a digest says of the frames that count."""
+        """Return what a digest says of the frames that count."""
         return {} if self.movement is None else {"idle": self.movement.described()}
 
     def relative(self, how: RelativeActions | None) -> RelativeActions | None:
@@ -71,7 +71,7 @@ def exact_stats(
     relative: RelativeActions | None = None,
     skip_unreadable: bool = False,
 ) -> tuple[Stats, list[Stats]]:
-    """All statistics of some features: of the sources together by their weights, and of each by itself.
+    """Return all statistics of some features: of the sources together by their weights, and of each by itself.
 
     Runs on the driver, with a Ray Data pass over the parquet files of each source, or two; Ray is started if it is not
     running. Entries of vectors are in the order of rows (`reorder_dimensions`), values are those of float32.
@@ -231,7 +231,7 @@ def _coarse(code: np.ndarray) -> np.ndarray:
 
 
 def _firsts(code: np.ndarray) -> np.ndarray:
-    """Where groups of equal codes begin."""
+    """Return where groups of equal codes begin."""
     return np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]])) if len(code) else np.empty(0, np.int64)
 
 

@@ -49,7 +49,7 @@ class BlockShare:
     of: int
 
     def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
-        """Where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
+        """Return where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
 
         An incomplete turn of `of` blocks is dealt to no rank.
         """
@@ -61,7 +61,7 @@ class BlockShare:
 def episode_locations(
     metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]
 ) -> EpisodeLocations:
-    """Where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
+    """Return where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
     videos = [key for key in features if any(key in meta.video_files for meta in metas)]
 
     def together(columns: Iterable[np.ndarray | None]) -> np.ndarray:
@@ -110,7 +110,7 @@ def drawn_episodes(
     features: Collection[str],
     selection: Selection,
 ) -> Drawn:
-    """What rows of the selected episodes of all datasets are drawn from."""
+    """Return what rows of the selected episodes of all datasets are drawn from."""
     places = episode_locations(metas, selected, features)
     if selection.frame_ranges is None:
         length = places.length - selection.drop_n_last_frames
@@ -155,7 +155,7 @@ class Planned:
 
 
 def reads_of_tasks(tasks: Sequence[Planned], plan: Plan, places: EpisodeLocations) -> Iterator[list[WindowRead]]:
-    """What each of several tasks reads, looked up here and together."""
+    """Return what each of several tasks reads, looked up here and together."""
     runs = [task.runs() for task in tasks]
     found = plan.slices_in(itertools.chain(*runs))
     for of_task in runs:
@@ -194,7 +194,7 @@ class ReadFunction:
 
 
 def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) -> int:
-    """How many windows a read task decodes, one after the other, where `reads` are to be read. Pure.
+    """Return how many windows a read task decodes, one after the other, where `reads` are to be read. Pure.
 
     Ray Data 2.60 notices up to 0.3 s later that a task has ended; the next one then finds its CPU idle. Long tasks make
     that matter less; but the CPUs must end about together, and when blocks are wanted in order, those of all tasks but

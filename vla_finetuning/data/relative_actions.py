@@ -43,7 +43,7 @@ class RelativeActions:
         return (self.chunk_size - 1) * self.step + 1
 
     def described(self) -> dict[str, Any]:
-        """What a digest says of them: of consecutive frames, what it said before there were others."""
+        """Return what a digest says of them: of consecutive frames, what it said before there were others."""
         said = asdict(self)
         if self.step == 1:
             del said["step"]
@@ -53,7 +53,7 @@ class RelativeActions:
 def relative_action_stats(
     meta: DatasetMetadata, how: RelativeActions, *, cache_dir: str | Path | None
 ) -> dict[str, np.ndarray]:
-    """All statistics of a dataset's relative actions, by two Ray Data passes, one task per parquet file in each.
+    """Return all statistics of a dataset's relative actions, by two Ray Data passes, one task per parquet file in each.
 
     Runs on the driver; Ray is started if it is not running. `cache_dir` as for `statistics.complete_stats`.
 

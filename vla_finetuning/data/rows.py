@@ -77,7 +77,7 @@ class EpisodeLocations:
     video_start_s: dict[str, np.ndarray]
 
     def take(self, at: Any) -> EpisodeLocations:
-        """Those at some positions (anything that indexes an array)."""
+        """Return those at some positions (anything that indexes an array)."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         taken: dict[str, Any] = {
             k: {key: a[at] for key, a in v.items()} if isinstance(v, dict) else v[at] for k, v in columns.items()
@@ -169,7 +169,7 @@ def read_rows(
 def _decode(
     readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions
 ) -> dict[str, Any]:
-    """All columns but `position`, `total` rows each."""
+    """Decode all columns but `position`, `total` rows each."""
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
     named = _read_cameras(readers, episodes, total, options, columns)
@@ -186,7 +186,7 @@ def _decode_what_can_be_read(
     options: ReadOptions,
     blank: dict[str, np.ndarray],
 ) -> dict[str, Any]:
-    """As `_decode`; but rows of an episode that is damaged are blank, and `is_skipped`.
+    """Do as `_decode`; but rows of an episode that is damaged are blank, and `is_skipped`.
 
     Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever, and so
     does a dataset that is no longer there.
@@ -390,7 +390,7 @@ def _texts(column: pa.ChunkedArray, feature: Feature, where: str) -> pa.ChunkedA
 
 
 def row_dtype(feature: Feature) -> np.dtype:
-    """What numbers of a feature are in a row, as in LeRobot's: float32, int64 or bool."""
+    """Return what numbers of a feature are in a row, as in LeRobot's: float32, int64 or bool."""
     kind = np.dtype(feature.dtype).kind
     return np.dtype(np.float32 if kind == "f" else bool if kind == "b" else np.int64)
 
@@ -503,7 +503,7 @@ def _wanted(
     options: ReadOptions,
     columns: dict[str, Any],
 ) -> Wanted:
-    """What an episode's rows want of a file; rows that name frames, by the file's `number`, have them cached."""
+    """Return what an episode's rows want of a file; rows that name frames, by the file's `number`, have them cached."""
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     own = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
     frames = _frames(key, e, options)

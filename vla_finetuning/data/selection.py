@@ -35,7 +35,7 @@ def read_choice(path: str | Path) -> Choice:
 
 
 def of_each(choice: Choice, roots: Sequence[str], flag: str) -> list[Sequence[int] | None]:
-    """What `choice` says of each dataset; None where it says nothing.
+    """Return what `choice` says of each dataset; None where it says nothing.
 
     Raises:
         ValueError: names a dataset that is not among `roots`, or names none where there are several.

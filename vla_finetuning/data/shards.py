@@ -36,7 +36,7 @@ class Sharding:
     turn_rows: int
 
     def before(self, position: int) -> np.ndarray:
-        """Of the first `position` rows of a stream of nothing but turns, those of each shard: int64 (count,)."""
+        """Count the rows of each shard among the first `position` of a stream of nothing but turns: int64 (count,)."""
         rounds, rest = divmod(position, self.count * self.turn_rows)
         begun = np.clip(rest - np.arange(self.count) * self.turn_rows, 0, self.turn_rows)
         return rounds * self.turn_rows + begun
@@ -47,7 +47,7 @@ class Sharding:
         return number % self.count, (number + 1) * self.turn_rows
 
     def position(self, shard: int, nth: np.ndarray) -> np.ndarray:
-        """Where a shard's `nth` rows are in a stream of nothing but turns, int64 (N,)."""
+        """Return where a shard's `nth` rows are in a stream of nothing but turns, int64 (N,)."""
         rounds, rest = np.divmod(nth, self.turn_rows)
         return (rounds * self.count + shard) * self.turn_rows + rest
 
@@ -175,7 +175,7 @@ class ShardedPlan(Plan):
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
     ) -> float:
-        """As of a `StreamPlan`: of shards by themselves. An episode that two of them have part of counts twice."""
+        """Do as a `StreamPlan`, for shards by themselves. An episode that two of them have part of counts twice."""
         rows = max(1, batch_rows // self.sharding.count)
         found = [s.expected_episodes(rows, window_rows=window_rows, segment_rows=segment_rows) for s in self._shards]
         return float(np.mean(found)) * min(batch_rows, len(found))
@@ -260,7 +260,7 @@ class ShardedPlan(Plan):
             yield from self._slices(*run)
 
     def _slices(self, shard: int, first: int, last: int) -> Iterator[WindowSlice]:
-        """As `slices`, of a shard's own stream."""
+        """Do `slices` of a shard's own stream."""
         for window in self._shards[shard].slices(first, last):
             yield replace(window, episode=window.episode + self._bounds[shard])
 
@@ -276,7 +276,7 @@ class ShardedPlan(Plan):
             yield from super().slices_of(runs)
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Of the shard whose turn `first` is; those of others begin at about the same places.
+        """Return those of the shard whose turn `first` is; those of others begin at about the same places.
 
         And where turns end, and epochs: what lies between two is one after the other in the shard's own stream.
         """

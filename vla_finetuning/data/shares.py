@@ -36,12 +36,12 @@ class Repetitions:
         self._phase[by_weight] = np.floor(spread * 2**32) / 2**32  # short enough for sums with them to stay below 1
 
     def before(self, epoch: int) -> np.ndarray:
-        """How often each has come before an epoch, int64 (E,)."""
+        """Return how often each has come before an epoch, int64 (E,)."""
         return np.floor(epoch * self.weight + self._phase).astype(np.int64)
 
 
 def fair_share(wanted: Sequence[int], most: int) -> int:
-    """What each may have where several want a number of things, and there are at most `most` of them in all.
+    """Return what each may have where several want a number of things, and there are at most `most` of them in all.
 
     Those that want no more than this have what they want; the others this much, so that together they have `most`. At
     least one.

@@ -222,7 +222,7 @@ def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray)
 
 
 def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str, compute: Callable[[], Stats]) -> Stats:
-    """All statistics of `keys`, from the cache or computed (and then cached), by the `digest` of what they are of."""
+    """Return all statistics of `keys`, from the cache or computed (and then cached), by the `digest` of their rows."""
     if cache_dir is None:
         return _to_stats(_to_json(compute()))
     path = Path(cache_dir) / f"stats-{digest}.json"
@@ -267,7 +267,7 @@ def over_files(
     episodes: np.ndarray,
     describe: Callable[[fsspec.AbstractFileSystem, dict[str, Any]], dict[str, np.ndarray]],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """What is computed of each parquet file that has some of the episodes, as they are done: a Ray Data pass.
+    """Yield what is computed of each parquet file that has some of the episodes, as they are done: a Ray Data pass.
 
     Args:
         describe: of a file system and, by those names, a file's `path` and the `episodes`, `first_rows` and `lengths`
@@ -320,7 +320,7 @@ def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, how
 
 
 def stored_as(feature: Feature) -> list[Any]:
-    """What a digest says of a feature: its columns."""
+    """Return what a digest says of a feature: its columns."""
     columns = [[column.key, column.dtype, column.shape] for column in feature.columns]
     return columns if feature.joined else columns[0]
 

@@ -231,7 +231,8 @@ def _info(path: str, content: Content) -> dict[str, Any]:
 
 
 def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
-    """What tells a file's content from another at the same place; None where that is not known, or there is no file.
+    """Return what tells a file's content from another at the same place; None where that is not known, or there is no
+    file.
 
     Raises:
         StorageError: the object store does not answer.
@@ -257,7 +258,7 @@ def _identity(fs: RemoteFileSystem, path: str, content: Content) -> str | None:
 
 @functools.cache
 def _requests() -> ThreadPoolExecutor:
-    """Those of this process."""
+    """Return the threads of this process that make requests."""
     return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="object-store")
 
 

@@ -260,7 +260,7 @@ def _parsed(data: bytes) -> VideoIndex:
 
 
 def _edited_s(data: bytes, moov: _Box, track: _Box) -> float:
-    """How much earlier frames are shown than the tables say."""
+    """Return how much earlier frames are shown than the tables say."""
     edits = _inner(data, track, b"edts", b"elst")
     if edits is None:
         return 0.0

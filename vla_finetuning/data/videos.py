@@ -98,7 +98,7 @@ class CameraFile:
         return self.feature.dtype == "video"
 
     def name(self, *episodes: int | None) -> str:
-        """How errors call it."""
+        """Return the name that errors use."""
         known = [e for e in episodes if e is not None]
         whose = f", episode{'s' * (len(known) > 1)} {', '.join(map(str, known))}" if known else ""
         return f"{self.reader.root}: {self.file} (camera {self.key}{whose})"
@@ -249,7 +249,7 @@ def cached_video(reader: DatasetFiles, key: str, file: str, decoding: Decoding) 
 
 
 def video_file(reader: DatasetFiles, key: str, path: str, identity: str, decoding: Decoding) -> VideoFile:
-    """What tells the frames of a camera's file from others. A data file holds images of several cameras."""
+    """Return what tells the frames of a camera's file from others. A data file holds images of several cameras."""
     feature = reader.features[key]
     shape, dtype = frame_of(feature, decoding.image_size)
     is_video = feature.dtype == "video"
@@ -289,13 +289,15 @@ def put_frame(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> Non
 
 
 def name_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, int, int]:
-    """Of the array that names a frame of this shape: a picture too, of one column, so that it passes for one."""
+    """Return the shape of the array that names a frame of this shape: a picture of one column, so that it passes for
+    one.
+    """
     size = max(_NAME.itemsize, math.prod(shape) * dtype.itemsize * _NAME_SHARE)
     return math.ceil(size / shape[-1] / dtype.itemsize), 1, shape[-1]
 
 
 def names(dataset: int, file: int, times_s: np.ndarray, feature: Feature, decoding: Decoding) -> np.ndarray:
-    """Of frames that are shown at `times_s`, float64 (...): arrays of `name_shape`, (..., N, 1, C)."""
+    """Return the names of frames that are shown at `times_s`, float64 (...): arrays of `name_shape`, (..., N, 1, C)."""
     shape, dtype = frame_of(feature, decoding.image_size)
     named = name_shape(shape, dtype)
     found = np.zeros((times_s.size, math.prod(named) * dtype.itemsize), np.uint8)
@@ -306,12 +308,12 @@ def names(dataset: int, file: int, times_s: np.ndarray, feature: Feature, decodi
 
 
 def is_frame(values: np.ndarray) -> bool:
-    """Whether a camera's column has frames, and not names, which are one column wide."""
+    """Return whether a camera's column has frames, and not names, which are one column wide."""
     return values.shape[-2] > 1
 
 
 def no_frame(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """What stands for a black frame of this shape where frames are named."""
+    """Return what stands for a black frame of this shape where frames are named."""
     named = name_shape(shape, dtype)
     found = np.zeros(math.prod(named) * dtype.itemsize, np.uint8)
     found[: _NAME.itemsize] = np.array([(NO_DATASET, 0, 0.0)], _NAME).view(np.uint8)
@@ -366,7 +368,7 @@ class Frames:
             return batch | filled
 
     def _ask(self, values: np.ndarray, key: str, asked: dict[_File, _Asked]) -> np.ndarray:
-        """Where the frames will be that `values` name; the values, where they name none.
+        """Return where the frames will be that `values` name; the values, where they name none.
 
         Rows of several blocks, of which some carry their frames, are an array of objects.
         """
@@ -407,7 +409,7 @@ class Frames:
             self._open.pop(next(iter(self._open))).close()
 
     def _opened(self, which: _File, file: CameraFile) -> CachedVideo | None:
-        """Those used last are last."""
+        """Return the open files; those used last are last."""
         video = self._open.pop(which, None) or cached_video(file.reader, file.key, file.file, self._decoding)
         if video is not None:
             self._open[which] = video

@@ -111,7 +111,7 @@ class MetaworldConfig(MetaworldEnv):
         return {**options, "max_episode_steps": self.episode_length}
 
     def makers(self) -> dict[str, Maker]:
-        """As `task_makers`; by the names of Meta-World's tasks."""
+        """Do as `task_makers`, by the names of Meta-World's tasks."""
         instructions, groups = metaworld_tasks()
         asked = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
         tasks = list(dict.fromkeys(task for name in asked for task in groups.get(name, [name])))
@@ -177,7 +177,8 @@ def longest_episode(config: EnvConfig) -> int | None:
 
 
 def initial_state_counts(config: EnvConfig) -> dict[str, int]:
-    """How many initial states each task has, of the tasks that have a list of them; others draw theirs from the seed.
+    """Return how many initial states each task has, of the tasks that have a list of them; others draw theirs from the
+    seed.
 
     What says so is `initial_states` of a configuration, for all of its tasks, or of an environment: a count, or None.
 
@@ -198,14 +199,16 @@ def initial_state_counts(config: EnvConfig) -> dict[str, int]:
 
 
 def how_drawn(config: EnvConfig) -> dict[str, Any]:
-    """What decides how an environment's pictures look, where that can be chosen; JSON. Otherwise nothing."""
+    """Return what decides how an environment's pictures look, where that can be chosen; JSON. Otherwise nothing."""
     if not isinstance(config, MetaworldConfig):
         return {}
     return {"type": config.type, "image_size": list(config.image_size), "render_quality": config.render_quality}
 
 
 def drawn_for(folder: Path) -> Any:
-    """How the pictures that a policy was trained on were drawn, as its folder says; nothing where it does not."""
+    """Return how the pictures that a policy was trained on were drawn, as its folder says; nothing
+    where it does not.
+    """
     return read_json(folder / ENVIRONMENT_NAME).get("drawn")
 
 

@@ -48,7 +48,7 @@ class DrawnOnDemand(gymnasium.Wrapper):
         return seen
 
     def state_hash(self) -> str:
-        """Of time, positions and velocities, as MuJoCo has them."""
+        """Return a digest of time, positions and velocities, as MuJoCo has them."""
         return hashlib.sha256(np.asarray(self._simulated().sim.get_state().flatten()).tobytes()).hexdigest()[:16]
 
     def _simulated(self) -> Any:

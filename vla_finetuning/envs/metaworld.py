@@ -107,7 +107,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observation(), float(reward), success, truncated, {**info, "is_success": success}
 
     def render(self) -> np.ndarray:  # type: ignore[override]
-        """What the camera sees now, uint8 (H, W, 3)."""
+        """Render what the camera sees now, uint8 (H, W, 3)."""
         import mujoco
 
         model = self._env.model
@@ -121,7 +121,9 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._renderer.render()[::-1, ::-1].copy()
 
     def expert_action(self) -> np.ndarray:
-        """What `expert` does now, float32 (4,). It may remember: of an episode in which nobody else has acted."""
+        """Return what `expert` does now, float32 (4,). It may remember: of an episode in which nobody
+        else has acted.
+        """
         self._expert = self._expert or expert(self.task)
         return self._expert(self.environment_state)
 

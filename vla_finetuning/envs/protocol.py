@@ -34,7 +34,9 @@ Maker = Callable[[], gymnasium.Env[Any, Any]]
 
 
 def initial_states(env: gymnasium.Env[Any, Any]) -> int | None:
-    """How many states an environment's list of initial states has, by its `initial_states`; None: it has no list."""
+    """Return how many states an environment's list of initial states has, by its `initial_states`; None: it has no
+    list.
+    """
     return env.get_wrapper_attr("initial_states") if env.has_wrapper_attr("initial_states") else None
 
 
@@ -45,7 +47,7 @@ def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
 
 
 def look_on_demand(env: gymnasium.Env[Any, Any], look: bool) -> None:
-    """Whether the next steps look through the cameras, where an environment can go without: its `rendering`.
+    """Return whether the next steps look through the cameras, where an environment can go without: its `rendering`.
 
     Rendering is what most environments spend their time on.
     """
@@ -53,7 +55,7 @@ def look_on_demand(env: gymnasium.Env[Any, Any], look: bool) -> None:
 
 
 def looked(env: gymnasium.Env[Any, Any]) -> bool:
-    """Whether the images observed last are of the state that it is in."""
+    """Return whether the images observed last are of the state that it is in."""
     return not env.has_wrapper_attr("rendering") or bool(env.get_wrapper_attr("rendering"))
 
 
@@ -76,7 +78,9 @@ def choose_gl() -> None:
 
 
 def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
-    """What tells an environment's state from others: its own `state_hash()`, otherwise a digest of what is observed."""
+    """Return what tells an environment's state from others: its own `state_hash()`, otherwise a digest of what is
+    observed.
+    """
     if env.has_wrapper_attr("state_hash"):
         return str(env.get_wrapper_attr("state_hash")())
     digest = hashlib.sha256()

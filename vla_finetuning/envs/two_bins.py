@@ -102,7 +102,9 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         return above.repeat(RENDER_SCALE, 0).repeat(RENDER_SCALE, 1)
 
     def expert_action(self) -> np.ndarray:
-        """What the demonstrator does in this frame, of an episode in which nobody else has acted; float32 (S,)."""
+        """Return what the demonstrator does in this frame, of an episode in which nobody else has
+        acted; float32 (S,).
+        """
         _, actions = self.robot.demonstrate(self._scene, self.task)
         return actions[min(self._frame, len(actions) - 1)]
 

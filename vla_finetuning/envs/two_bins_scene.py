@@ -34,7 +34,7 @@ class Scene:
     start: tuple[float, float, float]
 
     def place(self, colour: str) -> tuple[float, float, float]:
-        """Where the gripper is over the bin of a colour, in cm."""
+        """Return where the gripper is over the bin of a colour, in cm."""
         return BINS["left" if self.left == colour else "right"]
 
 

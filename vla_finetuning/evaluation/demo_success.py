@@ -39,7 +39,7 @@ FAILURES_SHOWN = 4
 
 
 def is_demo(config: Config, policy: PolicySpec) -> bool:
-    """Whether a run is on the demo's own dataset, in whose scene its policy can play."""
+    """Return whether a run is on the demo's own dataset, in whose scene its policy can play."""
     own = config.preset == "demo" and not config.is_rehearsal
     return own and not family_of(policy.config).remembers(policy.config)  # otherwise `check_fits` refuses
 

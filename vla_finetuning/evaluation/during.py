@@ -266,12 +266,13 @@ def _robot_for(run: Run, env: EnvConfig) -> int:
 
 
 def _weights(policy_at: PolicyAt, spec: PolicySpec, checkpoint: Path) -> Packed:
-    """What a checkpoint's policy is made of. Runs in a Ray task."""
+    """Return what a checkpoint's policy is made of. Runs in a Ray task."""
     return packed(policy_at(spec, checkpoint).state_dict())
 
 
 def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict[str, float]) -> tuple[int, str | None]:
-    """How many processes may simulate beside a run's training on a cluster of such resources; or what lacks, in words.
+    """Return how many processes may simulate beside a run's training on a cluster of such resources; or what lacks, in
+    words.
 
     Room is what the most workers of the run and a read task leave.
     """

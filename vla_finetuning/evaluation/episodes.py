@@ -55,7 +55,7 @@ class Book:
         append_line(self._path, json.dumps(line), after=self._path.parent / ACTIONS_NAME)
 
     def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
-        """What was executed in an episode, (steps, A), to the bit: it can be played again. Before its line."""
+        """Write the actions of an episode, (steps, A), to the bit: it can be played again. Call it before its line."""
         done = {name: line[name] for name in Episode.__dataclass_fields__}
         append_line(self._path.parent / ACTIONS_NAME, json.dumps({**done, **pack_actions(actions)}))
 
@@ -75,7 +75,7 @@ def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What an evaluation is about, and its lines in the list's order.
+    """Return what an evaluation is about, and its lines in the list's order.
 
     Raises:
         ValueError, FileNotFoundError: no evaluation is there, or episodes of its list are missing.

@@ -106,7 +106,7 @@ def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> C
 
 
 def comparison_text(found: Comparison, name_a: str, name_b: str) -> str:
-    """What `evaluate.py --compare` prints. The caller escapes the names."""
+    """Return the text of `evaluate.py --compare`. The caller escapes the names."""
     estimate, low, high = found.difference
     lines = [
         f"A  {share(found.both + found.only_a, found.episodes)}  {name_a}",

@@ -161,7 +161,7 @@ def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None
 
 
 def _from_now(deltas: Sequence[int] | None, steps: int) -> slice:
-    """Where in a recorded chunk, of actions at these offsets in frames, so many predicted ones are.
+    """Return where in a recorded chunk, of actions at these offsets in frames, so many predicted ones are.
 
     Windows of diffusion begin with the past, and some policies predict no more than they would execute.
     """
@@ -185,7 +185,7 @@ def _observation(
 
 
 def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """What `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1].
+    """Return what `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1].
 
     But whole numbers are float32, as `processors.Prepare` makes them for training.
     """
@@ -303,7 +303,9 @@ def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, 
 
 
 def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.ndarray:
-    """What a policy must beat. Statistics of relative actions know of no mean: that of the batches, which is harder."""
+    """Return what a policy must beat. Statistics of relative actions know of no mean: that of the batches, which is
+    harder.
+    """
     stats = spec.robots[0].stats
     if relative_actions(spec.config) is None and stats is not None:
         return stats[ACTION]["mean"]

@@ -68,7 +68,7 @@ class SideBySide:
         )
 
     def played(self, condition: str) -> list[Line]:
-        """Of the episodes that were played to their end, in one order for all conditions."""
+        """Return the lines of episodes that were played to their end, in one order for all conditions."""
         own = (line for key, line in sorted(self._lines.items()) if key[0] == condition)
         return [line for line in own if line["error"] is None]
 
@@ -83,7 +83,7 @@ class SideBySide:
         return score
 
     def films(self, folder: Path, shown: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-        """What `make_films` says of these (label, line)."""
+        """Return what `make_films` says of these (label, line)."""
         return make_films(folder, self._makers, [(label, line, self._actions[_key(line)]) for label, line in shown])
 
 

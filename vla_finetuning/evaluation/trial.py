@@ -273,7 +273,9 @@ def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What an evaluation ends with: success overall and by task, of one task by instruction; what was not played."""
+    """Return what an evaluation ends with: success overall and by task, of one task by instruction; what was not
+    played.
+    """
     played = [line for line in lines if line["error"] is None]
     text = [f"Success      {share(sum(line['success_once'] for line in played), len(played))}"]
     part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
@@ -294,7 +296,7 @@ def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compare_folders(a: Path, b: Path) -> str:
-    """What `evaluate.py --compare` prints about two evaluations.
+    """Return the text of `evaluate.py --compare` for two evaluations.
 
     Raises:
         ValueError, FileNotFoundError: not evaluations of the same list in the same environment, or not done.
@@ -311,7 +313,9 @@ def compare_folders(a: Path, b: Path) -> str:
 
 
 def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two environments are configured alike, defaults that one names included; tasks are those of the list."""
+    """Return whether two environments are configured alike, defaults that one names included; tasks are those of the
+    list.
+    """
     if a == b:
         return True
     one, other = (env_config(env["type"], env["options"]) for env in (a, b))

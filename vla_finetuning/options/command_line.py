@@ -84,7 +84,7 @@ class Program[C]:
         return config
 
     def help(self) -> str:
-        """What `--help` prints."""
+        """Return the text of `--help`."""
         lines = [f"usage: python {self.command} --FLAG VALUE ...", "", self.summary, "", "What most runs need"]
         flags = self.flags
         for name in self.first:
@@ -361,7 +361,7 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
 
 
 def page() -> str:
-    """All flags for people, Markdown."""
+    """Return the page of all flags, Markdown."""
     lines = [
         "<!-- Written by `python -m vla_finetuning.options.command_line`. -->",
         "",

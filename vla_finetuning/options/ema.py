@@ -20,7 +20,7 @@ class EmaOptions:
 
     @property
     def is_exported(self) -> bool:
-        """Whether the average is what is measured and exported."""
+        """Return whether the average is what is measured and exported."""
         return self.enable and self.export
 
     def describe(self) -> list[str]:

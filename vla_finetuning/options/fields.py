@@ -73,7 +73,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """What its values are, in words."""
+        """Return what its values are, in words."""
         words = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
         bounds = " and ".join(f"{word} {bound:.10g}" for word, bound in words.items() if bound is not None)
         absent = ", or null" * (type(None) in get_args(self.kind) and self.default is not None)
@@ -129,7 +129,7 @@ def option(
 
 
 def options_of(kind: type) -> tuple[Option, ...]:
-    """All options of a configuration, those of its groups among them."""
+    """Return all options of a configuration, those of its groups among them."""
     return tuple(_options(kind, "", None))
 
 
@@ -260,7 +260,7 @@ def as_kind(kind: Any, value: Any) -> Any:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """What a text may stand for; an option takes the first that is of its type."""
+    """Return what a text may stand for; an option takes the first that is of its type."""
     with suppress(ValueError):
         yield json.loads(text)
     if text.lower() in ("true", "false"):
@@ -289,7 +289,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def form_of(kind: Any) -> str:
-    """What the values of a type are, in words."""
+    """Return what the values of a type are, in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(form_of(one) for one in args if one is not type(None))

@@ -120,11 +120,11 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
     @property
     def hub_repo_id(self) -> str | None:
-        """Where the trained policy is pushed to; None: it is not."""
+        """Return where the trained policy is pushed to; None: it is not."""
         return None if self.push_to_hub is False else self.policy_repo_id
 
     def is_evaluated(self, step: int, steps: int) -> bool:
-        """Whether the checkpoint of a step is to play in the environment, in a run of so many steps."""
+        """Return whether the checkpoint of a step is to play in the environment, in a run of so many steps."""
         if self.env_type is None:
             return False
         return step == steps or (self.env_eval_freq > 0 and step % self.env_eval_freq == 0)
@@ -135,12 +135,12 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
     @property
     def augments(self) -> bool:
-        """Whether frames that are trained on are changed."""
+        """Return whether frames that are trained on are changed."""
         return self.train.augmentation != "none" or self.dataset.image_transforms.enable
 
     @property
     def planned_in_bf16(self) -> bool:
-        """Whether steps are planned to compute in bfloat16: every GPU that can hold a VLA knows it."""
+        """Return whether steps are planned to compute in bfloat16: every GPU that can hold a VLA knows it."""
         return self.train.precision == "bf16" or (self.train.precision == "auto" and bool(self.scaling.use_gpu))
 
     def most_checkpoints(self, steps: int) -> int:
@@ -158,7 +158,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether the run is the demo's on a dataset of the user's."""
+        """Return whether the run is the demo's on a dataset of the user's."""
         return self.preset == "demo" and bool(self.dataset.roots or self.dataset.repo_id)
 
     def resolve_steps(self, rows_per_epoch: int) -> int:

@@ -224,7 +224,7 @@ def _whose_config(saved: Any) -> str:
 
 
 def _digests(folder: Path, weights: Path) -> dict[str, str]:
-    """Of all else that loading the policy reads: its configuration, processors, tokenizer, shards of weights."""
+    """Return digests of all else that loading the policy reads: configuration, processors, tokenizer, shards."""
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *(folder / TOKENIZER_FOLDER).rglob("*")]
     files = [path for path in sorted(files) if path.is_file() and path != weights]
     return {str(path.relative_to(folder)): file_digest(path) for path in files}

@@ -118,7 +118,7 @@ def _mixture(run: Run) -> list[str]:
 
 
 def _features(run: Run) -> list[str]:
-    """How features are the policy's, of each robot."""
+    """Return how features are the policy's, of each robot."""
     lines = []
     for robot in run.policy.robots:
         lines += [

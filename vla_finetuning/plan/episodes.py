@@ -147,7 +147,7 @@ def exclusion(config: Config, datasets: Datasets, number: int, episodes: Sequenc
 def _split(
     meta: DatasetMetadata, chosen: np.ndarray, notes: list[str], config: Config, dropped: int
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Of the episodes chosen of a dataset, those to train on and to hold out, and notes.
+    """Return which of the chosen episodes of a dataset to train on and which to hold out, and notes.
 
     The last ceil(n x eval_split) of each task are held out, as in LeRobot. A rehearsal, whose preset chose the share,
     leaves tasks of a few episodes to training.

@@ -64,7 +64,8 @@ def write_labels(
 def read_labels(
     path: Path, metas: Sequence[DatasetMetadata], episodes: Sequence[np.ndarray]
 ) -> tuple[tuple[np.ndarray, ...], str]:
-    """Which frames are positive, by dataset: bool (F,), False of episodes that are not asked for; the file's digest.
+    """Return which frames are positive, by dataset: bool (F,), False of episodes that are not asked for; the file's
+    digest.
 
     Args:
         episodes: int64, by dataset: those whose frames must all have a label. The file may have others.
@@ -93,7 +94,7 @@ def read_labels(
 
 
 def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """How many frames of each outcome have which advantage, as JSON; of (F,) each, `advantage` and `success`."""
+    """Return how many frames of each outcome have which advantage, as JSON; of (F,) each, `advantage` and `success`."""
     edges = np.histogram_bin_edges(columns["advantage"], BINS_SHOWN)
     of = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
     counts = {name: np.histogram(columns["advantage"][own], edges)[0].tolist() for name, own in of.items()}
@@ -101,7 +102,7 @@ def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str, Any]]:
-    """How labels of a dataset fell: a table as lines, of all frames and by task, and the `histogram`.
+    """Tabulate the labels of a dataset, of all frames and by task: lines, and the `histogram`.
 
     Raises:
         ValueError, FileNotFoundError: as `read_labels`, but episodes may be without labels.

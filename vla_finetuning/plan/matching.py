@@ -194,7 +194,7 @@ def _match(
     policy_config: PreTrainedConfig,
     policy_name: str,
 ) -> FeatureMatch:
-    """How the (first) dataset's features are the policy's; what the policy cannot take is refused."""
+    """Return how the (first) dataset's features are the policy's; what the policy cannot take is refused."""
     check_camera_keys(meta, camera_keys)
     try:
         return match_features(
@@ -216,7 +216,7 @@ def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> 
 
 
 def window_step(meta: DatasetMetadata, fps: int | None) -> int:
-    """How many frames of a dataset lie between two actions of a chunk."""
+    """Return how many frames of a dataset lie between two actions of a chunk."""
     step, rest = divmod(meta.fps, fps or meta.fps)
     if rest or not step:
         raise ValueError(

@@ -101,7 +101,7 @@ def _trained(meta: DatasetMetadata, camera_keys: Sequence[str] | None) -> list[s
 
 
 def _error(check: Callable[..., object], *given: object) -> str:
-    """What a check raises, as text; empty if nothing."""
+    """Return what a check raises, as text; empty if nothing."""
     try:
         check(*given)
     except ValueError as error:

@@ -96,12 +96,12 @@ def check_names_known(
 
 
 def features_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
-    """What of --rename_map is the dataset's: names that lerobot-train does not rename."""
+    """Return what of --rename_map is the dataset's: names that lerobot-train does not rename."""
     return {key: name for key, name in rename_map.items() if not key.startswith(OBSERVATION)}
 
 
 def observations_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
-    """What of --rename_map the policy's processors do, as in lerobot-train."""
+    """Return what of --rename_map the policy's processors do, as in lerobot-train."""
     return {key: name for key, name in rename_map.items() if key.startswith(OBSERVATION)}
 
 

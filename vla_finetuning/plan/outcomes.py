@@ -22,7 +22,7 @@ FLAG = "--outcome.success"
 def episode_success(
     options: OutcomeOptions, metas: Sequence[DatasetMetadata], roots: Sequence[str], named: Callable[[str], str] = str
 ) -> tuple[np.ndarray, ...]:
-    """Whether each episode succeeded, by dataset: bool (E,), of all episodes that it has.
+    """Return whether each episode succeeded, by dataset: bool (E,), of all episodes that it has.
 
     Args:
         roots, named: as for `episode_weights`.
@@ -47,7 +47,7 @@ def episode_success(
 
 
 def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
-    """Which frames a person corrected, by dataset: bool (F,); none where a dataset has no such column.
+    """Return which frames a person corrected, by dataset: bool (F,); none where a dataset has no such column.
 
     Raises:
         ValueError: a column of another name than by default, which no dataset has.

@@ -83,7 +83,7 @@ def record_run(
 
 
 def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
-    """Of each robot, by its name, what its actions are called, and its datasets' rate."""
+    """Return by each robot's name what its actions are called, and its datasets' rate."""
     first = {robot.name: rows.metas[robot.datasets[0]] for robot in policy.robots}
     return {name: {"action_names": dimension_names(meta, "action"), "fps": meta.fps} for name, meta in first.items()}
 
@@ -94,7 +94,9 @@ def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:
 
 
 def code_revision() -> str:
-    """What code this is: the commit, with `-dirty` if files differ from it; outside of git a digest of the modules."""
+    """Return what code this is: the commit, with `-dirty` if files differ from it; outside of git a digest of the
+    modules.
+    """
     here = Path(__file__).resolve().parents[2]
     describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -106,5 +108,5 @@ def code_revision() -> str:
 
 
 def errors_by_robot(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """What `evaluation.json` says of each robot, by its name: "" of the only one."""
+    """Return what `evaluation.json` says of each robot, by its name: "" of the only one."""
     return evaluation.get("robots", {"": evaluation})

@@ -67,12 +67,12 @@ class Run:
 
     @property
     def drawn(self) -> dict[str, dict[str, Any]]:
-        """How the simulator drew each robot's pictures (`Rows.drawn`), by the robot's name."""
+        """Return how the simulator drew each robot's pictures (`Rows.drawn`), by the robot's name."""
         return {robot.name: self.rows.drawn(robot.datasets) for robot in self.robots}
 
     @property
     def repositories(self) -> dict[str, str]:
-        """Where the policy of each robot is pushed to; nowhere unless that was asked for."""
+        """Return where the policy of each robot is pushed to; nowhere unless that was asked for."""
         repo_id = self.config.hub_repo_id
         return {} if repo_id is None else repositories(repo_id, [robot.name for robot in self.robots])
 
@@ -181,7 +181,7 @@ def make_job(
     identity: dict[str, Any],
     global_batch_size: int | None = None,
 ) -> Job:
-    """What a run of these options does.
+    """Return the job of a run with these options.
 
     Args:
         identity: of what the run trains on. global_batch_size: the options' when None.

@@ -32,7 +32,7 @@ EPSILON = 1e-6
 
 
 def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig) -> np.ndarray | None:
-    """What each frame of the run's dataset weighs before its micro-batch is looked at: float32 (frames,).
+    """Return what each frame of the run's dataset weighs before its micro-batch is looked at: float32 (frames,).
 
     None where all weigh the same.
 
@@ -116,6 +116,8 @@ def rabc_weights(
 
 
 def of_batch(weights: np.ndarray, epsilon: float) -> np.ndarray:
-    """What each row's loss is multiplied by for the batch's mean to be weighted: float32 (B,), of weights (B,)."""
+    """Return what each row's loss is multiplied by for the batch's mean to be weighted: float32 (B,),
+    of weights (B,).
+    """
     sum_to_rows = weights * np.float32(len(weights)) / (weights.sum() + np.float32(epsilon))
     return sum_to_rows * np.float32(len(weights)) / (sum_to_rows.sum() + np.float32(EPSILON))

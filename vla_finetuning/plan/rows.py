@@ -175,7 +175,7 @@ class Rows:
 
     @property
     def last_row(self) -> int:
-        """Where the run's stream of rows ends."""
+        """Return where the run's stream of rows ends."""
         assert self.order.stream is not None
         return self.order.stream[1]
 
@@ -198,7 +198,7 @@ class Rows:
         return any(len(episodes) for episodes in self.eval_episodes)
 
     def drawn(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """How the simulator drew the pictures of these datasets; empty where they come from none, or differ."""
+        """Return how the simulator drew the pictures of these datasets; empty where they come from none, or differ."""
         first, *others = (how_drawn(self.metas[number]) for number in numbers)
         return first if all(other == first for other in others) else {}
 
@@ -226,7 +226,7 @@ class Rows:
 
     @property
     def episodes(self) -> tuple[np.ndarray, ...]:
-        """All episodes of the run by dataset, those held out among them: int64, ascending."""
+        """Return all episodes of the run by dataset, those held out among them: int64, ascending."""
         both = zip(self.train_episodes, self.eval_episodes, strict=True)
         return tuple(np.union1d(train, held_out) for train, held_out in both)
 
@@ -253,7 +253,7 @@ class Rows:
 
     @property
     def cameras(self) -> dict[str, str]:
-        """What each camera of a batch is called in the datasets."""
+        """Return what each camera of a batch is called in the datasets."""
         return {self.rename_map.get(key, key): key for key in self.camera_keys}
 
     @property
@@ -300,7 +300,7 @@ class Rows:
         )
 
     def held_out_rows(self, limit: int) -> HeldOutRows:
-        """All held-out rows, or at most `limit` (0: all), shared among the tasks and evenly spaced in each.
+        """Return all held-out rows, or at most `limit` (0: all), shared among the tasks and evenly spaced in each.
 
         Of every task at least one. `lerobot-train` (0.6.1) takes as many from the front of each task, which may all
         belong to the beginning of one episode.
@@ -353,12 +353,12 @@ def with_shard_rows(config: Config, row_bytes: int) -> Config:
 
 
 def sharding_of(d: DatasetOptions) -> Sharding | None:
-    """How the training rows are divided among nodes."""
+    """Return how the training rows are divided among nodes."""
     return None if d.shards == 1 or d.shard_rows is None else Sharding(d.shards, d.shard_rows)
 
 
 def frame_cache_of(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> FrameCache | None:
-    """Where decoded frames are cached.
+    """Return where decoded frames are cached.
 
     "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk,
     which must not be memory.

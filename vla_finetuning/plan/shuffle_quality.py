@@ -29,7 +29,7 @@ class Mixing:
 
 
 def mixing_of(config: Config, source: LeRobotDatasource) -> Mixing:
-    """How well the batches of a run are mixed that reads `source`, the training rows."""
+    """Return how well the batches of a run are mixed that reads `source`, the training rows."""
     plan, batch = source.plan, config.global_batch_size
     found, at_random = plan.expected_episodes(batch), plan.expected_episodes(batch, window_rows=10**18, segment_rows=1)
     advice = None

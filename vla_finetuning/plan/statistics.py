@@ -163,7 +163,7 @@ def _outside(
 
 
 def _names(meta: DatasetMetadata, key: str, width: int) -> list[str]:
-    """Of all entries, of features with more than one dimension too."""
+    """Return the names of all entries, of features with more than one dimension too."""
     names = dimension_names(meta, key)
     return names if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
@@ -176,7 +176,7 @@ def _constant(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
 
 
 def exact_needed(features: Mapping[str, Feature], needed: Needed) -> dict[str, set[str]]:
-    """What is to be computed for "exact": all but cameras'."""
+    """Return what is to be computed for "exact": all but cameras'."""
     return {key: set(names) for key, names in needed.items() if features[key].dtype not in CAMERA_DTYPES}
 
 
@@ -291,7 +291,7 @@ def needed_stats(
     use_imagenet_stats: bool,
     any_held_out: bool,
 ) -> Names:
-    """What the policy normalises with, and what its evaluation compares it with."""
+    """Return what the policy normalises with, and what its evaluation compares it with."""
     needed = required_stats(policy_config, {k: meta.features[k] for k in keys})
     if use_imagenet_stats:
         own = {k: names - IMAGENET_STATS.keys() if k in camera_keys else names for k, names in needed.items()}
@@ -305,7 +305,8 @@ def needed_stats(
 def missing_stats(
     metas: Sequence[DatasetMetadata], needed: Mapping[str, set[str]], always: Sequence[str] = ()
 ) -> Names:
-    """What has to be computed; of several datasets, all must have what is joined. Of features `always`, everything.
+    """Return what has to be computed; of several datasets, all must have what is joined. Of features `always`,
+    everything.
 
     Raises:
         ValueError: statistics of cameras are among them.
@@ -349,7 +350,7 @@ def finished_stats(
 
 
 def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:
-    """How the actions that a policy predicts are relative to the state; None if they are absolute."""
+    """Return how the actions that a policy predicts are relative to the state; None if they are absolute."""
     if not getattr(policy_config, "use_relative_actions", False):
         return None
     names = getattr(policy_config, "action_feature_names", None)
@@ -359,7 +360,9 @@ def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:
 
 
 def absolute_dimensions(policy_config: PreTrainedConfig) -> dict[str, list[str]]:
-    """Which dimensions of an action each of `relative_exclude_joints` leaves absolute, as LeRobot matches names."""
+    """Return which dimensions of an action each of `relative_exclude_joints` leaves absolute, as
+    LeRobot matches names.
+    """
     if not getattr(policy_config, "use_relative_actions", False):
         return {}
     names = [str(name) for name in getattr(policy_config, "action_feature_names", None) or []]
@@ -424,7 +427,9 @@ def hold_statistics(job: Job, policy: PolicySpec) -> None:
 
 
 def _are_close(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
-    """Whether two features' statistics are equal but for rounding: sums are taken in the order in which files come."""
+    """Return whether two features' statistics are equal but for rounding: sums are taken in the order in which files
+    come.
+    """
     if a is None or b is None or a.keys() != b.keys():
         return False
     pairs = [(np.asarray(a[name], np.float64), np.asarray(b[name], np.float64)) for name in a]

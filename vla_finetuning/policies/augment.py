@@ -170,7 +170,7 @@ class Augmentation:
 def augmentation_of(
     name: str, transforms: ImageTransformOptions, seed: int, keys: Sequence[str]
 ) -> Augmentation | None:
-    """What a run asks for, for its policy's cameras by their keys; None for nothing.
+    """Return what a run asks for, for its policy's cameras by their keys; None for nothing.
 
     Args:
         name: --train.augmentation. transforms: --dataset.image_transforms.
@@ -186,7 +186,7 @@ def augmentation_of(
 
 
 def openpi_step(wrist: bool) -> Step:
-    """What openpi's PyTorch does with a camera in training, the parameters being drawn by row, and not by batch."""
+    """Do what openpi's PyTorch does with a camera in training, with parameters drawn by row, and not by batch."""
     color = [
         Uniform(lambda images, factor: images * _each(factor), [BRIGHTNESS]),
         Uniform(_openpi_contrast, [CONTRAST]),
@@ -294,7 +294,7 @@ def _openpi_crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
     """A part of the image, resized bilinearly to all of it. top, left: shares of the places where it may begin."""
 
     def places(size: int, share: Tensor) -> Tensor:
-        """Where each of `size` pixels comes from, (B, size), in the coordinates of `grid_sample`."""
+        """Return where each of `size` pixels comes from, (B, size), in the coordinates of `grid_sample`."""
         part = int(size * CROP)
         start = torch.floor(share * (size - part + 1)).clamp(max=size - part)[:, None]
         within = (torch.arange(size, device=images.device) + 0.5) * (part / size) - 0.5

@@ -73,7 +73,7 @@ class Compiler:
         self.compilations = self.calls = 0
 
     def _compile(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        """What Dynamo calls for a captured graph: the backend's code, with its calls counted."""
+        """Compile a captured graph, as Dynamo calls it: the backend's code, with its calls counted."""
         backend = lookup_backend(self.backend) if isinstance(self.backend, str) else self.backend
         code = backend(graph, examples)
 

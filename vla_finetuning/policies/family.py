@@ -104,7 +104,7 @@ class PolicyLoss(nn.Module):
                 self.metrics.add(name, value)
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What the loss of a micro-batch is divided by, 0-d: valid action steps or tokens.
+        """Return what the loss of a micro-batch is divided by, 0-d: valid action steps or tokens.
 
         A batch with MEAN_COUNT is divided by that instead, so that the mean of a step's losses is the mean over all its
         valid steps or tokens. For losses with the option `exact_mean`.
@@ -112,7 +112,7 @@ class PolicyLoss(nn.Module):
         raise NotImplementedError(self.policy.config.type)
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the vision tower makes of the images of a batch (floats, as `images` makes them), by camera.
+        """Return what the vision tower makes of the images of a batch (floats, as `images` makes them), by camera.
 
         (N, tokens, width), N being the camera's own number of rows. `forward` takes a camera's features in place of its
         images, and its result is then that of the images. For losses with the option `feature_cache`.
@@ -209,7 +209,7 @@ class Family:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
-        """What options of the policy that freeze parts of it would say of a run.
+        """Return what options of the policy that freeze parts of it would say of a run.
 
         Args:
             training: parts (`parts`) of which something trains.
@@ -225,7 +225,7 @@ class Family:
         raise NotImplementedError(self.type)
 
     def feature_bytes(self, config: PreTrainedConfig, cameras: Iterable[str], bf16: bool) -> dict[str, int]:
-        """What the features of one frame of each of these cameras take, computed in bfloat16 or float32."""
+        """Return what the features of one frame of each of these cameras take, computed in bfloat16 or float32."""
         shapes = self.feature_shapes(config)
         return {key: math.prod(shapes[key]) * (2 if bf16 else 4) for key in cameras}
 
@@ -256,7 +256,9 @@ class Family:
         return PolicyLoss(policy, images=images)
 
     def training_state(self) -> dict[str, Tensor]:
-        """What its loss adds to the state of the policy, by name, to be read into: saved and resumed, not exported."""
+        """Return what its loss adds to the state of the policy, by name, to be read into: saved and resumed, not
+        exported.
+        """
         return {}
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
@@ -326,7 +328,9 @@ class Family:
         return ""
 
     def remembers(self, config: PreTrainedConfig) -> str:
-        """What its actions are made of besides the present observation, in words, with the option; empty: nothing."""
+        """Return what its actions are made of besides the present observation, in words, with the option; empty:
+        nothing.
+        """
         steps = getattr(config, "n_obs_steps", 1)
         return f"with n_obs_steps={steps} looks at past observations too" if steps != 1 else ""
 
@@ -340,7 +344,7 @@ class Family:
         return policy.predict_action_chunk(observation, **options)
 
     def env_processors(self, config: PreTrainedConfig, env: Any, own: Collection[str] = ()) -> tuple[Any, Any]:
-        """What stands between an environment and the policy's own processors: of observations, and of actions.
+        """Return what stands between an environment and the policy's own processors: of observations, and of actions.
 
         Args:
             env: LeRobot's configuration of it.
@@ -351,7 +355,9 @@ class Family:
     def env_features(
         self, config: PreTrainedConfig, env: Any, features: dict[str, PolicyFeature]
     ) -> dict[str, PolicyFeature]:
-        """What `env_processors` show, and the actions that they take, given those of the environment's own ones."""
+        """Return what `env_processors` show, and the actions that they take, given those of the
+        environment's own ones.
+        """
         return features
 
     # ---- processors and files ----------------------------------------------------------------------------------------
@@ -384,7 +390,7 @@ class Family:
     def empty_inputs(
         self, config: PreTrainedConfig, rows: int, draws: int, device: torch.device | str
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """What the loss takes, uninitialised: a batch of B rows, and noise and time of B*K draws."""
+        """Return uninitialised inputs of the loss: a batch of B rows, and noise and time of B*K draws."""
         raise NotImplementedError(self.type)
 
     def tokens(self, config: PreTrainedConfig, cameras: int, draws: int = 1, prompt: int | None = None) -> int:

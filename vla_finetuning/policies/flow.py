@@ -138,7 +138,7 @@ class FlowLoss(PolicyLoss):
         return self.reduce(losses, batch, draws, per_row)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the policy computes with: floats in place of uint8 cameras."""
+        """Return what the policy computes with: floats in place of uint8 cameras."""
         return self.images(batch)
 
     def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
@@ -159,7 +159,9 @@ class FlowLoss(PolicyLoss):
         raise NotImplementedError
 
     def value_inputs(self, prefix: Any) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """What `value.ValueHead` takes of a prefix: keys and values of each layer, and the bias of their tokens."""
+        """Return what `value.ValueHead` takes of a prefix: keys and values of each layer, and the bias
+        of their tokens.
+        """
         raise NotImplementedError
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:

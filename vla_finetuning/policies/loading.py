@@ -236,7 +236,7 @@ def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
 def _matching_weights(
     folder: Path, policy: PreTrainedPolicy, found: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """All tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
+    """Return all tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
     stored = read_weights(folder) if found is None else dict(found)
     _explain_names(folder, list(stored))
     weights = family_of(policy.config).own_keys(policy, stored)
@@ -245,7 +245,7 @@ def _matching_weights(
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a pretrained folder, mapped into memory and not read yet."""
+    """Return all tensors of a pretrained folder, mapped into memory and not read yet."""
     if (folder / WEIGHTS_FILE).is_file():
         files = [WEIGHTS_FILE]
     elif (folder / WEIGHTS_INDEX).is_file():
@@ -378,12 +378,14 @@ class FeatureMatch:
 
     @property
     def dataset_keys(self) -> tuple[str, ...]:
-        """What the policy uses of the dataset."""
+        """Return the dataset's features that the policy uses."""
         return tuple(row.dataset_key for row in self.rows if row.dataset_key is not None)
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
-        """What the policy is trained on: the dataset's shapes by the policy's keys, masked cameras not among them."""
+        """Return what the policy is trained on: the dataset's shapes by the policy's keys, masked cameras not among
+        them.
+        """
         return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
 
     def renamed(self, names: Mapping[str, str]) -> Self:

@@ -217,7 +217,7 @@ class Recipe:
 
 
 def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
-    """What a run's options and the policy's preset amount to. Runs on the driver, and in the training worker.
+    """Return what a run's options and the policy's preset amount to. Runs on the driver, and in the training worker.
 
     Raises:
         ValueError: an option that LeRobot's optimizer or schedule does not have, or a kind that is not trained with.

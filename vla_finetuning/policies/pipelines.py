@@ -189,7 +189,9 @@ def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int,
 
 
 def _saved_step(folder: Path, name: str) -> dict[str, Any]:
-    """What a folder's own preprocessor says of a step, by the step's registered name; nothing where it has none."""
+    """Return what a folder's own preprocessor says of a step, by the step's registered name; nothing
+    where it has none.
+    """
     file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
     found = read_foreign_json(file) if file.is_file() else {}
     steps = found.get("steps") if isinstance(found, dict) else None

@@ -92,7 +92,7 @@ def policy_feature(key: str, feature: DatasetFeature) -> PolicyFeature | None:
 
 
 def normalization_mode(config: PreTrainedConfig, kind: FeatureType) -> NormalizationMode:
-    """How LeRobot normalises features of a type."""
+    """Return how LeRobot normalises features of a type."""
     return NormalizationMode(config.normalization_mapping.get(kind.value, NormalizationMode.IDENTITY))
 
 
@@ -185,7 +185,9 @@ class Prepare:
         return columns | {key: batch[key] for key in self._keep if key in batch}
 
     def without_cameras(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What LeRobot's pipeline makes of a block but for its cameras: as `__call__`, without what is handed on."""
+        """Return what LeRobot's pipeline makes of a block but for its cameras: as `__call__`, without what is handed
+        on.
+        """
         rest = {key: value for key, value in batch.items() if key not in self._cameras}
         rows = len(next(iter(batch.values())))
         # The tokenizer refuses to do nothing, so an empty block borrows a row to learn its columns.

@@ -67,7 +67,7 @@ class _Gated(torch.autograd.Function):
 
 @contextmanager
 def _made_again(product: Tensor, make: Callable[..., Tensor], *factors: Tensor) -> Iterator[None]:
-    """What the block would keep of `product` for its backward, it makes again of what that was made of."""
+    """Return what the block would keep of `product` for its backward, it makes again of what that was made of."""
     storage = product.untyped_storage()._cdata
     factors = tuple(factor.detach() for factor in factors)
 

@@ -46,7 +46,9 @@ class RemoteCodeError(ValueError):
 
 
 def brought_along(config: PreTrainedConfig) -> str | None:
-    """What a policy of this configuration runs code of, a folder or Hub id; None if its type runs none by design."""
+    """Return what a policy of this configuration runs code of, a folder or Hub id; None if its type runs none by
+    design.
+    """
     option = BRINGS_CODE.get(config.type)
     return getattr(config, option, None) if option else None
 

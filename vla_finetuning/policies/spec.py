@@ -68,7 +68,7 @@ class Robot:
 
     @property
     def label(self) -> str:
-        """What text about it begins with; nothing for the only robot."""
+        """Return what text about it begins with; nothing for the only robot."""
         return f"{self.name}: " if self.name else ""
 
     @property
@@ -132,7 +132,7 @@ class PolicySpec:
 
     @property
     def mixes_robots(self) -> bool:
-        """Whether rows are of robots that differ."""
+        """Return whether rows are of robots that differ."""
         return len(self.robots) > 1
 
     @property
@@ -152,7 +152,7 @@ class PolicySpec:
 
     @property
     def fewest_cameras(self) -> int:
-        """Of a batch: all, unless a robot has fewer."""
+        """Return the fewest cameras of a batch: all, unless a robot has fewer."""
         return min(len(robot.cameras) for robot in self.robots)
 
     @property
@@ -193,7 +193,7 @@ class PolicySpec:
 
     @property
     def augments(self) -> bool:
-        """Whether frames that are trained on are changed."""
+        """Return whether frames that are trained on are changed."""
         return self.train.augmentation != "none" or self.image_transforms.enable
 
     @property

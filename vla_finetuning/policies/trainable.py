@@ -144,7 +144,7 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
 
 
 def autocast_of(precision: str, device: torch.device) -> torch.dtype | None:
-    """What a run of that `--train.precision` computes under on `device`; None: fp32 throughout."""
+    """Return what a run of that `--train.precision` computes under on `device`; None: fp32 throughout."""
     # Before Ampere it is emulated, which is slower than fp32.
     auto = precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if precision == "bf16" or auto else None

@@ -97,7 +97,7 @@ class ValueLoss(PolicyLoss):
 
     @property
     def compiler(self) -> Compiler | None:
-        """What compiles the policy's layers; None where nothing does."""
+        """Return what compiles the policy's layers; None where nothing does."""
         return getattr(self._seen[0], "compiler", None)
 
     @property

@@ -17,7 +17,7 @@ EPOCHS_SHOWN = 3
 
 
 def config_of(saved: Mapping[str, Any]) -> Config:
-    """What decides about augmentation of a run's options, from its config.json."""
+    """Return what decides about augmentation of a run's options, from its config.json."""
     config = Config(seed=saved.get("seed", 0), rename_map=saved.get("rename_map") or {})
     config.train.augmentation = saved.get("train", {}).get("augmentation", config.train.augmentation)
     transforms = saved.get("dataset", {}).get("image_transforms", {})

@@ -72,7 +72,7 @@ class Range(NamedTuple):
     maximum: float
 
     def scaled[V: (float, np.ndarray)](self, value: V) -> V:
-        """Where quantile normalisation puts a value: q01 at -1, q99 at 1. NaN if there is no such range."""
+        """Return where quantile normalisation puts a value: q01 at -1, q99 at 1. NaN if there is no such range."""
         half = (self.q99 - self.q01) / 2
         return (value - self.q01) / (half if half > 0 else float("nan")) - 1
 
@@ -122,7 +122,7 @@ class Look:
 
     @property
     def shares(self) -> list[str]:
-        """How stats.json describes the data, a line for each feature that it has quantiles of."""
+        """Return how stats.json describes the data, a line for each feature that it has quantiles of."""
         return [
             f"{key}: of the values, {told_share(self.meta, key, share)} lie outside q01..q99 of meta/stats.json "
             "(2 % should)"
@@ -131,7 +131,7 @@ class Look:
 
     @property
     def sample(self) -> str:
-        """What the warnings rest on, in words."""
+        """Return what the warnings rest on, in words."""
         meta = self.meta
         whole = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
         read = "every row" if whole else f"{self.rows:,} of {meta.total_frames:,} rows"
@@ -394,7 +394,7 @@ class _Columns:
         return found
 
     def ranges(self, meta: DatasetMetadata) -> dict[str, list[Range]]:
-        """As `ranges_of`, with the quantiles of the rows that were read where the stored ones do not describe them."""
+        """Do `ranges_of` with the quantiles of the rows that were read where the stored ones do not describe them."""
         wrong = {key for key, share in self.outside(meta).items() if share.max() > LIMITS["q01", "q99"]}
         found = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
         for key in wrong:

@@ -171,7 +171,7 @@ def interval_chart(
 
 
 def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
-    """How many of the values (N,) fall into each of at most 24 bins."""
+    """Return how many of the values (N,) fall into each of at most 24 bins."""
     with _styled():
         figure = Figure(layout="constrained")
         axes = figure.add_subplot()
@@ -201,7 +201,7 @@ def bars(counts: Sequence[tuple[str, int]], *, xlabel: str) -> Figure:
 
 
 def contact_sheet(moments: Sequence[Moment]) -> Figure:
-    """What every camera sees: a row for each camera, a column for each moment. Images keep their shape."""
+    """Draw what every camera sees: a row for each camera, a column for each moment. Images keep their shape."""
     cameras = list(dict.fromkeys(key for moment in moments for key in moment.images))
     # Rows are as high as their camera's images are at one width.
     shapes = [next(m.images[key] for m in moments if key in m.images).shape for key in cameras]

@@ -15,8 +15,8 @@ from vla_finetuning.run.folder import FILMS, evaluations
 
 
 def closed_loop(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """What the template shows of `evaluation.json`'s `closed_loop` and `films`, and of how checkpoints of the run fared
-    (`evaluations.jsonl`); None if nothing was tried."""
+    """Return what the template shows of `evaluation.json`'s `closed_loop` and `films`, and of how checkpoints of the
+    run fared (`evaluations.jsonl`); None if nothing was tried."""
     scores, over_steps = evaluation.get("closed_loop") or {}, evaluations(folder)
     if not scores and not over_steps:
         return None

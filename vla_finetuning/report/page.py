@@ -235,7 +235,7 @@ def _subtitle(done: int, total: int | None) -> str:
 def _key_figures(
     config: Mapping[str, Any], metrics: Metrics, evaluation: Mapping[str, Any] | None, done: int, total: int | None
 ) -> list[tuple[str, str]]:
-    """What a reader looks for first: (name, value)."""
+    """Return the figures that a reader looks for first: (name, value)."""
     found = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
     if metrics:
         found.append(("loss", _g(metrics["loss"][-1])))
@@ -337,7 +337,7 @@ def _totals(metrics: Metrics) -> tuple[float, float, float]:
 
 
 def _cost(config: Mapping[str, Any], samples_per_s: float) -> float | None:
-    """What 1000 samples cost; None without a price or without GPUs."""
+    """Return the cost of 1000 samples; None without a price or without GPUs."""
     price, scaling = config.get("price_per_gpu_hour"), config.get("scaling") or {}
     if not price or not scaling.get("use_gpu"):
         return None
@@ -487,7 +487,7 @@ def _skipped(output_dir: Path) -> dict[str, Any] | None:
 
 
 def _draw_look(look: Look) -> dict[str, Any]:
-    """What the template shows of a dataset, figures drawn."""
+    """Return what the template shows of a dataset, figures drawn."""
     meta = look.meta
     lengths_s = meta.episode_length / meta.fps
     curves = []
@@ -582,7 +582,7 @@ def _count(number: float, thing: str) -> str:
 
 
 def _which(part: slice, count: int) -> str:
-    """Which of `count` dimensions a figure shows, if not all."""
+    """Return which of `count` dimensions a figure shows, if not all."""
     return "" if count <= STRIPS_PER_FIGURE else f" ({part.start + 1} to {min(part.stop, count)} of {count})"
 
 
@@ -612,7 +612,8 @@ def page_template(name: str) -> Any:
 
 
 def _content_policy(style: str) -> str:
-    """What a browser may do for a page, should a stranger's text ever get into it unescaped: show it, and no more.
+    """Return what a browser may do for a page, should a stranger's text ever get into it unescaped: show it, and no
+    more.
 
     No script runs and nothing is fetched; of style sheets the page's own. Figures have their colours in attributes, and
     `style-src` is for browsers that do not tell those from style sheets.

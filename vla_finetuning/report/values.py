@@ -16,7 +16,7 @@ from vla_finetuning.run.folder import VALUES_NAME
 
 
 def values_section(folder: Path) -> dict[str, Any] | None:
-    """What the template shows of a run's `values.json`; None if there is none."""
+    """Return what the template shows of a run's `values.json`; None if there is none."""
     found = read_json(folder / VALUES_NAME)
     if not found:
         return None
@@ -46,7 +46,7 @@ def _number(value: float | None) -> str:
 
 
 def advantages_chart(counted: Mapping[str, Any]) -> str:
-    """How many frames of each outcome have which advantage (`run.labels.histogram`), as SVG."""
+    """Draw how many frames of each outcome have which advantage (`run.labels.histogram`), as SVG."""
     edges = np.asarray(counted["edges"])
     middle = (edges[:-1] + edges[1:]) / 2
     lines = {

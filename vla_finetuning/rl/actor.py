@@ -56,7 +56,7 @@ class Actor:
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
     def see(self, observation: Observation, instructions: Sequence[str]) -> Batch:
-        """What is recorded of N observations, on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
+        """Return the record of N observations, on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
         prepared = self._player.prepare(observation, instructions)
         cameras = [key for key in self.loss.policy.config.image_features if key in prepared]
         columns = {key: _to_uint8(key, prepared[key], check=not self._checked) for key in cameras}
@@ -144,18 +144,18 @@ class StochasticActor:
         return actions
 
     def executed(self, episode: int, steps: int) -> np.ndarray:
-        """All actions that were executed in an episode of so many steps, (steps, A)."""
+        """Return all actions that were executed in an episode of so many steps, (steps, A)."""
         return np.concatenate(self._executed[episode])[:steps]
 
     def decisions(self, episode: int) -> int:
-        """How many an episode had."""
+        """Return how many decisions an episode had."""
         count = 0
         while (episode, count) in self._rows:
             count += 1
         return count
 
     def rows(self, episodes: np.ndarray, decisions: np.ndarray) -> list[int]:
-        """Where decisions are in `columns`."""
+        """Return where decisions are in `columns`."""
         return [self._rows[key] for key in zip(episodes.tolist(), decisions.tolist(), strict=True)]
 
     def columns(self) -> dict[str, Tensor]:

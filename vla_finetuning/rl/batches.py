@@ -74,13 +74,13 @@ class RolloutGroup:
 
 
 def group_seed(seed: int, iteration: int, group: int) -> int:
-    """Of the initial state of a group's episodes. Never one of the small numbers that held-out episodes have."""
+    """Return the seed of the initial state of a group's episodes; never one of the small ones of held-out episodes."""
     state = np.random.SeedSequence([seed, iteration, group]).generate_state(1)
     return int(2**31 + state[0] % 2**31)
 
 
 def rank_of[T: (int, np.ndarray)](group: T, ranks: int) -> T:
-    """Who plays a group; or groups."""
+    """Return the rank that plays a group; or the ranks of groups."""
     return group % ranks
 
 

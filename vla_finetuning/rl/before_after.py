@@ -72,7 +72,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a run ends with."""
+    """Return what a run ends with."""
     lines = ["Success in the loop on fresh scenes, by LeRobot's own sampler (95 % interval)"]
     for name, score in scores.items():
         errors = f"; {score['errors']} more ended in an error" if "errors" in score else ""

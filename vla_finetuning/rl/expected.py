@@ -72,7 +72,7 @@ def _step_s(env: gymnasium.Env, look: bool) -> float:
 
 
 def worker_memory(run: GrpoRun) -> StepMemory | None:
-    """What each worker needs of its GPU for a micro-batch of decisions, all random steps of each."""
+    """Return what each worker needs of its GPU for a micro-batch of decisions, all random steps of each."""
     draws = 1 if run.sde.one else run.sde.steps
     features = env_to_policy_features(run.scene.env).values()
     frames = [feature.shape[1:] for feature in features if feature.type is FeatureType.VISUAL]

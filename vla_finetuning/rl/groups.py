@@ -96,7 +96,7 @@ def play_groups(
 
 
 def rewards_of(episode: Ended, reward: Reward) -> list[float]:
-    """Of each decision: the sum of the environment's rewards, or 1 for the one that succeeded first and 0."""
+    """Return for each decision the sum of the environment's rewards, or 1 for the one that succeeded first and 0."""
     if reward == "return":
         return list(episode.rewards)
     return [float(number == episode.success_decision) for number in range(len(episode.rewards))]

@@ -64,12 +64,12 @@ class Times:
         self.spent: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """What has gone by since the last mark was for this."""
+        """Count the time since the last mark for this."""
         now = time.perf_counter()
         self.spent[name], self._last = self.spent.get(name, 0.0) + now - self._last, now
 
     def gather(self, rollouts: Rollouts, actor: Actor) -> dict[str, float]:
-        """Of all ranks: their mean, of simulation and rendering the sum over all processes. All must call it.
+        """Gather the means over all ranks, of simulation and rendering the sum over all processes. All must call it.
 
         Means add up to the iteration; the slowest ranks of each phase would not, as one waits for another in the next.
 

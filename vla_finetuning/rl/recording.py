@@ -27,7 +27,7 @@ FOLDER, FLAG = "rollouts", "--grpo.record_dataset"
 
 
 def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
-    """Whether the episodes of an iteration, counted from 0, are written down."""
+    """Return whether the episodes of an iteration, counted from 0, are written down."""
     return run.options.record_dataset is not None and iteration % run.options.record_every == 0
 
 
@@ -63,7 +63,7 @@ def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: I
 
 
 def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
-    """All episodes that were written down, iteration after iteration."""
+    """Return all episodes that were written down, iteration after iteration."""
     for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
         for text in read_lines(path):
             line = json.loads(text)
@@ -71,7 +71,7 @@ def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
 
 
 def dataset_of(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
-    """Where the dataset is written, and what it is of; None: nowhere.
+    """Return where the dataset is written, and what it is of; None: nowhere.
 
     Raises:
         ValueError: something else is there.

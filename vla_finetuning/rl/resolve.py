@@ -84,11 +84,11 @@ class Scene:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """How the environment's pictures, which the policy was trained on, are drawn."""
+        """Return how the environment's pictures, which the policy was trained on, are drawn."""
         return how_drawn(self.env)
 
     def most_decisions(self, n_action_steps: int) -> int:
-        """Of an episode, where a decision executes so many actions."""
+        """Return the most decisions of an episode, where each executes so many actions."""
         return math.ceil((self.longest or UNKNOWN_LENGTH) / n_action_steps)
 
     def train_number(self, task: str, nth: int) -> int:
@@ -124,7 +124,7 @@ class GrpoRun:
 
     @property
     def episodes(self) -> int:
-        """Of an iteration, of all workers together."""
+        """Return the episodes of an iteration, of all workers together."""
         return self.options.groups * self.options.group_size
 
 

@@ -26,7 +26,7 @@ def episode_returns(length: np.ndarray, success: np.ndarray, longest: np.ndarray
 
 
 def advantages(returns: np.ndarray, value: np.ndarray, length: np.ndarray, horizon: int) -> np.ndarray:
-    """What the next `horizon` frames bring, and the value after them, above the value now: float32 (F,).
+    """Return what the next `horizon` frames bring, and the value after them, above the value now: float32 (F,).
 
     The rewards up to a frame are the difference of two returns. Where the episode ends sooner, nothing follows.
 
@@ -41,7 +41,7 @@ def advantages(returns: np.ndarray, value: np.ndarray, length: np.ndarray, horiz
 
 
 def label_positive(advantage: np.ndarray, task: np.ndarray, corrected: np.ndarray, positive: float) -> np.ndarray:
-    """Which frames are positive: bool (F,).
+    """Return which frames are positive: bool (F,).
 
     Those whose advantage is above the (1 - positive) quantile of their task, and all corrections.
 

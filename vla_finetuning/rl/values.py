@@ -237,7 +237,7 @@ def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path
 
 
 def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon: int) -> dict[str, Any]:
-    """How labels fell, and how well advantages and values tell failures from successes.
+    """Return how labels fell, and how well advantages and values tell failures from successes.
 
     Where an episode ends within the horizon an advantage knows its outcome, so those frames say nothing of the value
     function.
@@ -272,7 +272,7 @@ def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
 
 
 def labels_text(scores: Mapping[str, Any]) -> str:
-    """What `value.py` ends with."""
+    """Return the lines that `value.py` ends with."""
     lines = [
         f"Positive     {scores['positive']:.1%} of {scores['frames']} frames: "
         f"{scores['positive_of_successes']:.1%} of successful episodes', "

@@ -63,12 +63,12 @@ def episode_list(
 
 
 def noise(seed: int, task: str, episode: int, decision: int, shape: tuple[int, ...]) -> np.ndarray:
-    """What a policy's sampling starts from: standard normal, float32, a function of the four names."""
+    """Return what a policy's sampling starts from: standard normal, float32, a function of the four names."""
     return generator(seed, task, episode, decision).standard_normal(shape, np.float32)
 
 
 def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Generator:
-    """Of all random numbers of a decision, whatever the condition: conditions are compared on the same draws."""
+    """Return the generator of all random numbers of a decision; conditions are compared on the same draws."""
     return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
 
 
@@ -86,5 +86,5 @@ def pack_actions(actions: np.ndarray) -> dict[str, Any]:
 
 
 def unpack_actions(line: Mapping[str, Any]) -> np.ndarray:
-    """What `pack_actions` was given."""
+    """Undo `pack_actions`."""
     return np.frombuffer(base64.b64decode(line["base64"]), line["dtype"]).reshape(line["shape"])

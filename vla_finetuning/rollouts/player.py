@@ -104,7 +104,7 @@ class PolicySource:
 
     @property
     def weights_bytes(self) -> int:
-        """As they are in the folder."""
+        """Return the bytes of the weights as they are in the folder."""
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def load(self, threads: int) -> Player:
@@ -181,7 +181,7 @@ class Player:
             return self.to_env(guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance))
 
     def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
-        """What the policy sees of N rows, on its device; `words` are what instructions end with."""
+        """Return what the policy sees of N rows, on its device; `words` are what instructions end with."""
         with remote_code(self._trusted), torch.no_grad():
             said = [f"{self._opening}{instruction}{words}" for instruction in instructions]
             seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: said})
@@ -190,7 +190,9 @@ class Player:
         return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
 
     def to_env(self, predicted: torch.Tensor) -> np.ndarray:
-        """What is executed of normalised chunks (N, T, A): (N, n_action_steps, A), in the environment's units."""
+        """Return what is executed of normalised chunks (N, T, A): (N, n_action_steps, A), in the
+        environment's units.
+        """
         with remote_code(self._trusted), torch.no_grad():
             chunk = self._post(predicted)
         executed = chunk[:, : self._policy.config.n_action_steps].float().cpu()
@@ -213,7 +215,7 @@ class Player:
             return policy.predict_action_chunk(batch)
 
     def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
-        """What the sampling of each row starts from, (N, T, max_action_dim)."""
+        """Return what the sampling of each row starts from, (N, T, max_action_dim)."""
         config: Any = self._policy.config
         drawn = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
         return torch.from_numpy(np.stack(drawn)).to(self._device)
@@ -232,7 +234,7 @@ class Eyes:
     config: PreTrainedConfig
 
     def __call__(self, observation: Observation) -> dict[str, np.ndarray]:
-        """Of one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
+        """Return the actions for one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
         before, _ = family_of(self.config).env_processors(self.config, self.env, own=(IMAGENET_STEP,))
         seen = before(preprocess_observation(_stacked(observation)))
         found = {}
@@ -249,7 +251,7 @@ def _stacked(observation: Observation) -> Observation:
 
 
 def opening_of(folder: Path) -> str:
-    """What the instructions of an exported policy begin with; nothing unless it was trained so."""
+    """Return what the instructions of an exported policy begin with; nothing unless it was trained so."""
     return str(read_json(folder / ROBOT_NAME).get("instructions_begin_with", ""))
 
 
@@ -267,7 +269,7 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
 
 
 def own_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """What one of several robots' own policies was trained on: its configuration is fitted to the robot."""
+    """Return what one of several robots' own policies was trained on: its configuration is fitted to the robot."""
     return {key: tuple(feature.shape) for key, feature in config.input_features.items()}
 
 

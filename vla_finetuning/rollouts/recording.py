@@ -176,7 +176,7 @@ def replay_frames(
 
 
 def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record_dataset") -> bool:
-    """Whether a folder holds the dataset of this evaluation.
+    """Return whether a folder holds the dataset of this evaluation.
 
     Args:
         about: as for `record_played`. flag: by which the folder was given.

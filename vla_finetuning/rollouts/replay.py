@@ -160,6 +160,6 @@ def make_films(
 
 
 def _words(*names: Any) -> Iterator[str]:
-    """What is left of names in a file's name."""
+    """Return what is left of names in a file's name."""
     for name in names:
         yield "".join(c if c.isalnum() else "_" for c in str(name))[:60]

@@ -202,7 +202,7 @@ class Cast:
 
     @classmethod
     def of(cls, options: EvalOptions, cpus: float, *, episodes: int, weights_bytes: int = 0, use_gpu: bool) -> Cast:
-        """What is not asked for fills the CPUs of a cluster.
+        """Decide the numbers of actors; what is not given fills the CPUs of a cluster.
 
         On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough to
         begin with, and one thread. With `exact` they have one thread, too, as threads change how sums are rounded.
@@ -516,7 +516,7 @@ class _Waits:
 
 
 def what_lacks(cpus: float, gpus: int) -> str | None:
-    """What a process that needs so much waits for, in words; None if the cluster has it free."""
+    """Return what a process that needs so much waits for, in words; None if the cluster has it free."""
     needs = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
     free, there = ray.available_resources(), ray.cluster_resources()
     lacking = [

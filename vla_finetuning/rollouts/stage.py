@@ -219,7 +219,7 @@ class _Slot:
         return seconds
 
     def _can_tell(self) -> bool:
-        """Whether what was observed last, or the environment itself, tells its state."""
+        """Return whether what was observed last, or the environment itself, tells its state."""
         return self._env.has_wrapper_attr("state_hash") or looked(self._env)
 
 

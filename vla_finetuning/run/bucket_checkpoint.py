@@ -104,7 +104,7 @@ def commit(folder: BucketPath, progress: Progress, files: Files, attempt: int) -
 
 
 def read(folder: BucketPath) -> dict[str, Any]:
-    """What `state.json` says, of a checkpoint that counts and whose files have the sizes written.
+    """Return what `state.json` says, of a checkpoint that counts and whose files have the sizes written.
 
     Raises:
         ValueError: it is missing, damaged or void, or files are. StorageError: the store does not answer.
@@ -207,5 +207,5 @@ def _parts(folder: BucketPath, attempt: int) -> BucketPath:
 
 
 def _files(folder: BucketPath, state: dict[str, Any]) -> BucketPath:
-    """Where the files are."""
+    """Return the folder of a checkpoint's files."""
     return folder.parent / PARTS / state["parts"] if "parts" in state else folder

@@ -88,7 +88,7 @@ class StagingSlot(NamedTuple):
 
 
 def staging_slots(sizes: Mapping[str, int], most: int = STAGED_BYTES) -> tuple[dict[str, StagingSlot], list[int]]:
-    """Where tensors of so many bytes go, by name, and how large the pieces are: no larger than what is in them.
+    """Return where tensors of so many bytes go, by name, and how large the pieces are: no larger than what is in them.
 
     A piece is filled up to `most`, and holds at least one tensor, however large.
     """
@@ -123,7 +123,7 @@ class Staging:
 
     @staticmethod
     def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
-        """Where they are, if on a GPU."""
+        """Return the GPU that tensors are on, if any."""
         return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
     def _make(self) -> list[Tensor]:
@@ -223,7 +223,7 @@ def discard(folder: Path) -> None:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where, on a disk, the files of a checkpoint are before it appears at `folder`."""
+    """Return where, on a disk, the files of a checkpoint are before it appears at `folder`."""
     if isinstance(folder, BucketPath):
         return bucket_checkpoint.disk_of(folder) / (PARTIAL + folder.name)
     return folder.with_name(PARTIAL + folder.name)
@@ -419,7 +419,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def _scores(paths: Iterable[Path]) -> dict[Path, tuple[float, float]]:
-    """Of those that can be read; the others are neither good nor known to be bad."""
+    """Return the scores of those that can be read; the others are neither good nor known to be bad."""
     scores = {}
     for path in paths:
         with contextlib.suppress(ValueError):
@@ -507,7 +507,8 @@ def require_space(folder: Path, needed_bytes: int, what: str, other: str = "--ou
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """What is called a checkpoint in a folder, by its step, the oldest first; whether it can be read is not looked at.
+    """Return what is called a checkpoint in a folder, by its step, the oldest first; whether it can be read is not
+    looked at.
 
     Folders by other names, as copies that a user has made, are none.
     """

@@ -203,7 +203,7 @@ class Wanted:
     beside: Mapping[str, float] = field(default_factory=dict)
 
     def beyond(self, cluster: Mapping[str, float]) -> str | None:
-        """What a cluster of such resources lacks in all, in words; None if it has enough."""
+        """Return what a cluster of such resources lacks in all, in words; None if it has enough."""
         wanted = {kind: self.count * n + self.beside.get(kind, 0) for kind, n in self.each.items()}
         lacking = [
             f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in wanted.items() if cluster.get(k, 0) < n
@@ -231,7 +231,9 @@ def _in_words(kind: str, n: float) -> str:
 
 
 def _without_capacity(wanted: Wanted) -> str | None:
-    """What this process's placement groups wait for in a cluster that is large enough; None if they do not wait."""
+    """Return what this process's placement groups wait for in a cluster that is large enough; None if
+    they do not wait.
+    """
     job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
     if not states & {"PENDING", "RESCHEDULING"}:
@@ -291,7 +293,7 @@ def running_cluster() -> str | None:
 
 
 def is_local() -> bool:
-    """Whether a run's workers are on this machine: no cluster is joined. Raises as `running_cluster`."""
+    """Return whether a run's workers are on this machine: no cluster is joined. Raises as `running_cluster`."""
     return _started_here() if ray.is_initialized() else running_cluster() is None
 
 
@@ -386,7 +388,7 @@ class Needs:
     gpu_bytes: int = 0
 
     def gpus(self, node: Node) -> float:
-        """How many GPUs of a node the run may use."""
+        """Return how many GPUs of a node the run may use."""
         of_type = self.gpu_type is None or f"{RESOURCE_CONSTRAINT_PREFIX}{self.gpu_type}" in node["Resources"]
         return node["Resources"].get("GPU", 0) if of_type else 0
 
@@ -397,7 +399,7 @@ def node_needs(
     policy_folder: Path | None,
     gpu_bytes: int = 0,
 ) -> Needs:
-    """What a run needs on every node: the driver's versions, and the paths that the driver uses.
+    """Return what a run needs on every node: the driver's versions, and the paths that the driver uses.
 
     Args:
         roots: of its datasets. policy_folder: of the policy that it starts from, if all nodes must see that.
@@ -494,7 +496,7 @@ def probe_here(needs: Needs, gpus: float) -> list[str]:
 
 
 def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
-    """What this machine lacks, a sentence each. Imports nothing heavy: versions come from installed metadata.
+    """Return what this machine lacks, a sentence each. Imports nothing heavy: versions come from installed metadata.
 
     Args:
         gpus: how many GPUs the run may use here.
@@ -532,7 +534,7 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
 
 
 def _decoder_problems() -> list[str]:
-    """What PyAV here cannot decode."""
+    """Return what PyAV here cannot decode."""
     try:
         from av import codecs_available
     except ImportError as error:
@@ -569,7 +571,7 @@ def _cuda_problem(wanted: str) -> str | None:
 
 
 def _gpu_bytes() -> int | None:
-    """What programs may use of the smallest GPU here; None where NVIDIA's library does not say.
+    """Return what programs may use of the smallest GPU here; None where NVIDIA's library does not say.
 
     Ray hides GPUs from CUDA in a task that holds none, and not from this library, by which it counts them itself.
     """
@@ -625,7 +627,7 @@ class DataLimits:
 
     @property
     def data_bytes(self) -> int:
-        """What Ray Data may hold; above it, read tasks wait (backpressure)."""
+        """Return what Ray Data may hold; above it, read tasks wait (backpressure)."""
         return round(DATA_SHARE * self.store_bytes)
 
     def execution_options(self) -> ExecutionOptions:

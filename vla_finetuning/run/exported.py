@@ -21,14 +21,14 @@ WEIGHTS_NAME, PROCESSOR_NAMES = "model.safetensors", ("policy_preprocessor.json"
 
 
 def result_of(config: JobOptions) -> tuple[str, Path]:
-    """What a program's run is for, in words, and where it is."""
+    """Return what a program's run is for, in words, and where it is."""
     if isinstance(config, ValueConfig):
         return "labels", config.folder / LABELS_NAME
     return "policy", config.folder / POLICY_DIR
 
 
 def result_problem(config: JobOptions) -> str | None:
-    """What is missing or damaged of what a finished run leaves, in words; None where nothing is."""
+    """Return what is missing or damaged of what a finished run leaves, in words; None where nothing is."""
     what, path = result_of(config)
     if what == "labels":
         return None if path.is_file() else f"{path} is missing"
@@ -36,7 +36,7 @@ def result_problem(config: JobOptions) -> str | None:
 
 
 def policy_problem(folder: Path, names: Sequence[str] = ()) -> str | None:
-    """What is missing or damaged of an exported policy, or of those of several robots; None where nothing is.
+    """Return what is missing or damaged of an exported policy, or of those of several robots; None where nothing is.
 
     Reads no weights: of a file on a disk that it has the length that its header says.
     """

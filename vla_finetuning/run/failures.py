@@ -85,18 +85,18 @@ def root_cause(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What went wrong first."""
+    """Return the error that came first."""
     failures = getattr(error, "worker_failures", None)
     return first_cause(failures.values()) if failures else unwrapped(error)
 
 
 def first_cause(errors: Iterable[BaseException]) -> BaseException:
-    """Of what the ranks say, what is not the consequence of another rank's error."""
+    """Return of what the ranks say what is not the consequence of another rank's error."""
     return min(map(unwrapped, errors), key=is_consequence)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether it says no more than that other ranks did not come to a collective."""
+    """Return whether it says no more than that other ranks did not come to a collective."""
     message = f"{type(error).__name__}: {error}".lower()
     return not isinstance(error, FINAL) and any(word in message for word in ("gloo", "nccl", "collective"))
 

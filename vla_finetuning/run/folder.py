@@ -105,7 +105,7 @@ def check_folder(config: JobOptions) -> None:
 
 
 def is_finished(config: JobOptions) -> bool:
-    """Whether the run that is resumed did all that it was asked for, and is asked for nothing else.
+    """Return whether the run that is resumed did all that it was asked for, and is asked for nothing else.
 
     What it left may have gone since: see `exported.result_problem`.
     """
@@ -135,7 +135,7 @@ def checkpoint_to_resume(output_dir: Path) -> Path | None:
 
 
 def resumption(output_dir: Path) -> str:
-    """Where a resumed run goes on, in words. Raises ValueError as `checkpoint_to_resume`."""
+    """Return where a resumed run goes on, in words. Raises ValueError as `checkpoint_to_resume`."""
     newest = checkpoint_to_resume(output_dir)
     step = 0 if newest is None else load_progress(newest).step
     text = f"from step {step}" + (": no checkpoint has been written yet" if newest is None else "")
@@ -160,7 +160,7 @@ def _last_written(output_dir: Path) -> int:
 
 
 def _signs_of_training(output_dir: Path) -> list[str]:
-    """What of a run's folder comes to be after a checkpoint was written, in words."""
+    """Return what of a run's folder comes to be after a checkpoint was written, in words."""
     signs = []
     if step := _last_written(output_dir):
         signs.append(f"that of step {step} was written ({LAST_CHECKPOINT_NAME})")
@@ -178,7 +178,7 @@ def _signs_of_training(output_dir: Path) -> list[str]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether it is a file, or a folder with something in it."""
+    """Return whether a path is a file, or a folder with something in it."""
     return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
@@ -342,7 +342,7 @@ def prepare_folder(config: JobOptions) -> None:
 
 
 def changed_options(config: JobOptions) -> list[str]:
-    """What a run that is resumed was started with otherwise, in words; `prepare_folder` forgets it."""
+    """Return what a run that is resumed was started with otherwise, in words; `prepare_folder` forgets it."""
     path = config.folder / CONFIG_NAME
     if not (config.resume and path.is_file()):
         return []

@@ -74,7 +74,7 @@ def bring_in(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
 
 
 def look(checkpoints: BucketPath) -> list[Kept]:
-    """What this node has of checkpoints of a run."""
+    """Return what this node has of checkpoints of a run."""
     found = []
     for step, disk in sorted(bucket_checkpoint.staged(checkpoints).items()):
         state = None
@@ -107,7 +107,7 @@ def send_here(folder: BucketPath, state: Mapping[str, Any], timeout_s: float) ->
 
 
 def _goes_on(kept: Kept, job: Job, done: int) -> bool:
-    """Whether the run can go on from it: newer than what is in the bucket, and nobody went on without it."""
+    """Return whether the run can go on from it: newer than what is in the bucket, and nobody went on without it."""
     assert kept.state is not None
     progress = Progress(**kept.state["progress"])
     if progress.step <= done or len(attempts(job.output_dir)) != kept.state.get("attempt", -1) + 1:

@@ -41,12 +41,12 @@ _lost: set[BucketPath] = set()
 
 
 def is_lost(folder: Path) -> bool:
-    """Whether this process drove the run, and another one took it over."""
+    """Return whether this process drove the run, and another one took it over."""
     return folder in _lost
 
 
 def end_process() -> None:
-    """As an order to stop: what this process started ends with it."""
+    """Send this process an order to stop: what it started ends with it."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -110,7 +110,7 @@ class _Lease:
         return tag
 
     def renew(self) -> bool:
-        """Whether it is still this process's, as far as is known: a store that does not answer is asked again."""
+        """Renew the lease; return whether it is still this process's. A store that does not answer is asked again."""
         try:
             self._put(self._tag)
         except ChangedError:

@@ -65,13 +65,13 @@ Files = dict[str, dict[str, Any]]
 
 
 def manifest(progress: Progress, files: Files, **more: Any) -> dict[str, Any]:
-    """What `state.json` holds. `more`: in a bucket, `attempt` and `parts`."""
+    """Return what `state.json` holds. `more`: in a bucket, `attempt` and `parts`."""
     state = {"format": FORMAT, "files": files, "progress": asdict(progress), **more}
     return {**state, "sha256": _digest(state)}
 
 
 def parsed(text: str | bytes) -> dict[str, Any]:
-    """What `state.json` holds, without its checksum. Raises ValueError when it is damaged."""
+    """Parse `state.json`, without its checksum. Raises ValueError when it is damaged."""
     try:
         state = json.loads(text)
         if state["format"] != FORMAT:

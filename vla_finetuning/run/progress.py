@@ -74,7 +74,9 @@ class MetricsLog:
         append_line(self.path, json.dumps(line))
 
     def _success(self) -> dict[str, float]:
-        """Of the oldest evaluation in the loop that no line tells of yet; it came in some time after its checkpoint."""
+        """Return the success of the oldest evaluation in the loop that no line tells of yet; it came
+        in some time after its checkpoint.
+        """
         played = recently(evaluations, self.path.parent, list[dict[str, Any]]())
         line = next((line for line in played if line["step"] not in self._told), None)
         if line is None:

@@ -91,7 +91,7 @@ def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
 
 
 def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
-    """Where the policy of each robot is pushed to; that of "" where there is one."""
+    """Return where the policy of each robot is pushed to; that of "" where there is one."""
     return {robot: f"{repo_id}-{robot}" if robot else repo_id for robot in robots or ("",)}
 
 
@@ -130,7 +130,7 @@ def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
 
 
 def exported_files(folder: Path) -> tuple[list[str], list[str]]:
-    """What of an exported policy's folder is to be pushed, and what else is in it: names in the folder, sorted.
+    """Return what of an exported policy's folder is to be pushed, and what else is in it: names in the folder, sorted.
 
     Raises:
         ValueError: a link is among them, which may lead to any file that this user can read.

@@ -39,7 +39,7 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
 
 
 def saved_progress(job: Job, worker: Worker) -> tuple[Progress, Path | None]:
-    """How far the run is, and the newest sound checkpoint, which says so; None where there is none yet.
+    """Return how far the run is, and the newest sound checkpoint, which says so; None where there is none yet.
 
     Rank 0 looks for it: where the folder is on a network, the others may see its files late. Every rank must call it.
 

@@ -33,7 +33,7 @@ Plan = Callable[[Config], StepMemory | None]
 
 
 def planned_memory(spec: PolicySpec, frames: Sequence[tuple[int, int]]) -> Plan:
-    """What each worker needs, as a function of the options.
+    """Return what each worker needs, as a function of the options.
 
     Args:
         frames: (height, width) of each camera's, as they reach the device.
@@ -57,7 +57,7 @@ def needed_by(
     cameras: int,
     frames: Sequence[tuple[int, int]],
 ) -> StepMemory:
-    """What each worker of a run with these options needs.
+    """Return what each worker of a run with these options needs.
 
     Args:
         policy: with as many cameras, and prompts of the longest length.
@@ -91,7 +91,7 @@ def needed_by(
 
 
 def planned_shards(config: Config) -> int | None:
-    """How many workers hold a copy together in the plan of an hsdp run; None for the other strategies.
+    """Return how many workers hold a copy together in the plan of an hsdp run; None for the other strategies.
 
     As many as were asked for; else as many as there may be on each node: this machine, where no cluster is joined.
     """
@@ -105,7 +105,7 @@ def planned_shards(config: Config) -> int | None:
 def rows_that_fit(
     config: PreTrainedConfig, mode: TrainMode, *, cameras: int, bf16: bool, free_bytes: int, most: int
 ) -> int:
-    """How many rows a policy can predict chunks for at once, at most `most`, when its weights are on the device.
+    """Return how many rows a policy can predict chunks for at once, at most `most`, when its weights are on the device.
 
     What they take is the largest of several sums that grow with them, so it lies below the line from one row to `most`.
     One is tried in any case.
@@ -131,7 +131,7 @@ def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None
 
 
 def fits(needed: StepMemory, gib: float) -> bool:
-    """Whether the plan of a step fits a GPU with so much memory, as CUDA reports it."""
+    """Return whether the plan of a step fits a GPU with so much memory, as CUDA reports it."""
     return needed.needed <= gib * GIB
 
 

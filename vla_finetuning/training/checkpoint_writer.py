@@ -111,7 +111,7 @@ class CheckpointWriter:
         self._paused_s = 0.0
 
     def due(self) -> bool:
-        """Whether one is, by this rank's clock.
+        """Return whether a checkpoint is due, by this rank's clock.
 
         It is when --save_every_s has gone by since the last one. And when a node is about to be taken away, whenever
         half of the time has gone that was left when the last one was taken: what is trained after that is lost.
@@ -161,7 +161,7 @@ class CheckpointWriter:
         self._paused_s += self._last - started
 
     def wait(self) -> None:
-        """Until nothing is being written. An error while writing ends the attempt by way of Ray Train."""
+        """Wait until nothing is being written. An error while writing ends the attempt by way of Ray Train."""
         self._idle.wait()
 
     def close(self) -> None:
@@ -180,13 +180,13 @@ class CheckpointWriter:
                 flush_lines()
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds, by kind and name, on the device."""
+        """Return what a checkpoint holds, by kind and name, on the device."""
         own = self._optimizer
         kinds = {TRAINABLE: own.named(), OPTIMIZER: own.state(), AVERAGE: own.named_average()}
         return {kind: tensors for kind, tensors in kinds.items() if tensors}
 
     def _mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that this rank writes: of parts its own, of the rest rank 0's."""
+        """Return those that this rank writes: of parts its own, of the rest rank 0's."""
         return {name: tensor for name, tensor in tensors.items() if self._rank == 0 or is_sharded(tensor)}
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
@@ -257,7 +257,7 @@ class CheckpointWriter:
         return everyones or [written]
 
     def _tidy(self, folder: Path, step: int, appeared: bool) -> None:
-        """Of a checkpoint in a bucket, remove this node's files when it has appeared; keep the lines when it is kept.
+        """Remove this node's files of a checkpoint in a bucket when it has appeared; keep the lines when it is kept.
 
         What is kept of earlier ones goes when this one is in the bucket, or kept by all ranks. Another rank of this
         node may be at the next one by then. Of a checkpoint that ends the attempt, nothing is of use.

@@ -61,7 +61,7 @@ class GroupedRanks(ray.train.DataConfig):
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """What each rank iterates over, by dataset. Called at every start of the worker group, by Ray Train."""
+        """Return what each rank iterates over, by dataset. Called at every start of the worker group, by Ray Train."""
         node_ids = worker_node_ids or []
         sharded = any(dataset.context.get_config(SHARDS, 1) > 1 for dataset in datasets.values())
         on_nodes = self._on_nodes(node_ids) if sharded else []
@@ -128,7 +128,7 @@ class GroupedRanks(ray.train.DataConfig):
 
 
 def shared(options: ExecutionOptions, executions: int, cpus: float) -> ExecutionOptions:
-    """Of the resources of one execution, what each of several at once may use. `cpus`: for each.
+    """Return the share of one execution's resources that each of several at once may use. `cpus`: for each.
 
     Ray Data 2.60 itself divides what a node has left, object store and CPUs, by the executions, in whole CPUs; but one
     that is busy first asks for more, and is given it at the others' expense. So its CPUs are limited: to those of the

@@ -160,7 +160,7 @@ def _made_for(path: Path) -> Iterator[Path]:
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:
-    """What a finished run exports: its last checkpoint, or the best one if that was asked for (--export best).
+    """Return what a finished run exports: its last checkpoint, or the best one if that was asked for (--export best).
 
     Raises:
         RuntimeError: the run's last checkpoint was not written.

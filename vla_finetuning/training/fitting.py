@@ -75,7 +75,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
 
 
 def _rays_own(job: Job) -> Path:
-    """Where Ray Train keeps its list of checkpoints, which nothing here reads.
+    """Return where Ray Train keeps its list of checkpoints, which nothing here reads.
 
     Beside a run's checkpoints on a disk; of a run in a bucket a new folder of each node, so that an outage of the store
     is none of Ray Train's.

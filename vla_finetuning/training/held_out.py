@@ -165,7 +165,7 @@ class HeldOutLoss:
         return noise, times
 
     def _summary(self, losses: np.ndarray, counted: np.ndarray, times: np.ndarray) -> dict[str, Any]:
-        """What an evaluation tells, of float64 (N*K,) each."""
+        """Return what an evaluation tells, of float64 (N*K,) each."""
         chosen = counted > 0
         summary: dict[str, Any] = {"eval_loss": _mean(losses[chosen])}
         if skipped := int((~chosen).sum()) // self._per_row:

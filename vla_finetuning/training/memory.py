@@ -73,7 +73,7 @@ class StepMemory:
 
     @property
     def needed(self) -> int:
-        """What a GPU must have."""
+        """Return the bytes that a GPU must have."""
         return self.peak + self.beside
 
     def __str__(self) -> str:
@@ -219,7 +219,8 @@ def step_memory(
 
 
 def prediction_bytes(config: PreTrainedConfig, mode: TrainMode, *, cameras: int, rows: int, bf16: bool) -> int:
-    """What a policy takes, beside its weights, while LeRobot's own code predicts chunks for so many rows at once.
+    """Return what a policy takes, beside its weights, while LeRobot's own code predicts chunks for so many rows at
+    once.
 
     Args:
         mode: what trained; with bf16, what did not is held in bfloat16, and all is computed under autocast.
@@ -265,7 +266,7 @@ def _pretended_group(workers: int) -> Iterator[None]:
 
 
 def _attention_workspace(loss: PolicyLoss, cameras: int, prompt: int, rows: int) -> int:
-    """Of so many rows, in whichever attention takes the most."""
+    """Return the bytes for so many rows, in whichever attention takes the most."""
     attentions: list[tuple[Any, Shape]] = loss.attentions(cameras, [prompt])
     keys = [shape.keys * layer.head_dim * layer.config.num_attention_heads for layer, shape in attentions]
     return ATTENTION_WORKSPACE_TENSORS * rows * max(keys, default=0) * 4
@@ -285,7 +286,7 @@ def _give_storage(module: nn.Module, device: torch.device) -> None:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    """Of their storages, each counted once."""
+    """Return the bytes of their storages, each counted once."""
     return sum({id(s): s.nbytes() for s in [tensor.untyped_storage() for tensor in tensors]}.values())
 
 

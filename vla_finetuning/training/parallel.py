@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def cache_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
-    """Whether a step casts weights once for all its micro-batches: where that takes no memory.
+    """Return whether a step casts weights once for all its micro-batches: where that takes no memory.
 
     It does where layers are computed again, or gathered again and given up: copies would be all that is left of them.
     FSDP2 gathers what stays gathered in the precision that it is computed in.
@@ -148,7 +148,7 @@ def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[in
 
 
 def bucket_mb(gradient_bytes: int) -> float:
-    """How much DDP exchanges at once, MiB: a 64th of the gradients, at least its own 25 and at most 256.
+    """Return how much DDP exchanges at once, MiB: a 64th of the gradients, at least its own 25 and at most 256.
 
     A bucket travels while backward makes the next, so what cannot be hidden is the last one: a 64th. PI0.5's expert
     (0.43 B, 1.7 GB) comes to 26 MiB. In full (3.2 B, 13 GB) 25 would be 500 exchanges, and over 16 ranks of two nodes
@@ -177,18 +177,18 @@ def units(loss: nn.Module) -> list[nn.Module]:
 
 
 def gathered_bytes(unit: nn.Module, autocast: torch.dtype | None) -> int:
-    """What a unit takes while it is whole."""
+    """Return the bytes of a unit while it is whole."""
     whole = sum(parameter.numel() for parameter in unit.parameters() if parameter.requires_grad)
     return whole * (autocast if autocast and _only_products(unit) else torch.float32).itemsize
 
 
 def _only_products(unit: nn.Module) -> bool:
-    """Whether all parameters are of `nn.Linear`."""
+    """Return whether all parameters are of `nn.Linear`."""
     return all(isinstance(m, nn.Linear) for m in unit.modules() if next(m.parameters(recurse=False), None) is not None)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds a part of the tensor, and others hold others."""
+    """Return whether this process holds a part of the tensor, and others hold others."""
     return hasattr(tensor, "to_local")
 
 
@@ -201,7 +201,9 @@ def first_replica(tensor: Tensor) -> list[int]:
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this process holds of a tensor, and where in the whole it begins: all of it, unless it is a DTensor."""
+    """Return what this process holds of a tensor, and where in the whole it begins: all of it, unless
+    it is a DTensor.
+    """
     if not is_sharded(tensor):
         return tensor, (0,) * tensor.ndim
     # What torch.distributed.checkpoint asks a DTensor (torch 2.11).

@@ -52,7 +52,7 @@ class Callback:
         """See a step that is done: `state.step` counts it."""
 
     def wants_log(self, state: Any) -> bool:
-        """Whether this step is a log step whatever --log_freq says; the same answer on every rank."""
+        """Return whether this step is a log step whatever --log_freq says; the same answer on every rank."""
         return False
 
     def host_metrics(self, state: Any) -> dict[str, float]:
@@ -119,7 +119,7 @@ class LoopState:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step of the run is done."""
+        """Return whether the last step of the run is done."""
         return self.step >= self.run.job.steps
 
     @property
@@ -133,7 +133,7 @@ class LoopState:
         return self.step * self.run.job.rows_per_step
 
     def every(self, steps: int) -> bool:
-        """Whether so many steps have gone by once more, or all have; never for 0."""
+        """Return whether so many steps have gone by once more, or all have; never for 0."""
         return steps > 0 and (self.finished or self.step % steps == 0)
 
     def heed(self, by_rank: dict[str, list[float]]) -> None:

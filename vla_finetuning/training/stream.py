@@ -173,7 +173,7 @@ class RankSchedule:
         return self.first_step + (micro * self.world + self.rank) // self.batches_per_step
 
     def block_starts(self, micro: int) -> np.ndarray:
-        """Where the blocks of this rank's `micro`-th batch start, in rows: int64 (blocks per batch,)."""
+        """Return where the blocks of this rank's `micro`-th batch start, in rows: int64 (blocks per batch,)."""
         blocks = self.batch_size // self.block_rows
         return ((micro * blocks + np.arange(blocks)) * self.world + self.rank) * self.block_rows
 

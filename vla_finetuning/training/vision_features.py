@@ -208,7 +208,9 @@ class VisionFeatures:
 
 
 def made_by(loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> str:
-    """What features of a frame depend on but the frame: weights by their content, processing, precision, libraries."""
+    """Return what features of a frame depend on but the frame: weights by their content, processing, precision,
+    libraries.
+    """
     config: Any = loss.policy.config
     digest = hashlib.sha256()
     for module in (*family_of(config).vision(loss.policy), loss.images):

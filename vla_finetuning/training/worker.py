@@ -30,7 +30,7 @@ class Worker:
 
     @property
     def storage(self) -> Path:
-        """Where Ray Train believes that checkpoints are."""
+        """Return where Ray Train believes that checkpoints are."""
         return Path()
 
     def broadcast(self, value: Any) -> Any:

@@ -142,7 +142,7 @@ class Evo1(Family):
     pads_statistics = True
 
     def action_width(self, config: PreTrainedConfig) -> int:
-        """As wide as the policy's own: its processors add zeros."""
+        """Return the width of the policy's own actions: its processors add zeros."""
         return config.max_action_dim
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
@@ -203,7 +203,7 @@ class XVLA(Family):
     without_effect = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
 
     def env_processors(self, config: PreTrainedConfig, env: Any, own: Collection[str] = ()) -> tuple[Any, Any]:
-        """Of LIBERO those that LeRobot has for end-effector actions with rotations of six numbers.
+        """Return for LIBERO the processors that LeRobot has for end-effector actions with rotations of six numbers.
 
         LeRobot 0.6.1 takes them for every environment and every action, and normalises images a second time where the
         policy's own preprocessor does so too, which then refuses them.
@@ -225,7 +225,7 @@ class XVLA(Family):
         return {**features, OBS_STATE: PolicyFeature(FeatureType.STATE, (ROTATED[-1],)), **config.output_features}
 
     def _rotates(self, config: PreTrainedConfig, env: Any) -> bool:
-        """Whether actions are those that LeRobot's processors make LIBERO's of."""
+        """Return whether actions are those that LeRobot's processors make LIBERO's of."""
         from lerobot.envs.configs import LiberoEnv
 
         return isinstance(env, LiberoEnv) and config.output_features[ACTION].shape[0] in ROTATED

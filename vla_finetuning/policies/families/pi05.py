@@ -331,7 +331,7 @@ def in_float32(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """What products with a tensor are computed in under the present autocast; None without one."""
+    """Return what products with a tensor are computed in under the present autocast; None without one."""
     kind = tensor.device.type
     # The meta device, on which operations are counted, has none, and is not asked.
     on = kind != "meta" and torch.is_autocast_enabled(kind)

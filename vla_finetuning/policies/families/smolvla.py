@@ -209,7 +209,7 @@ class SmolVLALoss(LayeredLoss):
         return hidden, counts
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As the language model takes images: out of the vision tower and the connector, scaled."""
+        """Compute images as the language model takes them: out of the vision tower and the connector, scaled."""
         policy = self.policy
         cameras = [key for key in policy.config.image_features if key in batch]
         images = policy.prepare_images(batch)[0][: len(cameras)]  # blank ones follow
@@ -241,7 +241,7 @@ class SmolVLALoss(LayeredLoss):
 
 
 def _counts(batch: Mapping[str, Tensor]) -> Tensor:
-    """Which action steps count, bool (B, T): those in their episode, of rows that could be read."""
+    """Return which action steps count, bool (B, T): those in their episode, of rows that could be read."""
     counts = torch.ones_like(batch[ACTION][:, :, 0], dtype=torch.bool)
     if "action_is_pad" in batch:
         counts = ~batch["action_is_pad"]
@@ -339,7 +339,7 @@ def _finish(
     bias: Tensor,
     attention: Kernel,
 ) -> Tensor:
-    """All of a layer but the keys and values that it sees."""
+    """Compute all of a layer but the keys and values that it sees."""
     module = layer.self_attn
     attended = attend(module, _rotate(heads_of(module.q_proj, normed, module), rotation), key, value, bias, attention)
     hidden = hidden + module.o_proj(attended)
@@ -378,7 +378,7 @@ class SmolVLA(PI0):
     }
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
-        """As PI0; with adapters, layers train too that the policy's own options freeze."""
+        """Do as PI0; with adapters, layers train too that the policy's own options freeze."""
         adapted = {VISION_FROZEN: "vision", LAST_LAYERS: "language model"}
         state = config.train_state_proj or STATE_FROZEN in training
         own = super().freezes(config, [adapted.get(part, part) for part in training])
@@ -489,7 +489,7 @@ def image_tokens(config: Any, cameras: int) -> int:
 
 
 def _tokens(config: Any, size: tuple[int, int]) -> int:
-    """Of an image of this height and width; several patches become one."""
+    """Count the tokens of an image of this height and width; several patches become one."""
     backbone = _backbone(config.vlm_model_name)
     patch = backbone.vision_config.patch_size
     return (size[0] // patch) * (size[1] // patch) // backbone.scale_factor**2
