@@ -368,7 +368,9 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     session, endpoint = _boto3_session()
-    found = {"region": session.region_name or "us-east-1", **({"endpoint": endpoint} if endpoint else {}), **options}
+    # Objects are deleted one by one: not every store that speaks as Amazon's deletes many in a request.
+    found: dict[str, Any] = {"region": session.region_name or "us-east-1", "disable_bulk_delete": True}
+    found |= {**({"endpoint": endpoint} if endpoint else {}), **options}
     if {"access_key_id", "skip_signature", "credential_provider"}.isdisjoint(found):
         if session.get_credentials() is None:
             found["skip_signature"] = True  # a public bucket needs none
