@@ -55,6 +55,12 @@ def pytest_unconfigure(config):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def pytest_runtest_teardown():
+    """Undo what SVT-AV1 does to root's process in whose main thread it runs: real-time priority."""
+    if hasattr(os, "sched_setscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Put those together that share what is dear. Skip tests marked `gpu` where there is no CUDA device.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import boto3
 import pytest
 
 from tests.buckets import forget, runs_bucket
-from tests.loopback import Faults, GoogleStorage, Proxy, serving
+from tests.loopback import Faults, GoogleStorage, Handler, Proxy, serving
 from vla_finetuning import lines, node_disk
 from vla_finetuning import store as store_module
 from vla_finetuning.bucket import BucketPath, place
@@ -23,7 +24,7 @@ from vla_finetuning.files import read_json, read_lines, write_json, write_whole
 from vla_finetuning.lines import append_line, claim_line, flush_lines, is_there, recently
 from vla_finetuning.node_disk import fetched, upload_folder
 from vla_finetuning.policies import spec
-from vla_finetuning.store import PATIENCE_S, ChangedError, StorageError, within
+from vla_finetuning.store import PATIENCE_S, ChangedError, StorageError, Store, within
 from vla_finetuning.training.export import _made_for
 
 
@@ -216,6 +217,24 @@ def test_credentials_that_expire_are_looked_for_anew(folder, faults, impatient, 
     faults.requests.clear()
     (folder / "a").put(b"2")
     assert (folder / "a").read_bytes() == b"2" and folder.store._clients[PATIENCE_S, False] is not used
+
+
+class AnotherRegion(Handler):
+    """A store that serves requests that are signed for its own region, as Amazon's does."""
+
+    def do_GET(self):
+        if "/eu-west-1/s3/" not in self.headers["Authorization"]:
+            return self.answer(301, b"<Error><Code>PermanentRedirect</Code></Error>")
+        self.answer(200, b"1", {"ETag": '"1"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT", "Content-Length": "1"})
+
+
+def test_a_bucket_in_another_region_is_found(faults, impatient, monkeypatch):
+    monkeypatch.setattr(store_module, "bucket_region", {"far": "eu-west-1"}.get)
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), AnotherRegion)) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert Store("s3", "far").get("a")[0] == b"1"
+        with pytest.raises(StorageError, match="the store refuses .*region"):
+            Store("s3", "elsewhere").get("a")
 
 
 # ---- lines ---------------------------------------------------------------------------------------------------------

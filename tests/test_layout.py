@@ -233,5 +233,5 @@ def test_what_reading_needs_is_what_is_installed_with_it():
             imported |= {n.partition(".")[0] for n in names} - {PACKAGE}
     needed = {canonicalize_name(d) for name in imported for d in distributions.get(name, ())}
     # Imported where they are used: what LeRobot computes, by its own functions; the file of a mixture. google-auth
-    # imports requests, and boto3 brings botocore.
-    assert needed - {"torch", "lerobot", "pyyaml", "botocore"} == set(installed) - {"requests"}
+    # imports requests.
+    assert needed - {"torch", "lerobot", "pyyaml"} == set(installed) - {"requests"}

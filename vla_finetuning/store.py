@@ -250,10 +250,13 @@ class Store:
     def _mended(self, error: BaseException) -> bool:
         """Return whether another client may succeed: with renewed credentials, or in the bucket's own region."""
         text, status = str(error), http_status(error)
-        wrong_region = self._kind == "s3" and (status == 301 or "AuthorizationHeaderMalformed" in text)
-        if wrong_region and self._region is None:
-            self._region = bucket_region(self.bucket)
-        elif wrong_region or not (status == 401 or re.search("ExpiredToken|TokenRefreshRequired", text)):
+        named = re.search("incorrectly configured region|AuthorizationHeaderMalformed", text)
+        wrong_region = self._kind == "s3" and (status == 301 or named is not None)
+        if wrong_region:
+            if self._region is not None or (region := bucket_region(self.bucket)) is None:
+                return False
+            self._region = region
+        elif not (status == 401 or re.search("ExpiredToken|TokenRefreshRequired", text)):
             return False
         with self._lock:
             self._clients.clear()

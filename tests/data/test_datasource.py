@@ -28,6 +28,7 @@ from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import BOOKKEEPING, column_to_numpy, read_rows
+from vla_finetuning.envs.writing import writing_videos
 from vla_finetuning.plan.mixture import check_alike
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
@@ -576,7 +577,8 @@ def depth_root(tmp_path_factory):
             mm = rng.integers(0, 12_000, (8, 10)).repeat(8, axis=0).repeat(8, axis=1)[..., None].astype(np.uint16)
             frame = {key: mm if kind is np.uint16 else (mm / 1000).astype(kind) for key, (_, kind) in DEPTHS.items()}
             dataset.add_frame({**frame, "action": np.zeros(2, np.float32), "task": "look"})
-        dataset.save_episode(parallel_encoding=False)
+        with writing_videos():
+            dataset.save_episode(parallel_encoding=False)
     dataset.finalize()
     return root
 

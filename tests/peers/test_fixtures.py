@@ -18,6 +18,7 @@ from tests.datasets import draw_frame, make_dataset
 from vla_finetuning.data.metadata import load_metadata, select_episodes
 from vla_finetuning.data.options import Selection
 from vla_finetuning.data.selection import choose_episodes
+from vla_finetuning.envs.writing import writing_videos
 
 FPS, TOP = 10, "observation.images.top"
 
@@ -122,12 +123,14 @@ def whole(tmp_path_factory):
 
 
 def test_after_delete_episodes(whole, tmp_path):
-    dataset_tools.delete_episodes(whole, [1], output_dir=tmp_path / "less", repo_id="local/less")
+    with writing_videos():
+        dataset_tools.delete_episodes(whole, [1], output_dir=tmp_path / "less", repo_id="local/less")
     assert_lerobots(tmp_path / "less", "local/less")
 
 
 def test_after_split_and_merge(whole, tmp_path):
-    splits = dataset_tools.split_dataset(whole, {"a": [0, 2], "b": [1, 3]}, output_dir=tmp_path / "split")
+    with writing_videos():
+        splits = dataset_tools.split_dataset(whole, {"a": [0, 2], "b": [1, 3]}, output_dir=tmp_path / "split")
     for split in splits.values():
         assert_lerobots(split.root, split.repo_id)
     dataset_tools.merge_datasets(list(splits.values()), output_repo_id="local/merged", output_dir=tmp_path / "merged")
@@ -138,7 +141,8 @@ def test_after_images_became_videos(tmp_path):
     """LeRobot writes a table of episodes without tasks."""
     root = make_dataset(tmp_path / "images", episodes=(6, 5), cameras={}, image_cameras={TOP: (48, 64)})
     images = LeRobotDataset("local/images", root=root)
-    dataset_tools.convert_image_to_video_dataset(images, output_dir=tmp_path / "videos", repo_id="local/videos")
+    with writing_videos():
+        dataset_tools.convert_image_to_video_dataset(images, output_dir=tmp_path / "videos", repo_id="local/videos")
     assert_lerobots(tmp_path / "videos", "local/videos")
     meta = load_metadata(tmp_path / "videos")
     with pytest.raises(ValueError, match="--dataset.tasks: the metadata names no task of any episode; leave it out"):

@@ -259,6 +259,8 @@ import os, sys
 import av, numpy as np
 from vla_finetuning.envs.writing import writing_videos
 
+os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # whatever started this process
+
 def encode():
     with av.open(sys.argv[1], "w") as container:
         stream = container.add_stream("libsvtav1", rate=30, options={"svtav1-params": "lp=1"})
