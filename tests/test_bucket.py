@@ -60,6 +60,12 @@ def test_a_path_in_a_bucket_is_a_path():
     assert type(place("~/runs")) is not BucketPath and str(place("gs://b/r")) == "gs://b/r"
 
 
+def test_an_empty_bucket_exists(faults):
+    boto3.client("s3").create_bucket(Bucket="empty")
+    assert place("s3://empty").exists() and not place("s3://nowhere").exists()
+    assert not place("s3://empty/a").exists()
+
+
 @pytest.mark.parametrize("use", [open, os.stat, Path.rename, os.listdir])
 def test_what_is_not_done_in_a_bucket_does_not_happen_on_the_disk(use):
     with pytest.raises(TypeError, match="s3://runs/x is in a bucket, and was used as a path on a disk"):

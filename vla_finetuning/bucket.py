@@ -70,7 +70,12 @@ class BucketPath(PosixPath):
         return self.store.head(self.key)
 
     def exists(self, **_: Any) -> bool:
-        return (bool(self.key) and self.is_file()) or self.is_dir()
+        if self.key:
+            return self.is_file() or self.is_dir()
+        with contextlib.suppress(FileNotFoundError):
+            self.store.is_folder("")
+            return True  # an empty bucket, too
+        return False
 
     def is_file(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
