@@ -27,8 +27,8 @@ def served(folder: Path, latency_s: float) -> Iterator[tuple[str, dict[str, Any]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        options = {"key": "nobody", "secret": "nothing", "client_kwargs": {"region_name": "us-east-1"}}
-        yield f"s3://{BUCKET}/{PREFIX}", options | {"endpoint_url": server.stdout.readline().strip()}
+        options = {"access_key_id": "nobody", "secret_access_key": "nothing", "region": "us-east-1"}
+        yield f"s3://{BUCKET}/{PREFIX}", options | {"endpoint": server.stdout.readline().strip()}
     finally:
         server.communicate()
 
