@@ -178,6 +178,13 @@ def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monke
         forget()
 
 
+def test_a_store_that_lists_no_uploads_is_a_warning(folder, faults, caplog):
+    """Some that speak as Amazon's have no such request; a run goes on without it."""
+    faults.choose = lambda request: "403" if "uploads" in request.url else None
+    folder.store.abort_uploads(folder.key)
+    assert f"{folder}: uploads that were begun and not completed stay: " in caplog.text
+
+
 def test_a_put_whose_answer_is_lost_is_our_own(folder, faults, impatient):
     tag = (folder / "a").put(b"1", tag="")
     for data, only in ((b"2", tag), (b"new", "")):

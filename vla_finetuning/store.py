@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import threading
@@ -22,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 # What an address may begin with, and how errors call it.
 PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az"}
@@ -205,11 +208,20 @@ class Store:
             pass
 
     def abort_uploads(self, key: str) -> None:
-        """Drop objects below that a dead process began in pieces: they cost money, and are not listed."""
-        if self._kind == "s3":  # the other stores drop them by themselves
+        """Drop objects below that a dead process began in pieces: they cost money, and are not listed.
+
+        What the store refuses is a warning: nothing reads them.
+        """
+        if self._kind != "s3":  # the other stores drop them by themselves
+            return
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
             client, prefix = _boto3_client(self.options), f"{key}/" if key else ""
             for upload in client.list_multipart_uploads(Bucket=self.bucket, Prefix=prefix).get("Uploads", ()):
                 client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        except (BotoCoreError, ClientError) as error:
+            logger.warning("%s: uploads that were begun and not completed stay: %s", self._url(key), error)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -400,8 +412,11 @@ def _boto3_session() -> tuple[Any, str | None]:
 
 
 def _boto3_client(options: Mapping[str, Any]) -> Any:
+    from botocore.config import Config
+
     session, endpoint = _boto3_session()
-    return session.client("s3", endpoint_url=options.get("endpoint", endpoint))
+    config = Config(connect_timeout=STALL_S, read_timeout=STALL_S, retries={"total_max_attempts": 3})
+    return session.client("s3", endpoint_url=options.get("endpoint", endpoint), config=config)
 
 
 def bucket_region(bucket: str) -> str | None:
