@@ -169,7 +169,7 @@ def plan(folder: Path) -> dict[str, Any]:
 
 
 def coordinator(folder: Path) -> dict[str, Any]:
-    """Do as `TrainingData` at a start of the worker group; return it and the coordinator that it makes."""
+    """Prepare data as a start of the worker group does; return `TrainingData` and the coordinator that it makes."""
     metas = load(folder, "metas")
     rows = sum(meta.total_frames for meta in metas)
     tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)

@@ -63,7 +63,7 @@ def carried(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
 
 
 def handed_over(root: Path, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """Do as `ours`, but its read tasks read nothing: they give the same block again and again.
+    """Yield batches as `ours`, from read tasks that read nothing: they give the same block again and again.
 
     So it is what Ray Data itself takes to hand over rows of this size.
     """

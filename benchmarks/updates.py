@@ -310,7 +310,7 @@ OWN = ("ours", "cached")
 
 
 def contenders(config: Any, mode: TrainMode) -> dict[str, Callable[..., Any]]:
-    """Return those there are: features are cached if the policy's family can, and nothing that makes them trains."""
+    """Return the variants to compare; features are cached if the family can, and nothing that makes them trains."""
     family, caches = family_of(config), False
     if "feature_cache" in family.train_options:
         policy = meta_policy(config)

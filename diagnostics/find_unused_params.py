@@ -75,7 +75,7 @@ class UnusedReport(Report):
 
     @property
     def unreached(self) -> list[Parameter]:
-        """Return those that DDP refuses."""
+        """Return the parameters that DDP refuses."""
         return self.of("unused") + self.of("sometimes")
 
 

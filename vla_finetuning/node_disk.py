@@ -82,7 +82,7 @@ def fetched(path: Path) -> contextlib.AbstractContextManager[Path]:
 
 
 def fetched_for_good(path: Path) -> Path:
-    """Do as `fetched`, until this process ends."""
+    """Fetch a folder as `fetched`, until this process ends."""
     return _until_the_end().enter_context(fetched(path))
 
 

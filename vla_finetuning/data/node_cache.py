@@ -390,7 +390,7 @@ class Records:
         self._files = None
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Do `NodeCache.alone` for these records."""
+        """Keep other processes that change these records waiting, as `NodeCache.alone`."""
         return self.cache.alone(self._content, self._paths[1])
 
     def reserve_capacity(self, records: int, size: int | None = None) -> bool:

@@ -71,7 +71,7 @@ class Episodes:
         return len(self.start)
 
     def take(self, at: Any) -> Episodes:
-        """Return those at some positions (anything that indexes an array)."""
+        """Return the rows at some positions (anything that indexes an array)."""
         return Episodes(self.dataset_index[at], self.episode_index[at], self.start[at], self.length[at])
 
 
@@ -308,7 +308,7 @@ class StreamPlan(Plan):
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
     ) -> float:
-        """Return what any plan's does.
+        """Return the number of episodes, as for any plan.
 
         An episode of L rows is cut into 1 + (L - 1) / S segments of s rows; a window of W of a source's N rows
         holds s' = s W / (W + s - 1), as its ends cut some. So a segment is there with probability s W / (s' N), and

@@ -19,7 +19,7 @@ _WORTH_KEEPING_BYTES = 2**20
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Do as `np.empty`. Large ones are made of memory that was used before; it is used again once no view is left."""
+    """Return an array as `np.empty`. Large ones reuse memory of arrays of which no view is left."""
     size = math.prod(shape) * dtype.itemsize
     if size < _WORTH_KEEPING_BYTES or dtype.hasobject:
         return np.empty(shape, dtype)

@@ -77,7 +77,7 @@ class EpisodeLocations:
     video_start_s: dict[str, np.ndarray]
 
     def take(self, at: Any) -> EpisodeLocations:
-        """Return those at some positions (anything that indexes an array)."""
+        """Return the rows at some positions (anything that indexes an array)."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         taken: dict[str, Any] = {
             k: {key: a[at] for key, a in v.items()} if isinstance(v, dict) else v[at] for k, v in columns.items()
@@ -186,7 +186,7 @@ def _decode_what_can_be_read(
     options: ReadOptions,
     blank: dict[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Do as `_decode`; but rows of an episode that is damaged are blank, and `is_skipped`.
+    """Decode as `_decode`, with blank rows of a damaged episode, which are `is_skipped`.
 
     Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever, and so
     does a dataset that is no longer there.

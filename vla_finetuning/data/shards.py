@@ -175,7 +175,7 @@ class ShardedPlan(Plan):
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
     ) -> float:
-        """Do as a `StreamPlan`, for shards by themselves. An episode that two of them have part of counts twice."""
+        """Count episodes as a `StreamPlan`, shard by shard. An episode that two of them have part of counts twice."""
         rows = max(1, batch_rows // self.sharding.count)
         found = [s.expected_episodes(rows, window_rows=window_rows, segment_rows=segment_rows) for s in self._shards]
         return float(np.mean(found)) * min(batch_rows, len(found))
@@ -260,7 +260,7 @@ class ShardedPlan(Plan):
             yield from self._slices(*run)
 
     def _slices(self, shard: int, first: int, last: int) -> Iterator[WindowSlice]:
-        """Do `slices` of a shard's own stream."""
+        """Yield the slices of a shard's own stream."""
         for window in self._shards[shard].slices(first, last):
             yield replace(window, episode=window.episode + self._bounds[shard])
 

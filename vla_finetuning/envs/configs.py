@@ -111,7 +111,7 @@ class MetaworldConfig(MetaworldEnv):
         return {**options, "max_episode_steps": self.episode_length}
 
     def makers(self) -> dict[str, Maker]:
-        """Do as `task_makers`, by the names of Meta-World's tasks."""
+        """Return makers as `task_makers`, by the names of Meta-World's tasks."""
         instructions, groups = metaworld_tasks()
         asked = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
         tasks = list(dict.fromkeys(task for name in asked for task in groups.get(name, [name])))

@@ -186,7 +186,7 @@ def augmentation_of(
 
 
 def openpi_step(wrist: bool) -> Step:
-    """Do what openpi's PyTorch does with a camera in training, with parameters drawn by row, and not by batch."""
+    """Augment a camera as openpi's PyTorch does in training, with parameters drawn by row, and not by batch."""
     color = [
         Uniform(lambda images, factor: images * _each(factor), [BRIGHTNESS]),
         Uniform(_openpi_contrast, [CONTRAST]),

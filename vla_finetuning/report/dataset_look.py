@@ -394,7 +394,7 @@ class _Columns:
         return found
 
     def ranges(self, meta: DatasetMetadata) -> dict[str, list[Range]]:
-        """Do `ranges_of` with the quantiles of the rows that were read where the stored ones do not describe them."""
+        """Return `ranges_of`, with quantiles of the rows that were read where stored ones do not describe the data."""
         wrong = {key for key, share in self.outside(meta).items() if share.max() > LIMITS["q01", "q99"]}
         found = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
         for key in wrong:

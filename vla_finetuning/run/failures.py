@@ -91,7 +91,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def first_cause(errors: Iterable[BaseException]) -> BaseException:
-    """Return of what the ranks say what is not the consequence of another rank's error."""
+    """Return the ranks' first error that is no consequence of another rank's."""
     return min(map(unwrapped, errors), key=is_consequence)
 
 

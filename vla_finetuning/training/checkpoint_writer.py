@@ -186,7 +186,7 @@ class CheckpointWriter:
         return {kind: tensors for kind, tensors in kinds.items() if tensors}
 
     def _mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those that this rank writes: of parts its own, of the rest rank 0's."""
+        """Return the tensors that this rank writes: its own shards, and on rank 0 all that is whole."""
         return {name: tensor for name, tensor in tensors.items() if self._rank == 0 or is_sharded(tensor)}
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:

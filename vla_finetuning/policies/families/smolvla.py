@@ -378,7 +378,7 @@ class SmolVLA(PI0):
     }
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
-        """Do as PI0; with adapters, layers train too that the policy's own options freeze."""
+        """List options as PI0 does; with adapters, layers train too that the policy's own options freeze."""
         adapted = {VISION_FROZEN: "vision", LAST_LAYERS: "language model"}
         state = config.train_state_proj or STATE_FROZEN in training
         own = super().freezes(config, [adapted.get(part, part) for part in training])
