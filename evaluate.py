@@ -20,8 +20,8 @@ if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from vla_finetuning.bucket import place
 from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
+from vla_finetuning.mirror import address, as_path
 from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
@@ -38,14 +38,14 @@ def prepare(argv: list[str], held: ExitStack) -> Work | None:
     if argv[0] == "--compare":
         if len(argv) != 3:
             raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")
-        tell_text(compare_folders(place(argv[1]), place(argv[2])))
+        tell_text(compare_folders(as_path(argv[1]), as_path(argv[2])))
         return None
     trial = resolve_trial(parse_evaluate(argv))
 
     def work() -> int:
         cluster.connect()
         tell_text(run_trial(trial))
-        tell(f"Episodes     {trial.output_dir}", f"Report       {trial.output_dir / 'report.html'}")
+        tell(f"Episodes     {address(trial.output_dir)}", f"Report       {address(trial.output_dir / 'report.html')}")
         return 0
 
     return work

@@ -33,6 +33,7 @@ from ray.exceptions import RayError
 
 import vla
 from vla_finetuning.files import write_json
+from vla_finetuning.mirror import address
 from vla_finetuning.options.command_line import GRPO, parse_grpo
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.demo import DEMO_CACHE, prepare_disobedient
@@ -149,7 +150,7 @@ def work(run: GrpoRun) -> int:
         raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
     if not status:
         finish(job.output_dir, job.steps)
-    tell(f"Policy       {exported}", report_line(job.output_dir))
+    tell(f"Policy       {address(exported)}", report_line(job.output_dir))
     return status
 
 

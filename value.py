@@ -29,6 +29,7 @@ from typing import Any
 import ray
 
 import vla
+from vla_finetuning.mirror import address
 from vla_finetuning.options.command_line import VALUE, parse_value
 from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.launch import on_cluster
@@ -101,7 +102,7 @@ def work(run: ValueRun) -> int:
             return 3
         tell("Labels       what each frame is worth")
         tell_text(label_frames(run, training, exported_checkpoint(job, best=False)))
-    tell(f"Labels       {job.output_dir / LABELS_NAME}", report_line(job.output_dir))
+    tell(f"Labels       {address(job.output_dir / LABELS_NAME)}", report_line(job.output_dir))
     finish(job.output_dir, job.steps)
     return 0
 

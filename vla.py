@@ -32,6 +32,7 @@ from ray.train.torch import TorchTrainer
 from util import Batch
 from vla_finetuning.evaluation.after_training import evaluate_trained
 from vla_finetuning.evaluation.during import Evaluator
+from vla_finetuning.mirror import address
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.describe import describe
@@ -213,7 +214,7 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
     exported = job.output_dir / POLICY_DIR
     if problem := policy_problem(exported, [robot.name for robot in run.robots]):
         raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
-    tell(f"Policy       {exported}{describe_exported(config, job)}", report_line(job.output_dir))
+    tell(f"Policy       {address(exported)}{describe_exported(config, job)}", report_line(job.output_dir))
     status = push_all(job.output_dir, run.repositories) or status
     if not status:
         finish(job.output_dir, job.steps)

@@ -29,7 +29,7 @@ TARGETS = {
     "packages in a circle": (0, True),
     "% of docstrings that begin without a verb": (3, True),
     "% of names that say nothing": (0.5, False),
-    "isinstance of BucketPath": (0, False),
+    "branches on a bucket": (0, False),
     "branches on robots or none": (0, False),
 }
 VERBLESS = re.compile(r"(What|Whether|Of|Where|Those|How|Which|Who|As|All|So|Until)\b")
@@ -131,8 +131,15 @@ def _operands(test: ast.expr) -> Iterator[ast.expr]:
         yield test
 
 
+def _bucket_branches(tree: ast.AST) -> int:
+    """Count conditions that ask the mirror whether a path is in a bucket."""
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
+    calls = [[node for node in ast.walk(test) if isinstance(node, ast.Call)] for test in tests]
+    return sum(any(ast.unparse(call.func) in ("mirror_of", "remote") for call in of_test) for of_test in calls)
+
+
 def _measure_words(trees: Iterable[ast.AST]) -> dict[str, float]:
-    docstrings, names, buckets, robots = [], [], 0, 0
+    docstrings, names, robots = [], [], 0
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             docstrings += [ast.get_docstring(node) or ""]
@@ -140,8 +147,6 @@ def _measure_words(trees: Iterable[ast.AST]) -> dict[str, float]:
             names.append(node.arg)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append(node.id)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
-            buckets += "BucketPath" in ast.unparse(node.args[1])
         elif isinstance(node, (ast.If, ast.IfExp)):
             robots += any("robots" in (getattr(o, "id", ""), getattr(o, "attr", "")) for o in _operands(node.test))
     docstrings = [text.lstrip("`") for text in docstrings if text]
@@ -152,7 +157,6 @@ def _measure_words(trees: Iterable[ast.AST]) -> dict[str, float]:
     return {
         "% of docstrings that begin without a verb": percent(VERBLESS, docstrings),
         "% of names that say nothing": percent(EMPTY_NAME, names),
-        "isinstance of BucketPath": buckets,
         "branches on robots or none": robots,
     }
 
@@ -175,7 +179,10 @@ def measure(root: Path) -> dict[str, float]:
         "names imported by vla.py": sum(len(node.names) for node in imported),
         "flags of vla.py": len(set(re.findall(r"^\| `(--[\w.]+)`", flags, re.M))),
         **_measure_imports(root),
-        **_measure_words(map(ast.parse, library)),
+        **_measure_words(ast.parse(text) for name, text in texts.items() if name not in tools),
+        "branches on a bucket": sum(
+            _bucket_branches(ast.parse(text)) for name, text in texts.items() if not name.endswith(".mirror")
+        ),
     }
     return {name: figures[name] for name in TARGETS}
 

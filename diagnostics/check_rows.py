@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vla_finetuning.bucket import place
+from vla_finetuning.mirror import address, as_path, contents, pull
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import Run, resolve
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
@@ -60,11 +60,13 @@ def check_rows(run: Run) -> list[Epoch]:
     `plan.Repetitions` says, which is never one off n w. Of a mixture, a dataset of N rows that gives m of them to each
     epoch has had each of its rows n * m // N times, or once more while its own epoch is under way.
     """
-    if not (run.job.output_dir / ROWS_NAME).is_dir():
-        raise ValueError(f"{run.job.output_dir}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
+    if not contents(run.job.output_dir / ROWS_NAME):
+        raise ValueError(f"{address(run.job.output_dir)}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
     newest = latest_checkpoint(run.job.checkpoints_dir)
     if newest is None:
-        raise ValueError(f"{run.job.output_dir}: no checkpoint that can be used, so no row is trained for good")
+        raise ValueError(
+            f"{address(run.job.output_dir)}: no checkpoint that can be used, so no row is trained for good"
+        )
     progress = load_progress(newest)
     seen: dict[int, Counter[Row]] = defaultdict(Counter)
     skipped: Counter[int] = Counter()
@@ -93,7 +95,7 @@ def check_rows(run: Run) -> list[Epoch]:
     due = progress.rows - sum(epoch.trained + epoch.skipped for epoch in epochs)
     if due and all(epoch.ok for epoch in epochs):
         raise ValueError(
-            f"{run.job.output_dir}: {due} rows more than recorded are in {newest.name}: were files removed?"
+            f"{address(run.job.output_dir)}: {due} rows more than recorded are in {newest.name}: were files removed?"
         )
     return epochs
 
@@ -104,15 +106,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         tell_text(str(__doc__))
         return 0 if argv and argv[0] in ("-h", "--help") else 2
-    folder = place(argv[0]).absolute()
+    folder = as_path(argv[0]).absolute()
     try:
-        run = resolve(parse_args([f"--output_dir={folder}", "--resume"]), gpus_found=0)
+        pull(folder)
+        run = resolve(parse_args([f"--output_dir={address(folder)}", "--resume"]), gpus_found=0)
         epochs = check_rows(run)
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2
     starts = attempts(folder)
-    tell(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
+    tell(
+        f"{address(folder)}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}"
+    )
     for epoch in epochs:
         text = f"epoch {epoch.number}: {epoch.trained} of {epoch.rows} rows trained"
         if epoch.skipped:

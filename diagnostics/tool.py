@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,7 @@ from ray.train import TrainingFailedError
 
 from diagnostics.report import Report, page
 from util import Batch, NumpyToTorchCollate
-from vla_finetuning.bucket import BucketPath
-from vla_finetuning.files import remove
+from vla_finetuning.mirror import address, as_path, mirror_of, remove
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
 from vla_finetuning.run import cluster
@@ -150,16 +148,17 @@ def scratch_run(run: Run) -> Iterator[Run]:
     It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
     """
     own = run.job.output_dir
-    prefix = f".{own.name}-"
-    if isinstance(own, BucketPath):
-        beside = own.parent if len(own.parts) > 2 else own  # the bucket itself
-        folder: Path = beside / f"{prefix}{uuid.uuid4().hex[:8]}"
-    else:
-        own.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=own.parent))
+    name = f".{own.name}-{uuid.uuid4().hex[:8]}"
+    beside = address(own).rpartition("/")[0]
+    if "://" not in beside:  # the bucket itself, or a folder on a disk
+        beside = address(own) if mirror_of(own) else str(own.parent)
+    folder = as_path(f"{beside}/{name}")
+    folder.mkdir(parents=True, exist_ok=True)
     scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
     try:
-        yield with_config(run, replace(run.config, output_dir=str(folder), resume=False, eval_steps=0, scaling=scaling))
+        yield with_config(
+            run, replace(run.config, output_dir=address(folder), resume=False, eval_steps=0, scaling=scaling)
+        )
     finally:
         remove(folder)
 

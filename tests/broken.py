@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 
 import pytest
 import ray
@@ -18,7 +17,7 @@ from tests import clusters, planted
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.node_disk import fetched
+from vla_finetuning.mirror import fetched
 from vla_finetuning.run.folder import attempts
 
 STEPS, SAVE_FREQ = 20, 4
@@ -31,12 +30,12 @@ def make_setting(folder):
 
 
 def flags(setting, output_dir, **changes):
-    """Of a run with two workers. output_dir: a path, or a name in the setting's folder."""
+    """Of a run with two workers. output_dir: a path, an address, or a name in the setting's folder."""
     folder, root, base = setting
     options = {
         "dataset.root": root,
         "policy.path": base,
-        "output_dir": output_dir if isinstance(output_dir, Path) else folder / output_dir,
+        "output_dir": output_dir if "://" in str(output_dir) else folder / output_dir,
         "scaling.num_workers": 2,
         "scaling.cpus_per_worker": 0.5,
         "scaling.max_failures": 0,

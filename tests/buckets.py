@@ -3,14 +3,15 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import boto3
 import pytest
 from obstore.store import MemoryStore
 
 from tests.loopback import Faults, Proxy, s3_server, serving
-from vla_finetuning import bucket, lines
-from vla_finetuning.store import Store
+from vla_finetuning import mirror
+from vla_finetuning.store import Store, split_address
 
 SECRET = "canary-secret-access-key"
 
@@ -50,9 +51,41 @@ class MemoryBucket(Store):
         return self._memory
 
 
+class Bucket:
+    """Objects below an address, as anybody reads and writes them."""
+
+    def __init__(self, url: str) -> None:
+        protocol, bucket, self._key = split_address(url)
+        self.url, self.store = url, Store(protocol, bucket)
+
+    def __truediv__(self, name: str) -> "Bucket":
+        return Bucket(f"{self.url}/{name}")
+
+    def names(self) -> set[str]:
+        return set(self.store.below(self._key))
+
+    def read(self, name: str = "") -> bytes:
+        return self.store.get(self._named(name))[0]
+
+    def write(self, name: str, data: bytes) -> None:
+        self.store.put(self._named(name), data)
+
+    def delete(self, *names: str) -> None:
+        self.store.delete([self._named(name) for name in names or self.names()])
+
+    def _named(self, name: str) -> str:
+        return "/".join(filter(None, (self._key, name)))
+
+
+def other_process(url: str) -> Path:
+    """Return the copy of an address that another process has, beside this one's."""
+    mirror._mirrors.append(made := mirror.Mirror(url))
+    return made.folder
+
+
 def forget() -> None:
-    """What this process knows of stores and of lines that it appends, as a new process would."""
-    bucket._store.cache_clear()
-    lines._appenders.clear()
-    lines._segments.clear()
-    lines._recent.clear()
+    """Forget what this process knows of stores and its copies of them, as a new process does."""
+    for made in mirror._mirrors:
+        made.stop_syncing()
+    mirror._mirrors.clear()
+    mirror._folder_of_process.cache_clear()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vla_finetuning.files import read_lines
-from vla_finetuning.lines import append_line
+from vla_finetuning.files import append_line, read_lines
+from vla_finetuning.mirror import file_of_process, files_of_processes, pull, push
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.training.stream import LazyPickle
 
@@ -36,12 +36,15 @@ class DataFault:
 
 def note(output_dir: Path, event: str) -> None:
     line = {"event": event, "attempt": len(attempts(output_dir)) - 1, "time": time.time()}
-    append_line(output_dir / EVENTS_NAME, json.dumps(line), now=True)
+    append_line(path := file_of_process(output_dir / EVENTS_NAME), json.dumps(line))
+    push(path)
 
 
 def noted(output_dir: Path, event: str) -> list[dict]:
     """All of that kind, in the order in which they came."""
-    lines = [json.loads(line) for line in read_lines(output_dir / EVENTS_NAME)]
+    pull(output_dir)
+    files = files_of_processes(output_dir / EVENTS_NAME)
+    lines = [json.loads(line) for path in files for line in read_lines(path)]
     return [line for line in lines if line["event"] == event]
 
 

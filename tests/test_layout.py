@@ -19,10 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each unit may import of the project, besides itself. A unit is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
-GROUND = {
-    f"{PACKAGE}.{name}"
-    for name in ("bucket", "cards", "environment", "files", "lines", "node_disk", "store", "terminal")
-}
+GROUND = {f"{PACKAGE}.{name}" for name in ("cards", "environment", "files", "mirror", "store", "terminal")}
 # All but the command line, which programs alone read.
 GROUND |= {f"{PACKAGE}.options.{path.stem}" for path in (ROOT / PACKAGE / "options").glob("*.py")} - {
     f"{PACKAGE}.options.command_line"
@@ -42,15 +39,13 @@ PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.options.command_line", f"{PACKAG
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
     f"{PACKAGE}.store": set(),
-    f"{PACKAGE}.bucket": {f"{PACKAGE}.store"},
+    f"{PACKAGE}.mirror": {f"{PACKAGE}.store"},
     f"{PACKAGE}.cards": set(),
     f"{PACKAGE}.environment": set(),
-    f"{PACKAGE}.options": {f"{PACKAGE}.{name}" for name in ("bucket", "cards", "environment", "files")},
+    f"{PACKAGE}.options": {f"{PACKAGE}.{name}" for name in ("cards", "environment", "files", "mirror", "store")},
     f"{PACKAGE}.options.fields": set(),
     f"{PACKAGE}.options.command_line": {*GROUND, f"{PACKAGE}.lerobot_train"},
-    f"{PACKAGE}.files": {f"{PACKAGE}.bucket", f"{PACKAGE}.store", f"{PACKAGE}.lines"},
-    f"{PACKAGE}.lines": {f"{PACKAGE}.bucket", f"{PACKAGE}.store"},
-    f"{PACKAGE}.node_disk": {f"{PACKAGE}.bucket", f"{PACKAGE}.store"},
+    f"{PACKAGE}.files": set(),
     f"{PACKAGE}.terminal": set(),
     f"{PACKAGE}.lerobot_train": {f"{PACKAGE}.terminal"},
     f"{PACKAGE}.lerobot_options": GROUND,

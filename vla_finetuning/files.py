@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from vla_finetuning.bucket import BucketPath
-from vla_finetuning.lines import LINES, replace_lines, text_of_lines
 
 # Of a JSON file that came from elsewhere: a configuration, a pipeline, an index of weights. Python's objects take up to
 # 25 times the bytes of the text.
@@ -35,27 +33,46 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str, *, now: bool = True) -> None:
-    """Atomically: readers see the old file or the new one. What UTF-8 lacks becomes a question mark.
-
-    Without `now`, a file of lines in a bucket is there a little later, and before the next checkpoint.
-    """
-    if isinstance(path, BucketPath):
-        replace_lines(path, text, now=now) if path.suffix in LINES else path.write_text(text, errors="replace")
-        return
+def write_whole(path: Path, text: str) -> None:
+    """Atomically: readers see the old file or the new one. What UTF-8 lacks becomes a question mark."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text, encoding="utf-8", errors="replace")
     os.replace(scratch, path)
 
 
-def remove(path: Path) -> None:
-    """A file, or a folder with all that is in it."""
-    if isinstance(path, BucketPath):
-        path.remove_tree()
-    elif path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file. Raises OSError when the disk is full."""
+    with open(path, "a") as file:
+        file.write(f"{line}\n")
+
+
+def drop_half_line(path: Path) -> None:
+    """Remove what a full disk or a power cut left after the last whole line, which the next would be joined to.
+
+    The caller is the file's only writer.
+    """
+    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+        whole = file.seek(0, os.SEEK_END)
+        while whole:
+            first = max(0, whole - 2**16)
+            file.seek(first)
+            newline = file.read(whole - first).rfind(b"\n")
+            whole = first + newline + 1
+            if newline >= 0:
+                break
+        file.truncate(whole)
+
+
+def line_writer(path: Path) -> Callable[[str], None]:
+    """Return a function that adds a line to a file, whose only writer this is: it is there when the call returns."""
+    path.parent.mkdir(exist_ok=True)
+    drop_half_line(path)
+    file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
+
+    def write(line: str) -> None:
+        file.write(f"{line}\n")
+
+    return write
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -64,8 +81,6 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     Raises:
         OSError: it cannot be opened. ValueError: it is no regular file, or larger than `most_bytes`.
     """
-    if isinstance(path, BucketPath):
-        return path.read_bytes(most_bytes)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -102,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_lines(path: Path) -> list[str]:
     """Whole lines of the file; one that is still being written is left for the next time."""
     try:
-        text = text_of_lines(path) if isinstance(path, BucketPath) else path.read_text()
+        text = path.read_text()
     except FileNotFoundError:
         return []
     return text[: text.rfind("\n") + 1].splitlines()

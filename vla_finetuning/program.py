@@ -12,6 +12,7 @@ from ray.train import TrainingFailedError
 
 from vla_finetuning.options.command_line import Program, asks_for_help
 from vla_finetuning.run.failures import root_cause
+from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import escape_warnings, tell_error, tell_text
 
 # Does what was prepared, on a cluster that it joins or starts, and returns the exit status.
@@ -35,18 +36,22 @@ def run_program(
     if asks_for_help(argv):
         tell_text(program.help())
         return 0
-    with ExitStack() as held:
-        try:
-            work = prepare(argv, held)
-        except (ValueError, OSError) as error:
-            tell_error(error)
-            return 2
-        if work is None:
-            return 0
-        if not ray.is_initialized():
-            held.callback(ray.shutdown)
-        try:
-            return work()
-        except (TrainingFailedError, RayError, RuntimeError, ValueError, OSError) as error:
-            tell_error(root_cause(error))
-            return 1
+    try:
+        with ExitStack() as held:
+            try:
+                work = prepare(argv, held)
+            except (ValueError, OSError) as error:
+                tell_error(error)
+                return 2
+            if work is None:
+                return 0
+            if not ray.is_initialized():
+                held.callback(ray.shutdown)
+            try:
+                return work()
+            except (TrainingFailedError, RayError, RuntimeError, ValueError, OSError) as error:
+                tell_error(root_cause(error))
+                return 1
+    except StorageError as error:  # the last files of a run in a bucket
+        tell_error(f"not all files are in the bucket: {error}")
+        return 1

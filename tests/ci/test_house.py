@@ -22,7 +22,7 @@ def what(given, of_rows):
     """What is there."""
     names = [found for found in given]
     if not run.robots and given or robots is None:
-        return 1 if isinstance(path, (str, BucketPath)) else 2
+        return 1 if ready or mirror_of(path) else 2
     return isinstance(path, str) if robots[0] else names
 ''',
     "vla_finetuning/data/plan.py": "from vla_finetuning.data import rows\n",
@@ -47,7 +47,7 @@ FIGURES = {
     "packages in a circle": 0,
     "% of docstrings that begin without a verb": 50,
     "% of names that say nothing": 100 * 3 / 5,  # given, of_rows and found, of those and run and names
-    "isinstance of BucketPath": 1,
+    "branches on a bucket": 1,
     "branches on robots or none": 1,
 }
 

@@ -11,8 +11,8 @@ from diagnostics import audit_syncs, find_unused_params, profile_step
 from diagnostics.step_report import Settings
 from diagnostics.tool import host_batches, scratch_run
 from tests import in_process
-from tests.buckets import runs_bucket
-from vla_finetuning.bucket import place
+from tests.buckets import Bucket, runs_bucket
+from vla_finetuning.mirror import address
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.run import cluster
 from vla_finetuning.training.stream import RankSchedule
@@ -74,14 +74,14 @@ def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
     """Its folder is what nodes share; nothing is left there."""
     options, _ = profile_step.parse_options(["--profile_warmup=1", "--profile_steps=2", "--trace=trace.json"])
     with runs_bucket():
-        before = place("s3://runs/mine/config.json")
-        before.write_text("{}")
+        bucket = Bucket("s3://runs")
+        bucket.write("mine/config.json", b"{}")
         of_bucket = with_config(run, replace(run.config, output_dir="s3://runs/mine"))
         settings = Settings.of(options, of_bucket)
         with scratch_run(of_bucket) as scratch:
             watched = profile_step.watched_run(scratch, settings)
             folder = watched.job.output_dir
-            assert str(folder).startswith("s3://runs/.mine-")
+            assert address(folder).startswith("s3://runs/.mine-")
 
             def profile(run, worker, **options):
                 profile_step.profile_worker(run, settings, worker, **options)
@@ -89,4 +89,4 @@ def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
             in_process.train(watched, by=profile)
             assert profile_step.RankProfile.model_validate_json((folder / "profile-0.json").read_bytes()).rank == 0
             assert json.loads((folder / profile_step.TRACE_NAME).read_bytes())["traceEvents"]
-        assert [name for name in place("s3://runs").below() if "mine" in name] == ["mine/config.json"]
+        assert [name for name in bucket.names() if "mine" in name] == ["mine/config.json"]

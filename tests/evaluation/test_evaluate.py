@@ -9,15 +9,14 @@ from lerobot.policies.factory import make_pre_post_processors
 
 import evaluate
 import tests.arm  # noqa: F401 (an environment)
-from tests.buckets import forget, runs_bucket
+from tests.buckets import Bucket, forget, runs_bucket
 from tests.pages import check_page
 from tests.rollouts.test_player import STATS, act_config, masked  # noqa: F401 (a fixture)
-from vla_finetuning import node_disk
-from vla_finetuning.bucket import place
+from vla_finetuning import mirror
 from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
-from vla_finetuning.files import write_json, write_whole
-from vla_finetuning.node_disk import upload_folder
+from vla_finetuning.files import write_json
+from vla_finetuning.mirror import as_path
 from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.loading import save_pretrained
 
@@ -101,34 +100,37 @@ def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tm
 @pytest.mark.slow
 def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkeypatch):
     """As on a disk, after a kill as well. The processes that play do not know of the bucket."""
-    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     plain, there = tmp_path / "plain", "s3://runs/there"
     with runs_bucket() as faults:
-        policy = place("s3://runs/run/pretrained_model")
-        upload_folder(folder, policy, last="config.json")
+        forget()
+        policy, run = "s3://runs/run/pretrained_model", Bucket("s3://runs/run")
+        for file in (file for file in folder.rglob("*") if file.is_file()):
+            run.write(f"pretrained_model/{file.relative_to(folder)}", file.read_bytes())
         flags = [*FLAGS, "--eval.n_episodes=4", "--eval.videos=1", "--eval.exact"]
         assert evaluate.main([f"--policy.path={folder}", *flags, f"--output_dir={plain}"]) == 0
         about, lines = read_evaluation(plain)
         # Killed after two.
-        write_json(place(there) / "evaluated.json", {**about, "policy": {**about["policy"], "path": str(policy)}})
-        write_whole(place(there) / "episodes.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines[:2]))
+        of_bucket = {**about, "policy": {**about["policy"], "path": policy}}
+        Bucket(there).write("evaluated.json", json.dumps(of_bucket).encode())
+        Bucket(there).write("episodes.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines[:2]).encode())
         faults.requests.clear()
         flags = [f"--policy.path={policy}", *flags, "--eval.videos=3"]  # one of them was played here
         assert evaluate.main([*flags, f"--output_dir={there}"]) == 0
         # Of a line's actions and the line, the line comes last.
-        puts = [r.path.split("/")[3] for r in faults.requests if r.method == "PUT" and ".jsonl/" in r.path]
-        assert puts[:3] == ["episodes.jsonl", "actions.jsonl", "episodes.jsonl"]
+        puts = [r.path.split("/")[3] for r in faults.requests if r.method == "PUT" and r.path.endswith(".jsonl")]
+        assert puts[-2:] == ["actions.jsonl", "episodes.jsonl"]
         forget()
-        assert read_evaluation(place(there))[1] == lines
-        played = {line["seed"]: actions for line, actions in read_actions(place(there))}
+        assert read_evaluation(as_path(there))[1] == lines
+        played = {line["seed"]: actions for line, actions in read_actions(as_path(there))}
         expected = {line["seed"]: actions for line, actions in read_actions(plain)}
         assert played.keys() == {1002, 1003} and all((played[n] == expected[n]).all() for n in played)
-        assert len(check_page(place(f"{there}/report.html").read_text()).all("img")) == 1
+        assert len(check_page(Bucket(there).read("report.html").decode()).all("img")) == 1
         capsys.readouterr()
         assert evaluate.main(["--compare", there, str(plain)]) == 0
         assert "Of 4 episodes that both played" in capsys.readouterr().out
 
-        place("s3://runs/run/checkpoints/step_00000004/state.json").write_text("{}")
+        run.write("checkpoints/step_00000004/state.json", b"{}")
         for changed, message in (
             ("--policy.path=s3://runs/run/checkpoints/step_00000004", "is a checkpoint: give its run's pretrained_mod"),
             ("--policy.path=s3://runs/nothing", "s3://runs/nothing is no pretrained LeRobot policy"),

@@ -226,7 +226,7 @@ def recorded(setting, tmp_path):
             index = np.concatenate([index for _, index, _ in rows])
             log.write(step + 1, run.rows.epochs_of(positions), dataset, index, np.zeros(4, bool))
         folder = run.job.checkpoints_dir / f"step_{steps:08d}"
-        commit(folder, replace(run.job.start, step=steps, rows=4 * steps), write_pieces(folder, {}))
+        commit(folder, replace(run.job.start, step=steps, rows=4 * steps), write_pieces(folder, {}), 0)
         return run
 
     return record

@@ -59,7 +59,7 @@ def started(setting, folder, **changes):
     with own_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes):
         prepare_folder(run.config)
         step = run.job.checkpoints_dir / "step_00000002"
-        commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}))
+        commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}), 0)
     return run
 
 
@@ -196,7 +196,7 @@ def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path
     resumed = replace(run.config, resume=True)
     for step in (1, 2):
         folder = run.job.checkpoints_dir / f"step_{step:08d}"
-        commit(folder, replace(run.job.start, step=step), write_pieces(folder, {TRAINABLE: pieces_of(one)}))
+        commit(folder, replace(run.job.start, step=step), write_pieces(folder, {TRAINABLE: pieces_of(one)}), 0)
     free = one + weights + SPARE_BYTES
     checked(resumed, run.job.start, 100, run.job.disk_bytes)
     free = one + SPARE_BYTES - 10_000  # of more than it keeps, too, the next one comes first
@@ -298,7 +298,7 @@ def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monke
     with own_folder(config, None, 1, 0):
         prepare_folder(config)
         step = config.folder / "checkpoints" / "step_00000001"
-        commit(step, Progress(1, 8, {}, {}, "full", 8), write_pieces(step, {}))
+        commit(step, Progress(1, 8, {}, {}, "full", 8), write_pieces(step, {}), 0)
         finish(config.folder, 1)
     shutil.copytree(setting[2], config.folder / "pretrained_model")
     (config.folder / "labels.parquet").touch()

@@ -186,7 +186,7 @@ def test_a_resumed_run_with_another_optimizer_or_an_average(setting, tmp_path):
     folder.parent.mkdir(parents=True)
     state = {f"{kind}.a": Piece(torch.zeros(2), (0,)) for kind in ("exp_avg", "exp_avg_sq", "step")}
     pieces = {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}, OPTIMIZER: state}
-    commit(folder, replace(run.job.start, step=1), write_pieces(folder, pieces))
+    commit(folder, replace(run.job.start, step=1), write_pieces(folder, pieces), 0)
     (tmp_path / "run/config.json").write_text(json.dumps(run.config.to_json()))
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume"]
     resolve(parse_args(argv), gpus_found=0)

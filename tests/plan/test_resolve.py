@@ -509,7 +509,7 @@ def started(setting, tmp_path):
     run.job.output_dir.mkdir()
     (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
     step = run.job.checkpoints_dir / "step_00000002"
-    commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}))
+    commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}), 0)
     return run.job.output_dir, base
 
 

@@ -111,7 +111,7 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
         for kind, tensors in {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}.items()
     }
     folder = run.job.checkpoints_dir / f"step_{run.job.steps:08d}"
-    commit(folder, replace(run.job.start, step=run.job.steps), write_pieces(folder, taken))
+    commit(folder, replace(run.job.start, step=run.job.steps), write_pieces(folder, taken), 0)
     assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
 
     export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.drawn)

@@ -13,17 +13,16 @@ from typing import get_args
 
 import pytest
 
-from tests.buckets import forget, runs_bucket
-from vla_finetuning import node_disk
-from vla_finetuning.bucket import place
-from vla_finetuning.files import read_lines, write_json, write_whole
-from vla_finetuning.lines import append_line
-from vla_finetuning.node_disk import fetched
+from tests.buckets import Bucket, forget, runs_bucket
+from vla_finetuning import mirror
+from vla_finetuning.files import append_line, read_lines, write_json, write_whole
+from vla_finetuning.mirror import as_path, fetched, pull, push, synced
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import TrackerName
 from vla_finetuning.options.programs import Config
 from vla_finetuning.report import tracking
 from vla_finetuning.report.tracking import PACKAGES, Follower, track
+from vla_finetuning.store import StorageError
 
 PROJECT = "curves"
 EVALUATION = {
@@ -217,13 +216,13 @@ PROGRAM = """
 import json, sys
 from tests.report import test_tracking
 from tests.report.test_tracking import PROJECT
-from vla_finetuning.bucket import place
-from vla_finetuning.node_disk import fetched
+from vla_finetuning.mirror import as_path, fetched, synced
 
 folder, what, tracker, read_back = sys.argv[1:]
-getattr(test_tracking, what)(place(folder), tracker)
+with synced(as_path(folder)):
+    getattr(test_tracking, what)(as_path(folder), tracker)
 if read_back:
-    with fetched(place(folder)) as folder:
+    with fetched(as_path(folder)) as folder:
         exec(read_back)
     print("FOUND " + json.dumps(found))
 """
@@ -269,38 +268,47 @@ def test_a_run_in_a_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch, n
     if name not in ("trackio", "tensorboard"):
         pytest.importorskip(name, reason=f"pip install {PACKAGES.get(name, name)}")
     with runs_bucket():
-        there, machines = place(f"s3://runs/{name}/run7"), [tmp_path / "one", tmp_path / "two"]
-        (there / "config.json").write_text((folder / "config.json").read_text())
+        there, machines = f"s3://runs/{name}/run7", [tmp_path / "one", tmp_path / "two"]
+        Bucket(there).write("config.json", (folder / "config.json").read_bytes())
         for machine in machines:
             machine.mkdir()
         if name == "tensorboard":
             for machine, part in zip(machines, (until_it_stops, resumed_to_the_end), strict=True):
                 forget()
-                monkeypatch.setattr(node_disk.tempfile, "tempdir", str(machine))
-                part(there, name)
-                while list((there / "tensorboard").glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+                monkeypatch.setattr(mirror.tempfile, "tempdir", str(machine))
+                with synced(as_path(there)) as copy:
+                    part(copy, name)
+                while list((copy / "tensorboard").glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
                     time.sleep(0.1)  # machines are not changed within a second, which the files' names tell
-            with fetched(there) as whole:
-                assert scalars(whole) == LOSSES == said(there)
+            with fetched(copy) as whole:
+                assert scalars(whole) == LOSSES == said(copy)
             return
         in_a_process(there, "until_it_stops", name, TMPDIR=str(machines[0]))
         shutil.rmtree(machines[0])
         found = in_a_process(there, "resumed_to_the_end", name, READ_BACK[name], TMPDIR=str(machines[1]))
-        check_read_back(found, said(there))
+        forget()
+        pull(as_path(there))
+        check_read_back(found, said(as_path(there)))
 
 
 def test_what_a_tracker_has_is_in_the_bucket_before_it_is_said_to_have_it(folder, tmp_path, monkeypatch):
     """Else a driver that is killed in between would leave a hole."""
-    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
-    with runs_bucket():
-        there = place("s3://runs/killed/run7")
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
+    with runs_bucket() as faults:
+        forget()
+        there = as_path("s3://runs/killed/run7")
         (there / "config.json").write_text((folder / "config.json").read_text())
         follower = Follower(there, "tensorboard", PROJECT)
         logged(there, 10, 20)
-        follower.log_new()  # too soon after what was sent at the start
+        follower.log_new()
         follower._tracker.close()
-        forget()
-        Follower(there, "tensorboard", PROJECT).finish()  # the driver was killed
+        faults.choose = lambda request: "403" if "tracking.json" in request.url else None
+        with pytest.raises(StorageError):
+            push(there)
+        faults.choose = lambda request: None
+        forget()  # the driver was killed
+        with synced(as_path("s3://runs/killed/run7")) as there:
+            Follower(there, "tensorboard", PROJECT).finish()
         with fetched(there) as whole:
             assert scalars(whole) == [(10, 10.0), (20, 20.0)]
 

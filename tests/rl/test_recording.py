@@ -12,12 +12,11 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from tests.buckets import forget, runs_bucket
 from tests.in_process import tasks_here
 from tests.rl.test_learning import make_base, resolved, train_as
-from vla_finetuning import node_disk
-from vla_finetuning.bucket import place
+from vla_finetuning import mirror
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.files import read_lines
-from vla_finetuning.lines import flush_lines
+from vla_finetuning.mirror import as_path, pull, push
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
 from vla_finetuning.rollouts.player import Eyes
@@ -131,17 +130,20 @@ def test_what_is_played_again_replaces_what_an_attempt_of_more_processes_left(tm
 
 def test_in_a_bucket_as_on_a_disk(run, base, tmp_path, monkeypatch):
     """Stopped after two iterations, when an attempt with two processes had begun the third."""
-    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
-    folder = place("s3://runs/learned/run")
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
+    url = "s3://runs/learned/run"
     options = {**OPTIONS, "grpo.record_dataset": tmp_path / "dataset", "grpo.record_every": 2}
     with runs_bucket():
-        assert train_as(resolved(base, folder, **{**options, "grpo.iterations": 2}))
-        write_episodes(folder, 2, SimpleNamespace(rank=1), [({"seed": 1}, np.zeros((2, 3)))])
-        flush_lines()
+        assert train_as(resolved(base, url, **{**options, "grpo.iterations": 2}))
+        write_episodes(as_path(url), 2, SimpleNamespace(rank=1), [({"seed": 1}, np.zeros((2, 3)))])
+        push(as_path(url))
         forget()
-        again = resolved(base, folder, **options)
+        again = resolved(base, url, **options)
         assert train_as(again)
+        push(as_path(url))
         forget()
+        again = resolved(base, url, **options)
+        pull(again.job.output_dir)
         expected, found = (list(read_episodes(one.job.output_dir)) for one in (run, again))
         assert [line for line, _ in found] == [line for line, _ in expected]
         assert all((mine == theirs).all() for (_, mine), (_, theirs) in zip(found, expected, strict=True))

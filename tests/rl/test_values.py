@@ -12,13 +12,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import value
-from tests.buckets import runs_bucket
+from tests.buckets import Bucket, forget, runs_bucket
 from tests.datasets import make_dataset
 from tests.in_process import train
 from tests.tiny import make_base
-from vla_finetuning import node_disk
-from vla_finetuning.bucket import place
+from vla_finetuning import mirror
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.mirror import address, as_path, push
 from vla_finetuning.options.command_line import parse_args, parse_value
 from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.labels import read_labels, show_labels
@@ -242,7 +242,7 @@ def test_a_finished_run_labels_anew_by_other_options(finished, setting, monkeypa
 
 def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, monkeypatch):
     """And a run that learns from them, and a look at them, find them there."""
-    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
     judge = judge_here(setting, finished)
     monkeypatch.setattr(values, "judge_frames", lambda run, checkpoint: [judge(np.arange(sum(EPISODES)))])
     on_disk = resolved(setting, output_dir=tmp_path / "disk")
@@ -251,21 +251,23 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
     with runs_bucket():
         run = resolve_value(parse_value(flags(setting, output_dir="s3://runs/value")), gpus_found=0)
         label_frames(run, run.training, finished)
-        there = place("s3://runs/value") / LABELS_NAME
+        push(as_path("s3://runs/value"))
+        forget()
+        there = as_path(f"s3://runs/value/{LABELS_NAME}")
         meta, everything = run.training.rows.metas[0], np.arange(len(EPISODES))
         (found,), _ = read_labels(there, [meta], [everything])
         assert found.tolist() == pq.read_table(tmp_path / "disk" / LABELS_NAME)["positive"].to_pylist()
         assert show_labels(there, meta)[0] == show_labels(tmp_path / "disk" / LABELS_NAME, meta)[0]
         words = [*meta.tasks.values(), "Advantage: positive", "Advantage: negative"]
         told = make_base(tmp_path / "told", meta, chunk_size=4, tasks=words)
-        options = {"dataset.root": setting[1], "policy.path": told, "recap.labels": there}
+        options = {"dataset.root": setting[1], "policy.path": told, "recap.labels": address(there)}
         options |= {"output_dir": tmp_path / "learned", "steps": 1, "scaling.use_gpu": "false"}
         learns = resolve(parse_args([f"--{key}={value}" for key, value in options.items()]), gpus_found=0)
         frames = {"dataset_index": np.zeros(len(found), np.int64), "index": np.arange(len(found))}
         np.testing.assert_array_equal(learns.rows.positive(frames), found)
-        assert sum(name.startswith("films/value-0-") for name in there.parent.below()) == 6
+        assert sum(name.startswith("films/value-0-") for name in Bucket("s3://runs/value").names()) == 6
         with pytest.raises(FileNotFoundError, match="s3://runs/none/labels.parquet: no such file; python value.py"):
-            read_labels(place("s3://runs/none/labels.parquet"), [meta], [everything])
+            read_labels(as_path("s3://runs/none/labels.parquet"), [meta], [everything])
 
 
 def test_the_report_shows_curves_beside_frames(finished):

@@ -6,20 +6,17 @@ import shutil
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.buckets import forget, runs_bucket
-from vla_finetuning import node_disk, store
-from vla_finetuning.bucket import place
+from tests.buckets import Bucket, forget, other_process, runs_bucket
+from vla_finetuning import mirror, store
 from vla_finetuning.environment import Timeouts
-from vla_finetuning.files import read_lines
-from vla_finetuning.lines import append_line
-from vla_finetuning.run import bucket_checkpoint
+from vla_finetuning.files import append_line, read_lines
+from vla_finetuning.mirror import address, as_path, pull, push
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
@@ -29,11 +26,12 @@ from vla_finetuning.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_progress,
+    partial_folder,
     prune,
     set_aside_damaged,
 )
 from vla_finetuning.run.folder import checkpoint_to_resume
-from vla_finetuning.run.kept import bring_in
+from vla_finetuning.run.recovery import recover_local_checkpoints
 from vla_finetuning.store import StorageError, StoreAwayError, within
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.worker import Worker
@@ -49,20 +47,34 @@ def faults():
 
 @pytest.fixture
 def run(faults, request, tmp_path, monkeypatch):
-    """A run's folder. Requests are repeated at once, and this node's disk is the test's own."""
+    """Return this process's copy of a run's folder. Requests are repeated at once; this node's disk is the test's."""
     faults.choose, faults.delay_s = lambda request: None, 0.0
     faults.requests.clear()
     monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
     on_node(tmp_path, monkeypatch)
-    yield place(f"s3://runs/{request.node.name}/run")
+    yield as_path(f"s3://runs/{request.node.name}/run")
     faults.choose = lambda request: None
+    forget()
 
 
 def on_node(folder, monkeypatch):
     """From now on this is a machine with that disk."""
     folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(folder))
     forget()
+
+
+def elsewhere(run, folder, monkeypatch):
+    """Return the copy of a run's folder that a process on another machine has."""
+    url = address(run)
+    on_node(folder, monkeypatch)
+    return as_path(url)
+
+
+def rows(run, step):
+    """Write a line of rows, as a rank does."""
+    (run / "rows").mkdir(exist_ok=True)
+    append_line(run / "rows" / "rank0.jsonl", f"rows of step {step}")
 
 
 class Rank(Worker):
@@ -116,6 +128,11 @@ class Training:
         self.writer.save(replace(START, step=step, rows=8 * step))
 
 
+def steps_in(run):
+    """Return what is in the folders of checkpoints in the bucket."""
+    return {"/".join(name.split("/")[:2]) for name in Bucket(address(run / "checkpoints")).names()}
+
+
 def loaded(folder):
     """The value that all tensors of a checkpoint have."""
     trainable, optimizer = {"a.weight": torch.zeros(3, 4)}, {"exp_avg.a.weight": torch.zeros(3, 4)}
@@ -127,39 +144,42 @@ def loaded(folder):
 
 def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypatch):
     training = Training(run, start_attempt(run, 0, 1))
-    append_line(run / "rows" / "rank0.jsonl", "rows of step 4")
+    rows(run, 4)
     faults.requests.clear()
     assert training.save(4) is None
     puts = [r.path.partition("/run/")[2] for r in faults.requests if r.method == "PUT"]
-    assert puts[0].startswith("rows/rank0.jsonl/")
-    assert puts[-2:] == ["checkpoints/step_00000004/state.json", "last_checkpoint.json"]
-    assert len(puts) == 5 and not list(tmp_path.rglob("*.safetensors"))
-    on_node(tmp_path / "other", monkeypatch)
+    assert puts[0] == "rows/rank0.jsonl" and puts[-1] == "checkpoints/step_00000004/state.json"
+    assert len(puts) == 4 and not list(tmp_path.rglob("*.safetensors"))
+    training.writer.close()
+    assert "last_checkpoint.json" in Bucket(address(run)).names()
+    run = elsewhere(run, tmp_path / "other", monkeypatch)
     newest = latest_checkpoint(run / "checkpoints")
     assert newest == run / "checkpoints" / "step_00000004" and loaded(newest).rows == 32
     assert not list((tmp_path / "other").rglob("*.safetensors")), "what was fetched is removed"
 
 
 def test_a_node_with_too_small_a_disk_is_named_before_the_first_step(run, tmp_path, monkeypatch):
-    left = bucket_checkpoint.disk_of(run / "checkpoints" / "step") / ".partial_step_00000008"
+    left = partial_folder(run / "checkpoints" / "step_00000008")
     left.mkdir(parents=True)  # of an earlier attempt
     free = SPARE_BYTES + 2 * 12 * 4
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
     Training(run, 0)
     assert not left.exists(), "its space is free before it is looked at"
     free -= 1
-    with pytest.raises(OSError, match=rf"no space for a checkpoint in {tmp_path}/.*; .* choose another TMPDIR on this"):
+    with pytest.raises(
+        OSError, match=rf"no space for a checkpoint in {tmp_path}/.*; .* choose another --output_dir, or TMPDIR on"
+    ):
         Training(run, 0)
 
 
 def test_ranks_wait_for_one_that_sends_as_long_as_a_slow_upload_takes(run, monkeypatch):
     groups = []
-    gloo = SimpleNamespace(new_group=lambda ranks, backend, timeout: groups.append((ranks, timeout.total_seconds())))
+    gloo = SimpleNamespace(new_group=lambda backend, timeout: groups.append(timeout.total_seconds()))
     monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.dist", gloo)
     monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.SLOWEST_UPLOAD_BYTES_PER_S", 4)
     monkeypatch.setattr(Rank, "world", 2)
     Training(run, 0, timeout_s=600.0)
-    assert groups == [([0, 1], 60 + 600 + 2 * 12 * 4 / 4)]
+    assert groups == [60 + 600 + 2 * 12 * 4 / 4]
 
 
 def test_without_its_manifest_a_checkpoint_is_none(run, faults):
@@ -169,11 +189,10 @@ def test_without_its_manifest_a_checkpoint_is_none(run, faults):
     assert training.save(8) is None
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
     faults.choose = lambda request: None
-    before = {name.partition("/")[0] for name in (run / "checkpoints" / ".parts").below()}
-    assert before == {"step_00000004-00000", "step_00000008-00000"}
+    assert steps_in(run) == {"step_00000004/attempt-00000", "step_00000004/state.json", "step_00000008/attempt-00000"}
     # The worker is killed here; the next attempt starts.
     assert set_aside_damaged(run / "checkpoints").name == "step_00000004"
-    assert {name.partition("/")[0] for name in (run / "checkpoints" / ".parts").below()} == {"step_00000004-00000"}
+    assert steps_in(run) == {"step_00000004/attempt-00000", "step_00000004/state.json"}
     again = Training(run, start_attempt(run, 4, 1))
     assert again.save(8) is None and loaded(latest_checkpoint(run / "checkpoints")).step == 8
 
@@ -181,38 +200,34 @@ def test_without_its_manifest_a_checkpoint_is_none(run, faults):
 def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
     stale = Training(run, start_attempt(run, 0, 1))
     assert stale.save(4) is None
-    newer = Training(run, start_attempt(run, 4, 1))
+    copy = other_process(address(run))
+    newer = Training(copy, start_attempt(copy, 4, 1))
     error = stale.save(8)
     assert isinstance(error, RuntimeError) and "another process goes on with this run" in str(error)
-    assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+    assert latest_checkpoint(copy / "checkpoints").name == "step_00000004"
 
     # It looked before the newer attempt began, and puts its manifest after.
-    def as_it_was(output_dir):
-        return [json.loads(line) for line in read_lines(output_dir / "attempts.jsonl")][:1]
-
     with monkeypatch.context() as patch:
-        patch.setattr(bucket_checkpoint, "attempts", as_it_was)
-        patch.setattr("vla_finetuning.training.checkpoint_writer.attempts", as_it_was)
+        patch.setattr("vla_finetuning.run.checkpoint.is_newest", lambda output_dir, attempt: True)
         assert stale.save(8) is None
     with pytest.raises(ValueError, match="void, a later attempt went on from step 4 without it"):
-        load_progress(run / "checkpoints" / "step_00000008")
-    assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+        load_progress(copy / "checkpoints" / "step_00000008")
+    assert latest_checkpoint(copy / "checkpoints").name == "step_00000004"
     assert newer.save(8) is None  # in the place of the void one
-    state = json.loads((run / "checkpoints" / "step_00000008" / "state.json").read_text())
-    assert state["attempt"] == 1 and loaded(latest_checkpoint(run / "checkpoints")).step == 8
+    state = json.loads(Bucket(address(run)).read("checkpoints/step_00000008/state.json"))
+    assert state["attempt"] == 1 and loaded(latest_checkpoint(copy / "checkpoints")).step == 8
     with monkeypatch.context() as patch:
-        patch.setattr(bucket_checkpoint, "attempts", as_it_was)
-        patch.setattr("vla_finetuning.training.checkpoint_writer.attempts", as_it_was)
+        patch.setattr("vla_finetuning.run.checkpoint.is_newest", lambda output_dir, attempt: True)
         assert isinstance(stale.save(8), RuntimeError)
-    assert loaded(run / "checkpoints" / "step_00000008").step == 8
+    assert loaded(copy / "checkpoints" / "step_00000008").step == 8
 
 
 def test_two_processes_that_start_the_same_attempt(run, monkeypatch):
     start_attempt(run, 0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("vla_finetuning.run.attempts.attempts", lambda output_dir: [])
+        patch.setattr("vla_finetuning.run.attempts.pull", lambda path: None)
         with pytest.raises(RuntimeError, match="another process goes on with this run"):
-            start_attempt(run, 0, 1)
+            start_attempt(other_process(address(run)), 0, 1)
 
 
 @pytest.mark.parametrize("fault", ["503", "reset", "slow", "expired"])
@@ -228,7 +243,7 @@ def test_a_store_that_fails_for_a_while(run, faults, caplog, fault):
     assert training.save(12) is None
     assert loaded(latest_checkpoint(run / "checkpoints")).step == 12
     training.writer.close()
-    assert not (run / "checkpoints" / "step_00000008").exists()
+    assert "step_00000008/state.json" not in steps_in(run)
     assert "canary-secret" not in caplog.text
 
 
@@ -251,12 +266,15 @@ def stopped_by_the_store(run, faults):
     step, error = 4, None
     while error is None:
         step += 4
-        append_line(run / "rows" / "rank0.jsonl", f"rows of step {step}")
+        rows(run, step)
         error = training.save(step)
     assert isinstance(error, StoreAwayError) and "VLA_STORE_TIMEOUT_S" in str(error)
     with pytest.raises(StoreAwayError):
         training.writer.close()
-    forget()
+    url = address(run)
+    forget()  # the driver of the next attempt
+    training.job.output_dir = as_path(url)
+    training.job.checkpoints_dir = as_path(url) / "checkpoints"
     faults.choose, training.job.timeouts = lambda request: None, Timeouts(store=60)
     return training, error, step
 
@@ -269,6 +287,7 @@ def here(wanted):
 def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
     """The run stops, and goes on from what it leaves on the node, lines included."""
     training, error, step = stopped_by_the_store(run, faults)
+    run = training.job.output_dir
     (kept,) = {path.parent for path in tmp_path.rglob("*.safetensors")}
     copied = shutil.copytree(kept, kept.with_name(f"{kept.name}_good"))  # by a user who wants to be sure of it
     assert f"the state of step {step} is in " in str(error) and str(kept) in str(error)
@@ -277,38 +296,40 @@ def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
 
     faults.choose = lambda request: "503" if "state.json" in request.url and request.method == "PUT" else None
     with pytest.raises(StorageError), within(0.5):  # again away, at the last moment
-        bring_in(training.job, ["a"], here)
+        recover_local_checkpoints(training.job, ["a"], here)
     faults.choose = lambda request: None
-    assert bring_in(training.job, ["a"], here) == step
+    assert recover_local_checkpoints(training.job, ["a"], here) == step
+    pull(run / "rows")
     assert read_lines(run / "rows" / "rank0.jsonl") == lines
     assert {path.parent for path in tmp_path.rglob("*.safetensors")} == {copied}
-    assert bring_in(training.job, ["a"], here) is None
-    on_node(tmp_path / "other", monkeypatch)
+    assert recover_local_checkpoints(training.job, ["a"], here) is None
+    run = elsewhere(run, tmp_path / "other", monkeypatch)
     assert loaded(latest_checkpoint(run / "checkpoints")).step == step
-    # Copied by hand it is one, too.
     assert set_aside_damaged(run / "checkpoints").name == f"step_{step:08d}"
 
 
 def test_what_a_node_has_kept_is_no_use_without_the_others(run, faults, tmp_path):
     training, _, step = stopped_by_the_store(run, faults)
+    run = training.job.output_dir
     (file,) = tmp_path.rglob(f"{OPTIMIZER}.safetensors")
     file.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=rf"state of step {step}.* lacks optimizer.safetensors: bring .* from step 4"):
-        bring_in(training.job, ["a"], here)
+        recover_local_checkpoints(training.job, ["a"], here)
     (tmp_path / "elsewhere").rename(file)
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="optimizer.safetensors has changed since it was written"):
-        bring_in(training.job, ["a"], here)
+        recover_local_checkpoints(training.job, ["a"], here)
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
     training.job.start = replace(START, global_batch_size=9)
-    with pytest.raises(ValueError, match=f"the state of step {step}, kept in .*: batch_size x grad_accum"):
-        bring_in(training.job, ["a"], here)
+    with pytest.raises(ValueError, match=f"the state of step {step} in .*: batch_size x grad_accum"):
+        recover_local_checkpoints(training.job, ["a"], here)
 
 
 def test_what_a_node_has_kept_is_void_when_the_run_went_on_without(run, faults, tmp_path):
     training, _, _ = stopped_by_the_store(run, faults)
+    run = training.job.output_dir
     start_attempt(run, 4, 1)
-    assert bring_in(training.job, ["a"], here) is None
+    assert recover_local_checkpoints(training.job, ["a"], here) is None
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004" and not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -323,7 +344,7 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
     training = Training(run, start_attempt(run, 0, 1))
     monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.dist", gloo)
     writer = training.writer
-    writer._rank, writer._writers, writer._senders, writer._group = 1, [0, 1], [0, 1], object()
+    writer._rank, writer._writers, writer._group = 1, [0, 1], object()
     monkeypatch.setattr(writer, "_mine", dict)
 
     def left(step, *said, failing=()):
@@ -336,14 +357,13 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
 
     kept, appeared, neither = (False, True), (True, False), (False, False)
     faults.choose, training.job.timeouts = (
-        lambda request: "503" if ".parts" in request.url else None,
+        lambda request: "503" if "attempt-" in request.url else None,
         Timeouts(store=1),
     )
     assert left(4, *kept) == [4]
     assert left(8, *neither) == [4, 8] and left(8, *kept, failing=[gone]) == [4, 8]
     assert left(8, *kept) == [8] and left(12, *kept) == [12]
-    lines = {path.parent.name for path in tmp_path.rglob("lines-1.json")}
-    assert lines == {".partial_step_00000012"}
+    assert {path.parent.name for path in tmp_path.rglob("unsent-1")} == {".partial_step_00000012"}
     faults.choose = lambda request: None
     assert left(16, *appeared) == []
     assert left(20, *kept) == [20]
@@ -361,23 +381,26 @@ def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
 
 
 def test_files_that_are_not_what_was_written(run, caplog):
-    training = Training(run, start_attempt(run, 0, 1))
+    training, bucket = Training(run, start_attempt(run, 0, 1)), Bucket(address(run))
     for step in (4, 8):
         assert training.save(step) is None
-    file = run / "checkpoints" / ".parts" / "step_00000008-00000" / f"{TRAINABLE}.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    push(run)
+    file, state = (
+        f"checkpoints/step_00000008/attempt-00000/{TRAINABLE}.safetensors",
+        "checkpoints/step_00000004/state.json",
+    )
+    whole = bucket.read(file)
+    bucket.write(file, whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
     with pytest.raises(ValueError, match="trainable.safetensors has changed since it was written"):
         loaded(run / "checkpoints" / "step_00000008")
-    file.write_bytes(whole[:-1])
+    bucket.write(file, whole[:-1])
     with caplog.at_level(logging.WARNING):
         assert set_aside_damaged(run / "checkpoints").name == "step_00000004"
     assert "trainable.safetensors is missing or truncated" in caplog.text
-    state = run / "checkpoints" / "step_00000004" / "state.json"
-    state.write_text(state.read_text().replace('"step": 4', '"step": 5'))
+    bucket.write(state, bucket.read(state).replace(b'"step": 4', b'"step": 5'))
     assert latest_checkpoint(run / "checkpoints") is None
-    assert (run / "checkpoints" / ".parts").below(), "what is damaged is left for a person to look at"
-    (run / "last_checkpoint.json").unlink()  # as of a run of an earlier version
+    assert {file, state} <= bucket.names(), "what is damaged is left for a person to look at"
+    (run / "last_checkpoint.json").unlink()
     with pytest.raises(ValueError, match="step_00000004, step_00000008 are there, damaged or incomplete"):
         checkpoint_to_resume(run)
 
@@ -387,7 +410,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run):
     assert checkpoint_to_resume(run) is None
     assert training.save(4) is None
     assert checkpoint_to_resume(run).name == "step_00000004"
-    (run / "checkpoints").remove_tree()
+    Bucket(address(run / "checkpoints")).delete()
     with pytest.raises(ValueError, match="no checkpoint that can be used, but that of step 4 was written"):
         checkpoint_to_resume(run)
 
@@ -397,8 +420,7 @@ def test_old_checkpoints_are_deleted_whole(run):
     for step in (4, 8, 12):
         assert training.save(step) is None
     prune(run / "checkpoints", keep=1, keep_best=0)
-    assert {name.split("/")[0] for name in (run / "checkpoints").below()} == {".parts", "step_00000012"}
-    assert {name.split("/")[0] for name in (run / "checkpoints" / ".parts").below()} == {"step_00000012-00000"}
+    assert steps_in(run) == {"step_00000012/attempt-00000", "step_00000012/state.json"}
 
 
 def test_the_good_ones_are_kept_beside_one_that_lost_a_file(run):
@@ -406,7 +428,7 @@ def test_the_good_ones_are_kept_beside_one_that_lost_a_file(run):
     training = Training(run, start_attempt(run, 0, 1))
     for step in (4, 8):
         assert training.save(step) is None
-    (run / "checkpoints" / ".parts" / "step_00000008-00000" / f"{TRAINABLE}.safetensors").unlink()
+    Bucket(address(run)).delete(f"checkpoints/step_00000008/attempt-00000/{TRAINABLE}.safetensors")
     resumed = Training(run, start_attempt(run, 4, 1))
     assert resumed.save(5) is None
     prune(run / "checkpoints", keep=1, keep_best=0)
@@ -431,13 +453,22 @@ def test_only_what_is_asked_for_is_fetched(run, faults):
     assert faults.of(f"{TRAINABLE}.safetensors") and not faults.of(f"{OPTIMIZER}.safetensors")
 
 
-def test_a_checkpoint_that_was_copied_from_a_disk(run, tmp_path):
+def test_checkpoints_are_copied_between_a_disk_and_a_bucket(run, tmp_path):
     from tests.run.test_checkpoint import made
 
-    folder = made(tmp_path / "checkpoints", step=7)
-    target = run / "checkpoints" / folder.name
+    folder, bucket = made(tmp_path / "checkpoints", step=7), Bucket(address(run / "checkpoints"))
     for file in folder.iterdir():
-        (target / file.name).upload(file)
+        bucket.write(f"{folder.name}/{file.name}", file.read_bytes())
+    target = run / "checkpoints" / folder.name
     assert latest_checkpoint(run / "checkpoints") == target and load_progress(target) == load_progress(folder)
-    shutil.rmtree(folder)
-    assert Path(str(folder)) != target
+    training = Training(run, start_attempt(run, 7, 1))
+    assert training.save(8) is None
+    training.writer.close()
+    copy = tmp_path / "copy"
+    for name in Bucket(address(run)).names():  # as `aws s3 sync` does
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(Bucket(address(run)).read(name))
+    assert loaded(latest_checkpoint(copy / "checkpoints")).step == 8
+    assert (
+        checkpoint_to_resume(copy) == set_aside_damaged(copy / "checkpoints") == copy / "checkpoints" / "step_00000008"
+    )

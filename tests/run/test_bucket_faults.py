@@ -15,12 +15,12 @@ import vla
 from diagnostics import check_rows
 from tests import broken, clusters
 from tests.broken import assert_same_weights, make_setting, resumed_from, run_with, weights
-from tests.buckets import SECRET, runs_bucket
+from tests.buckets import SECRET, Bucket, forget, runs_bucket
 from tests.planted import Fault
 from tests.tiny import make_base
-from vla_finetuning.bucket import place
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.mirror import as_path, pull
 from vla_finetuning.run.attempts import attempts
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.lease import LOCK_NAME
@@ -66,11 +66,19 @@ def undisturbed(setting, faults):
     return setting[0] / "undisturbed"
 
 
-def assert_every_row_once(output_dir):
+def assert_every_row_once(url):
     """And a line for each step."""
-    assert check_rows.main([str(output_dir)]) == 0
+    assert check_rows.main([url]) == 0
+    output_dir = copy_of(url)
     steps = [json.loads(line)["step"] for line in read_lines(output_dir / "metrics.jsonl")]
     assert steps == list(range(1, STEPS + 1))
+
+
+def copy_of(url):
+    """Return what a new process finds in the bucket."""
+    forget()
+    pull(as_path(url))
+    return as_path(url)
 
 
 def assert_nearly_same_weights(output_dir, other):
@@ -81,25 +89,27 @@ def assert_nearly_same_weights(output_dir, other):
 
 def test_a_worker_is_killed_during_a_checkpoint(undisturbed, cluster, setting, faults, capfd):
     """Both ranks write parts; those of the killed attempt never become a checkpoint."""
-    folder = place("s3://runs/killed")
+    url = "s3://runs/killed"
 
     def slow(request):
-        if request.method == "PUT" and ".parts/step_00000008-00000" in request.url:
+        if request.method == "PUT" and "step_00000008/attempt-00000" in request.url:
             time.sleep(8)
 
     faults.choose = slow
-    argv = flags(setting, folder, **{"scaling.strategy": "fsdp2"})
+    argv = flags(setting, url, **{"scaling.strategy": "fsdp2"})
     assert run_with(argv, Fault("kill", step=8, settled=False)) == 0
+    folder = copy_of(url)
     assert resumed_from(folder) == [0, 4]
-    names = {path.name for path in (folder / "checkpoints").glob("step_*")}
-    parts = {name.split("/")[0] for name in (folder / "checkpoints" / ".parts").below()}
-    assert names == {"step_00000008", "step_00000012"}
+    names = {"/".join(name.split("/")[:2]) for name in Bucket(f"{url}/checkpoints").names() if name.startswith("step")}
     # What was under way when its process was killed may arrive after the sweep.
-    assert {f"{name}-00001" for name in names} == parts - {"step_00000008-00000"}
+    assert names - {"step_00000008/attempt-00000"} == {
+        f"step_{step:08d}/{inside}" for step in (8, 12) for inside in ("attempt-00001", "state.json")
+    }
     assert files_of(folder, 12) == {
         f"{kind}-0000{part}-of-00002.safetensors" for kind in ("trainable", "optimizer") for part in (1, 2)
     }
-    assert_every_row_once(folder)
+    assert_every_row_once(url)
+    folder = copy_of(url)
     assert_nearly_same_weights(folder, undisturbed)
     assert "<html" in (folder / "report.html").read_text().lower()
     printed = "".join(capfd.readouterr())
@@ -120,25 +130,26 @@ def started(argv, node, *of_run):
 
 def test_a_driver_is_killed_and_the_run_goes_on_elsewhere(setting, faults, undisturbed, short_folder):
     """Meanwhile a second driver is refused; later the store is away for half a minute, and credentials expire."""
-    folder, disks = place("s3://runs/moved"), Path(short_folder)
-    argv, waits = [*flags(setting, folder), "--resume=auto"], Fault("wait", step=6)
+    url, disks = "s3://runs/moved", Path(short_folder)
+    folder = as_path(url)
+    argv, waits = [*flags(setting, url), "--resume=auto"], Fault("wait", step=6)
     first = started(argv, disks / "one", waits)
     lines = []
     threading.Thread(target=lambda: lines.extend(first.stdout), daemon=True).start()
     while latest_checkpoint(folder / "checkpoints") is None:
         assert first.poll() is None, "".join(lines)
         time.sleep(0.2)
-    second = started([f"--output_dir={folder}", "--resume"], disks / "two")
+    second = started([f"--output_dir={url}", "--resume"], disks / "two")
     printed, _ = second.communicate(timeout=300)
     assert second.returncode == 2 and "a run is going on there, driven by process" in printed, printed
     first.kill()
     first.wait()
-    assert not read_json(folder / LOCK_NAME).get("released")
+    assert not json.loads(Bucket(url).read(LOCK_NAME)).get("released")
 
-    away = []
+    away = list[float]()
 
     def away_for_a_while(request):
-        if "attempts.jsonl/00000001" in request.url or away:
+        if "attempts.jsonl" in request.url and request.method == "PUT" or away:
             away.append(time.monotonic())
             since_s = away[-1] - away[0]
             return "503" if since_s < 30 else "expired" if since_s < 35 else None
@@ -147,16 +158,16 @@ def test_a_driver_is_killed_and_the_run_goes_on_elsewhere(setting, faults, undis
     third = started(argv, disks / "three")
     printed, _ = third.communicate(timeout=500)
     assert third.returncode == 0, printed
-    assert len(attempts(folder)) == 2 and away[-1] - away[0] > 35
-    assert_every_row_once(folder)
-    assert_same_weights(folder, undisturbed)
+    assert len(attempts(copy_of(url))) == 2 and away[-1] - away[0] > 35
+    assert_every_row_once(url)
+    assert_same_weights(copy_of(url), undisturbed)
 
 
 def test_nodes_keep_what_a_store_that_is_away_for_good_does_not_take(
     undisturbed, setting, faults, short_folder, monkeypatch, capfd
 ):
     """Two nodes with disks of their own write parts of a checkpoint; the run goes on from what they have kept."""
-    folder, disks = place("s3://runs/two_nodes"), [Path(short_folder, name) for name in ("a", "b")]
+    url, disks = "s3://runs/two_nodes", [Path(short_folder, name) for name in ("a", "b")]
     monkeypatch.setenv("PYTHONPATH", str(clusters.ROOT))
     with clusters.of_several_nodes(num_cpus=0, include_dashboard=False, object_store_memory=3 * 10**8) as nodes:
         for disk in disks:  # each with room for one worker, and a read task
@@ -175,7 +186,7 @@ def test_nodes_keep_what_a_store_that_is_away_for_good_does_not_take(
         faults.choose = dies
         changes = {"scaling.strategy": "fsdp2", "scaling.cpus_per_worker": 2}
         monkeypatch.setenv("VLA_STORE_TIMEOUT_S", "40")
-        assert vla.main(flags(setting, folder, **changes)) == 1
+        assert vla.main(flags(setting, url, **changes)) == 1
         printed = capfd.readouterr().err
         assert "error: no checkpoint has reached s3://runs/two_nodes for" in printed
         kept = [sorted(file.name for file in disk.rglob("*.safetensors")) for disk in disks]
@@ -187,26 +198,27 @@ def test_nodes_keep_what_a_store_that_is_away_for_good_does_not_take(
             for file in disk.rglob("trainable*.safetensors")
         }
         faults.choose = lambda request: None
-        assert latest_checkpoint(folder / "checkpoints").name == "step_00000004"
-        assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
+        assert latest_checkpoint(copy_of(url) / "checkpoints").name == "step_00000004"
+        assert vla.main([f"--output_dir={url}", "--resume"]) == 0
+        folder = copy_of(url)
         assert resumed_from(folder) == [0, STEPS]
         assert files_of(folder, STEPS) == {*kept[0], *kept[1]}
         assert not [file for disk in disks for file in disk.rglob("*.safetensors")], "nodes keep nothing"
-        assert_every_row_once(folder)
-        assert_nearly_same_weights(folder, undisturbed)
+        assert_every_row_once(url)
+        assert_nearly_same_weights(copy_of(url), undisturbed)
 
 
 def test_values_and_what_is_learned_from_their_labels(setting, cluster):
     folder, root, _ = setting
     (folder / "outcomes.json").write_text(json.dumps(dict(enumerate([1, 0, 1, 0, 1, 0]))))
-    there = place("s3://runs/value")
+    there = "s3://runs/value"
     argv = flags(setting, there, steps=2, save_freq=1, **{"outcome.success": f"@{folder / 'outcomes.json'}"})
     argv = [flag for flag in argv if not flag.startswith(("--train.mode", "--lr", "--run.record"))]
     assert value.main([*argv, "--value.horizon=3", "--dataset.eval_split=0"]) == 0
-    assert {"labels.parquet", "values.json", "report.html", "finished.json"} <= {path.name for path in there.iterdir()}
-    learned, meta = place("s3://runs/learned_from_labels"), load_metadata(root)
+    assert {"labels.parquet", "values.json", "report.html", "finished.json"} <= Bucket(there).names()
+    learned, meta = "s3://runs/learned_from_labels", load_metadata(root)
     words = [*meta.tasks.values(), "Advantage: positive", "Advantage: negative"]
     told = make_base(folder / "told", meta, chunk_size=8, tasks=words)
-    changes = {"steps": 2, "policy.path": told, "recap.labels": there / "labels.parquet"}
+    changes = {"steps": 2, "policy.path": told, "recap.labels": f"{there}/labels.parquet"}
     assert vla.main(flags(setting, learned, **changes)) == 0
-    assert (learned / "pretrained_model" / "model.safetensors").is_file()
+    assert "pretrained_model/model.safetensors" in Bucket(learned).names()

@@ -21,7 +21,7 @@ from torch.cuda import _pin_memory_utils
 from tests.data.test_hostile import json_values
 from tests.tiny import real_config
 from util import make_trainable_optimizer
-from vla_finetuning.lines import append_line
+from vla_finetuning.files import append_line
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.meta import meta_policy
@@ -77,7 +77,7 @@ def saved(path: Path, tensors: dict[str, dict[str, torch.Tensor]], progress: Pro
                 held = tensor[number * rows : (number + 1) * rows]
                 pieces[kind][name] = Piece(held, (min(number * rows, len(tensor)), *[0] * (tensor.ndim - 1)))
         files |= write_pieces(path, pieces, number, writers)
-    commit(path, progress, files)
+    commit(path, progress, files, 0)
 
 
 def empty() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -150,7 +150,7 @@ def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path):
     path = tmp_path / "step_00000007"
     rows = {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}
     write_pieces(path, rows, 1, 2)
-    commit(path, PROGRESS, write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}))
+    commit(path, PROGRESS, write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}), 0)
     assert sorted(p.name for p in path.iterdir()) == ["state.json", "trainable.safetensors"]
 
 
@@ -540,7 +540,7 @@ def test_statistics_that_training_changes_are_in_it(tmp_path):
         for kind, tensors in ((TRAINABLE, optimizer.named()), (OPTIMIZER, optimizer.state()))
     }
     path = tmp_path / "step_00000007"
-    commit(path, PROGRESS, write_pieces(path, taken))
+    commit(path, PROGRESS, write_pieces(path, taken), 0)
     again, resumed = make()
     load_checkpoint(path, resumed.named(), resumed.state())
     assert again[1].num_batches_tracked == 1 and again[1].running_var.ne(1).all()

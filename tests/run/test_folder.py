@@ -51,7 +51,7 @@ START = Progress(step=0, rows=0, stream={}, base={}, mode="full", global_batch_s
 
 def checkpoint(folder, step):
     path = folder / "checkpoints" / f"step_{step:08d}"
-    commit(path, replace(START, step=step, rows=8 * step), write_pieces(path, {}))
+    commit(path, replace(START, step=step, rows=8 * step), write_pieces(path, {}), 0)
     return path
 
 

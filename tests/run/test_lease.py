@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.buckets import runs_bucket
+from tests.buckets import Bucket, forget, runs_bucket
 from vla_finetuning import store
-from vla_finetuning.bucket import place
+from vla_finetuning.mirror import address, as_path
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.run import lease
@@ -35,8 +35,9 @@ def folder(faults, request, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_S", 0.2)
     monkeypatch.setattr(lease, "LOOK_S", 0.1)
     monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
-    yield place(f"s3://runs/{request.node.name}/run")
+    yield as_path(f"s3://runs/{request.node.name}/run")
     faults.choose = lambda request: None
+    forget()
 
 
 def test_a_second_driver_is_refused_while_the_first_lives(folder):
@@ -77,10 +78,10 @@ def test_two_drivers_at_once(folder):
 def test_a_killed_driver_loses_its_lease(folder, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_S", 2.0)
     code = (
-        "import sys, time; from vla_finetuning.bucket import place; from vla_finetuning.run.lease import drive\n"
-        "with drive(place(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+        "import sys, time; from vla_finetuning.mirror import as_path; from vla_finetuning.run.lease import drive\n"
+        "with drive(as_path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     )
-    command = [sys.executable, "-c", code, str(folder)]
+    command = [sys.executable, "-c", code, address(folder)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     process.kill()
@@ -123,20 +124,20 @@ def test_a_lease_survives_a_store_that_fails(folder, faults, fault, monkeypatch)
 def test_a_store_without_conditions_needs_a_flag(folder, faults, ignored, capsys):
     """Some ignore both conditions of a put, others only the one that an object be still the same."""
     faults.ignored = ignored
-    config = Config(output_dir=str(folder))
+    config, bucket = Config(output_dir=address(folder)), Bucket(address(folder))
     message = r"this store overwrites what it was asked not to \(no conditional writes\).*--lease=false"
     for refused in (config, replace(config, dry_run=True)):
         with pytest.raises(OSError, match=message), own_folder(refused, None, 4, 0):
             pass
-    assert not folder.exists()
+    assert not bucket.names()
     config = replace(config, lease=False)
     with own_folder(replace(config, dry_run=True), None, 4, 0):
         pass
-    assert capsys.readouterr().out.startswith("Lease        none (--lease=false)") and not folder.exists()
+    assert capsys.readouterr().out.startswith("Lease        none (--lease=false)") and not bucket.names()
     with own_folder(config, None, 4, 0):
         prepare_folder(config)
         assert start_attempt(folder, 0, 1) == 0 and start_attempt(folder, 0, 1) == 1
-    assert [path.name for path in folder.glob(".lock")] == []
+    assert ".lock" not in bucket.names()
     assert len(attempts(folder)) == 2
 
 
@@ -146,7 +147,7 @@ def test_a_folder_on_a_disk_is_always_locked():
 
 
 def test_a_folder_is_held_and_one_that_stays_empty_is_removed(folder):
-    config = Config(output_dir=str(folder))
-    with claim_folder(config):
-        assert [path.name for path in folder.iterdir()] == [".lock"]
-    assert not folder.exists()
+    bucket = Bucket(address(folder))
+    with claim_folder(Config(output_dir=address(folder))):
+        assert bucket.names() == {".lock"}
+    assert not bucket.names()

@@ -15,13 +15,11 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import vla
-from tests.buckets import runs_bucket
+from tests.buckets import Bucket, runs_bucket
 from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
-from vla_finetuning.bucket import place
-from vla_finetuning.files import write_whole
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.programs import Config
@@ -373,13 +371,11 @@ def test_flags_are_lerobots():
 def test_a_policy_is_pushed_from_a_bucket(server, finished):
     """The card is made of what the run's folder in the bucket says."""
     with runs_bucket():
-        folder = place("s3://runs/secret_place/run7")
+        url = "s3://runs/secret_place/run7"
         for path in finished.rglob("*"):
-            if path.suffix == ".jsonl":
-                write_whole(folder / path.name, path.read_text())
-            elif path.is_file():
-                (folder / path.relative_to(finished)).upload(path)
-        assert push.main([str(folder)]) == 0
+            if path.is_file():
+                Bucket(url).write(str(path.relative_to(finished)), path.read_bytes())
+        assert push.main([url]) == 0
     text = server.files[REPO]["README.md"].decode()
     assert server.files[REPO]["model.safetensors"] == b"weights" * 1000
     assert "40 optimizer steps, 320 samples" in text and "secret" not in text

@@ -233,7 +233,9 @@ def test_more_steps_are_done_than_asked_for(setting):
     folder = run.job.checkpoints_dir / "step_00000004"
     pieces = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}
     taken = {kind: {k: Piece(v, (0,) * v.ndim) for k, v in tensors.items()} for kind, tensors in pieces.items()}
-    commit(folder, replace(run.job.start, step=4, rows=4 * run.config.global_batch_size), write_pieces(folder, taken))
+    commit(
+        folder, replace(run.job.start, step=4, rows=4 * run.config.global_batch_size), write_pieces(folder, taken), 0
+    )
     run = replace(run, config=replace(run.config, resume=True))
     with (
         pytest.raises(ValueError, match="4 steps are done, and --steps or MAX_TRAIN_STEPS says 3: ask for as many"),

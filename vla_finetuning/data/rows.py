@@ -27,7 +27,8 @@ from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
 from vla_finetuning.data.videos import CameraFile, Wanted, is_frame, name_shape, names, no_frame, read_frames
-from vla_finetuning.lines import append_line
+from vla_finetuning.files import append_line
+from vla_finetuning.mirror import file_of_process, push
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,9 @@ def _tell_skipped(reader: DatasetFiles, e: _Episode, positions: np.ndarray, erro
     if log is not None:
         line: dict[str, Any] = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame)}
         line |= {"positions": sorted(positions.tolist()), "error": str(error)}
-        append_line(log, json.dumps(line), now=True)
+        log = file_of_process(log)
+        append_line(log, json.dumps(line))
+        push(log)
 
 
 def _group_by_episode(readers: Sequence[DatasetFiles], read: WindowRead) -> tuple[list[_Episode], int]:

@@ -31,8 +31,8 @@ from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
 from vla_finetuning.evaluation.episodes import Book, read_evaluation
 from vla_finetuning.evaluation.intervals import interval_with_errors, share
 from vla_finetuning.evaluation.trial import score_rows
-from vla_finetuning.files import read_lines, write_whole
-from vla_finetuning.lines import append_line
+from vla_finetuning.files import append_line, read_lines, write_whole
+from vla_finetuning.mirror import address
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.plan.resolve import Run
@@ -178,7 +178,7 @@ class Evaluator:
         load_progress(checkpoint)
         episodes = episode_list(["plain"], self._makers, options.n_episodes, run.policy.seed)
         about = {
-            "policy": {"path": str(run.job.output_dir), "step": step},
+            "policy": {"path": address(run.job.output_dir), "step": step},
             "environment": {"type": run.config.env_type, "options": run.config.env_options},
             "seed": run.policy.seed,
         }
@@ -206,7 +206,7 @@ class Evaluator:
         line |= {"interval": list(interval), "seconds": round(time.monotonic() - started, 1)}
         if len(self._makers) > 1:
             line["by_task"] = score_rows(lines)[1:]
-        append_line(run.job.output_dir / EVALUATIONS_NAME, json.dumps(line), now=True)
+        append_line(run.job.output_dir / EVALUATIONS_NAME, json.dumps(line))
         if self._training.is_set():
             _say(f"evaluated    step {step}: {_share(line)}")
 
@@ -226,7 +226,7 @@ class Evaluator:
             if time.monotonic() > deadline:
                 ray.cancel(weights, force=True)
                 raise NoCapacityError(
-                    f"no process has read {checkpoint} for {ROOM_TIMEOUT_S:g} s; it "
+                    f"no process has read {address(checkpoint)} for {ROOM_TIMEOUT_S:g} s; it "
                     f"needs 1 CPU, {ray.available_resources().get('CPU', 0):g} are free"
                 )
         config = copy.deepcopy(run.policy.config)

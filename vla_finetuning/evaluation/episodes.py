@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.bucket import place
-from vla_finetuning.files import read_json, read_lines, write_json, write_whole
-from vla_finetuning.lines import append_line
+from vla_finetuning.files import append_line, read_json, read_lines, write_json, write_whole
+from vla_finetuning.mirror import address, pull
 from vla_finetuning.rollouts.episodes import Episode, pack_actions, unpack_actions
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
@@ -33,18 +32,19 @@ class Book:
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], episodes: Sequence[Episode]) -> None:
-        self._path = place(folder) / EPISODES_NAME
+        self._path = folder / EPISODES_NAME
         about = json.loads(json.dumps({**about, "episodes": [asdict(episode) for episode in episodes]}))
         folder.mkdir(parents=True, exist_ok=True)
+        pull(folder)
         found = read_json(folder / EVALUATED_NAME)
         if found and found != about:
             differ = sorted(key for key in found.keys() | about.keys() if found.get(key) != about.get(key))
             raise ValueError(
-                f"{folder} holds another evaluation: it differs in {', '.join(differ)}. Choose another --output_dir, "
-                "or give the same flags to go on with it"
+                f"{address(folder)} holds another evaluation: it differs in {', '.join(differ)}. Choose another "
+                "--output_dir, or give the same flags to go on with it"
             )
         if not found and self._path.exists():
-            raise ValueError(f"{self._path} is there without {EVALUATED_NAME}: choose another --output_dir")
+            raise ValueError(f"{address(self._path)} is there without {EVALUATED_NAME}: choose another --output_dir")
         write_json(folder / EVALUATED_NAME, about)
         lines = [json.loads(line) for line in read_lines(self._path)]
         self.done = {_key(line): line for line in lines if line["error"] is None}
@@ -52,7 +52,7 @@ class Book:
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        append_line(self._path, json.dumps(line), after=self._path.parent / ACTIONS_NAME)
+        append_line(self._path, json.dumps(line))
 
     def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
         """Write the actions of an episode, (steps, A), to the bit: it can be played again. Call it before its line."""
@@ -80,17 +80,17 @@ def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]
     Raises:
         ValueError, FileNotFoundError: no evaluation is there, or episodes of its list are missing.
     """
-    folder = place(folder)
+    pull(folder)
     about = read_json(folder / EVALUATED_NAME)
     if not about:
         raise FileNotFoundError(
-            f"{folder} holds no evaluation: no {EVALUATED_NAME} (evaluate.py --output_dir writes it)"
+            f"{address(folder)} holds no evaluation: no {EVALUATED_NAME} (evaluate.py --output_dir writes it)"
         )
     lines = {_key(line): line for line in map(json.loads, read_lines(folder / EPISODES_NAME))}
     missing = [episode for episode in about["episodes"] if _key(episode) not in lines]
     if missing:
         raise ValueError(
-            f"{folder}: {len(missing)} of {len(about['episodes'])} episodes are not done; give evaluate.py the same "
-            "flags again to go on"
+            f"{address(folder)}: {len(missing)} of {len(about['episodes'])} episodes are not done; give evaluate.py "
+            "the same flags again to go on"
         )
     return about, [lines[_key(episode)] for episode in about["episodes"]]

@@ -25,7 +25,7 @@ from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.files import write_json
-from vla_finetuning.node_disk import fetched_for_good
+from vla_finetuning.mirror import fetched_for_good, push
 from vla_finetuning.plan.resolve import Run, select_robot
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import relative_actions
@@ -334,7 +334,8 @@ def evaluate_run(
         if view.rows.any_held_out
     }
     errors: dict[str, Any] = {"robots": of_robots} if run.policy.mixes_robots else of_robots[""]
-    write_json(run.job.output_dir / EVALUATION_NAME, errors)
+    write_json(path := run.job.output_dir / EVALUATION_NAME, errors)
+    push(path)
     return errors
 
 

@@ -18,12 +18,12 @@ import numpy as np
 from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
-from vla_finetuning.bucket import place
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
 from vla_finetuning.files import read_json, write_json
+from vla_finetuning.mirror import address, as_path, pull, synced
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.programs import Config, EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
@@ -109,7 +109,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         "seed": config.seed,
     }
     episodes = episode_list(["plain"], makers, config.eval.n_episodes, config.seed)
-    output_dir = place(config.output_dir or "").absolute()
+    output_dir = as_path(config.output_dir or "").absolute()
     check_place(output_dir)
     dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
     if dataset is not None:
@@ -119,7 +119,9 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
 
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
     """The policy's path; of what a run of several robots exported, that of the robot that the environment shows."""
-    folder = place(path or "")
+    folder = as_path(path or "")
+    # Of a bucket no more than these files are fetched.
+    pull(folder, lambda name: name.endswith(".json") or name.endswith("_normalizer_processor.safetensors"))
     if path is None or not folder.is_dir() or (folder / "config.json").exists():
         return path
     names = [one.name for one in sorted(folder.iterdir()) if (one / "config.json").is_file()]
@@ -129,7 +131,6 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
     for name in names:
         own = folder / name
         try:
-            # Of a bucket no more than these files are fetched.
             policy_config = load_policy_config(own)
             check_fits(policy_config, env, {**saved_rename_map(own), **rename_map}, own_shapes(policy_config))
         except ValueError as error:
@@ -138,11 +139,16 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
     if len(fits) != 1:
         why = f"fits {', '.join(fits)}" if fits else "; ".join(f"{name}: {error}" for name, error in refused.items())
         raise ValueError(f"{path} has policies of the robots {', '.join(names)}; give the folder of one ({why})")
-    return str(folder / fits[0])
+    return address(folder / fits[0])
 
 
 def run_trial(trial: Trial) -> str:
     """Play what is not played yet, on the cluster that this process has joined, and say how it went."""
+    with synced(trial.output_dir):
+        return _run_trial(trial)
+
+
+def _run_trial(trial: Trial) -> str:
     book = Book(trial.output_dir, trial.about, trial.episodes)
     left = [episode for episode in trial.episodes if not book.is_done(episode)]
     use_gpu = trial.source.device == "cuda"
@@ -219,7 +225,7 @@ def _record(trial: Trial, root: Path, lines: Sequence[Mapping[str, Any]]) -> Non
     played = [line for line in lines if line["error"] is None]
     if missing := sum(_name(line) not in actions for line in played):
         raise ValueError(
-            f"{trial.output_dir} has not the actions of {missing} episodes, which were played without "
+            f"{address(trial.output_dir)} has not the actions of {missing} episodes, which were played without "
             "--eval.record_dataset: give another --output_dir"
         )
     eyes = Eyes(trial.env, trial.source.config)

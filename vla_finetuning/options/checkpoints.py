@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from vla_finetuning.options.fields import option
@@ -99,7 +98,7 @@ class BestCheckpointOptions(LogOptions):
         requires={"eval_steps": "the best by the held-out loss, which is not measured"},
     )
 
-    def describe_checkpoints(self, folder: Path) -> list[str]:
+    def describe_checkpoints(self, folder: str) -> list[str]:
         """The plan's lines about checkpoints."""
         loss = "held-out loss" if self.eval_steps else "training loss"
         measure = "success" if self.keep_best_by == "success" else loss

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.bucket import place
 from vla_finetuning.files import MAX_JSON_BYTES, read_regular
 from vla_finetuning.lerobot_train import answer
+from vla_finetuning.mirror import as_path, pull
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import Option, check, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.options.job import CONFIG_NAME, OF_A_START
@@ -221,7 +221,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     ):
         defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
     config = program.kind()
-    for path, value in _saved_options(place(config_path), program.kind) if config_path else ():
+    for path, value in _saved_options(as_path(config_path), program.kind) if config_path else ():
         set_option(config, path, value)
     started: Any = config
     if resumed and names.get("preset", started.preset) != started.preset:
@@ -333,7 +333,9 @@ def _config_of_run(names: Mapping[str, str], presets: Mapping[str, Mapping[str, 
     folder = names.get("output_dir") or presets.get(names.get("preset", ""), {}).get("output_dir")
     if folder is None:
         raise ValueError("--resume: say which run, --output_dir FOLDER")
-    return place(folder) / CONFIG_NAME
+    path = as_path(folder) / CONFIG_NAME
+    pull(path)
+    return path
 
 
 # ---- help ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vla_finetuning.bucket import place
+from vla_finetuning.mirror import as_path
 from vla_finetuning.options.fields import option
+from vla_finetuning.store import split_address
 
 CONFIG_NAME = "config.json"
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -57,8 +58,8 @@ class JobOptions:
 
     @property
     def folder(self) -> Path:
-        """The run's own folder, `output_dir`, on a disk or in a bucket."""
-        return place(self.output_dir or "")
+        """The run's folder, `output_dir`; of one in a bucket this process's copy."""
+        return as_path(self.output_dir or "")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,6 +81,7 @@ def check_output(output_dir: str | None) -> None:
             "where to? give --output_dir s3://BUCKET/FOLDER, or a path (on a cluster, one that all nodes share)"
         )
     try:
-        place(output_dir)
+        if "://" in output_dir:
+            split_address(output_dir)
     except ValueError as error:
         raise ValueError(f"--output_dir={error}") from None

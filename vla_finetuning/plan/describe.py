@@ -8,6 +8,7 @@ from lerobot_datasource import SEGMENT_ROWS
 from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.number_cache import describe_numbers
 from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
+from vla_finetuning.mirror import address
 from vla_finetuning.options.dataset import describe_image_size, describe_padding, describe_share
 from vla_finetuning.options.environment import describe_trial
 from vla_finetuning.options.mixture import members
@@ -54,7 +55,7 @@ def describe(run: Run) -> str:
         *([] if positive is None else config.recap.describe(positive, rows.label_dropout)),
         *config.ema.describe(),
         *_held_out(config, rows),
-        *config.describe_checkpoints(job.checkpoints_dir),
+        *config.describe_checkpoints(address(job.checkpoints_dir)),
         *describe_trial(config, config.eval, config.env_eval_freq),
         *config.scaling.describe(job.use_gpu, config.train.precision),
     ]

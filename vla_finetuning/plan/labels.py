@@ -6,10 +6,7 @@ A parquet file with a row for each frame: `dataset` (its root), `episode_index`,
 
 from __future__ import annotations
 
-import contextlib
-import io
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.bucket import BucketPath
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.number_cache import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.mirror import address, pull
 from vla_finetuning.run.checkpoint import file_digest
 from vla_finetuning.run.exported import LABELS_NAME
 
@@ -52,11 +49,7 @@ def write_labels(
     names = pa.DictionaryArray.from_arrays(np.concatenate(root), pa.array([meta.root for meta in metas]))
     known = {"dataset": names, "episode_index": np.concatenate(episode), "frame_index": np.concatenate(frame)}
     table = pa.table({**known, **columns})
-    if isinstance(path, BucketPath):
-        pq.write_table(table, buffer := io.BytesIO())
-        path.write_bytes(buffer.getbuffer())
-        return
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f".{path.name}")
     pq.write_table(table, partial)
     partial.replace(path)
 
@@ -72,8 +65,7 @@ def read_labels(
     Raises:
         ValueError: no such file as `write_labels` makes, or it lacks a dataset or a frame. FileNotFoundError: no file.
     """
-    with _on_disk(path) as here:
-        rows, digest = _read(path, here, COLUMNS), file_digest(here)
+    rows, digest = _read(path, COLUMNS), file_digest(path)
     found = []
     for meta, own in zip(metas, episodes, strict=True):
         index, of_it = _rows_of(rows, path, meta, alone=len(metas) == 1)
@@ -107,8 +99,7 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     Raises:
         ValueError, FileNotFoundError: as `read_labels`, but episodes may be without labels.
     """
-    with _on_disk(path) as here:
-        index, rows = _rows_of(_read(path, here, (*COLUMNS, *SHOWN)), path, meta, alone=True)
+    index, rows = _rows_of(_read(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
     advantage, success, positive = (rows[name].to_numpy() for name in (*SHOWN, "positive"))
     texts = np.array([texts[0] if texts else "" for texts in meta.episode_tasks])
     task = np.repeat(texts, meta.episode_length)[index]
@@ -125,20 +116,13 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     return lines, histogram({"advantage": advantage, "success": success})
 
 
-@contextlib.contextmanager
-def _on_disk(path: Path) -> Iterator[Path]:
+def _read(path: Path, columns: Sequence[str]) -> pa.Table:
+    pull(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{FLAG}={path}: no such file; python value.py writes it into its --output_dir")
-    if not isinstance(path, BucketPath):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path.download(here := Path(folder, path.name), path.content())
-        yield here
-
-
-def _read(path: Path, here: Path, columns: Sequence[str]) -> pa.Table:
-    with open_parquet(LocalFileSystem(), str(here), name=str(path)) as file:
+        raise FileNotFoundError(
+            f"{FLAG}={address(path)}: no such file; python value.py writes it into its --output_dir"
+        )
+    with open_parquet(LocalFileSystem(), str(path), name=address(path)) as file:
         if lacking := [name for name in columns if name not in file.schema_arrow.names]:
             raise ValueError(f"{FLAG}={path} lacks the columns {lacking}; give the {LABELS_NAME} of a run of value.py")
         return read_columns(file, list(columns), Budget("frames", None, MAX_DATA_BYTES), name=str(path))

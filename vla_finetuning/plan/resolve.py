@@ -11,7 +11,6 @@ from typing import Any
 
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts, cache_gb
-from vla_finetuning.node_disk import node_folder
 from vla_finetuning.options.mixture import members, with_weights
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import demo
@@ -159,7 +158,7 @@ def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
 
 def with_stats(run: Run) -> Run:
     """Compute the statistics that are missing, in a Ray Data pass, cached beside the run."""
-    metas, robots, cache_dir = list(run.rows.metas), list(run.robots), node_folder(run.job.output_dir) / "stats"
+    metas, robots, cache_dir = list(run.rows.metas), list(run.robots), run.job.output_dir / "stats"
     for number, robot in enumerate(robots):
         if not robot.missing_stats:
             continue
@@ -187,7 +186,7 @@ def make_job(
         identity: of what the run trains on. global_batch_size: the options' when None.
             A checkpoint with others does not resume.
     """
-    weights = (policy.folder or node_folder(config.folder)) / WEIGHTS_FILE
+    weights = (policy.folder or config.folder) / WEIGHTS_FILE
     return Job(
         output_dir=config.folder,
         steps=steps,

@@ -37,11 +37,10 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
-from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import let_others_read, read_foreign_json, refuse_pointer
 from vla_finetuning.lerobot_options import make_config
-from vla_finetuning.node_disk import fetched_for_good
+from vla_finetuning.mirror import as_path, contents, fetched_for_good
 from vla_finetuning.policies.lora import write_adapters
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import (
@@ -158,15 +157,15 @@ def fetch_pretrained(
 
 def _here(path: str) -> Path:
     """The folder; of one in a bucket a copy on this machine, once it is known to be a policy's."""
-    found = place(path)
-    if isinstance(found, BucketPath):
-        _require_config(path, found)
-    return fetched_for_good(found)
+    folder = as_path(path)
+    if "://" in path:
+        _require_config(path, folder)
+    return fetched_for_good(folder)
 
 
 def _require_config(path: str, folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    found = contents(folder)
+    if "config.json" not in found:
         remedy = "; it is a checkpoint: give its run's pretrained_model" if "state.json" in found else ""
         raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {found}{remedy}")
 

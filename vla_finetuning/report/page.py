@@ -27,9 +27,9 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from util import COMMON_METRICS
-from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
+from vla_finetuning.mirror import address, as_path, pull, synced
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan.record import errors_by_robot
 from vla_finetuning.report import figures
@@ -51,7 +51,6 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
-from vla_finetuning.run.progress import BUCKET_POLL_S
 from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
@@ -86,7 +85,7 @@ def keep_report(output_dir: Path) -> Iterator[None]:
             looks = look_at_datasets(output_dir) if looks is None else looks
             write_report(output_dir, looks)
         except Exception as error:
-            logger.warning("%s could not be written: %r", output_dir / REPORT_NAME, error)
+            logger.warning("%s could not be written: %r", address(output_dir / REPORT_NAME), error)
 
     def write_if_new() -> None:
         nonlocal written_for
@@ -98,7 +97,7 @@ def keep_report(output_dir: Path) -> Iterator[None]:
             written_for = newest
 
     try:
-        with polling(write_if_new, BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S):
+        with polling(write_if_new, POLL_S):
             yield
     finally:
         write()
@@ -110,7 +109,7 @@ def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path
     Args:
         looks: `look_at_datasets`, which need not be done again for every page; None does it now.
     """
-    output_dir = place(output_dir)
+    pull(output_dir)
     page = render_report(output_dir, look_at_datasets(output_dir) if looks is None else looks)
     return write_page(output_dir / REPORT_NAME, page)
 
@@ -644,18 +643,19 @@ def main(
 ) -> int:
     """Write a run's page again, by `write`. Returns the exit status."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output_dir", type=place, help="a run's folder")
+    parser.add_argument("output_dir", type=as_path, help="a run's folder")
     folder = parser.parse_args(argv).output_dir
+    url = address(folder)
     escape_warnings()
+    pull(folder)
     if not (folder / CONFIG_NAME).is_file():
-        tell_error(f"{folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
+        tell_error(f"{url} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
         return 2
     if write is write_report and "grpo" in read_json(folder / CONFIG_NAME):
-        tell_error(
-            f"{folder} holds a run of grpo.py; `python -m vla_finetuning.rl.learning_page {folder}` writes its page"
-        )
+        tell_error(f"{url} holds a run of grpo.py; `python -m vla_finetuning.rl.learning_page {url}` writes its page")
         return 2
-    tell(str(write(folder)))
+    with synced(folder):
+        tell(address(write(folder)))
     return 0
 
 

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 import uuid
@@ -26,9 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.files import read_json, read_lines, write_json
-from vla_finetuning.node_disk import scratch
+from vla_finetuning.mirror import address, as_path, mirror_of, synced
 from vla_finetuning.options.fields import leaves
 from vla_finetuning.options.job import CONFIG_NAME, TrackerName
 from vla_finetuning.options.programs import Config
@@ -41,8 +39,8 @@ from vla_finetuning.terminal import escape_warnings, tell_error
 logger = logging.getLogger(__name__)
 
 TRACKING_NAME, DATABASE_NAME, TRACKIO_NAME = "tracking.json", "mlflow.db", "trackio"
-# Intervals at which the driver looks for new lines, and sends a tracker's files to a bucket.
-POLL_S, UPLOAD_S = 2.0, 60.0
+# The interval at which the driver looks for new lines.
+POLL_S = 2.0
 # The whole of mlflow 3 needs an older pyarrow than this project; these are its client and its local store.
 PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
 REMEDIES = {
@@ -75,7 +73,9 @@ def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
         try:
             call()
         except Exception as error:
-            again = f"`python -m vla_finetuning.report.tracking {output_dir} --track {name}` sends what is missing"
+            again = (
+                f"`python -m vla_finetuning.report.tracking {address(output_dir)} --track {name}` sends what is missing"
+            )
             problem = f"--track {name}: {type(error).__name__}: {error}; {again}"
             if problem not in warned:
                 logger.warning("%s", problem)
@@ -97,10 +97,11 @@ class Follower:
 
     def __init__(self, output_dir: Path, name: str, project: str):
         self._output_dir, self._name = output_dir, name
-        self._folder, self._uploaded_at = _local_folder(output_dir), 0.0
+        if mirror_of(output_dir):  # which Trackio reads when it is imported
+            os.environ.setdefault("TRACKIO_DIR", str(output_dir / TRACKIO_NAME))
         state = read_json(output_dir / TRACKING_NAME).get(name, {})
         about = {**read_json(output_dir / CONFIG_NAME), "code_revision": code_revision()}
-        self._tracker = open_tracker(name, self._folder, project, state.get("run_id"), about)
+        self._tracker = open_tracker(name, output_dir, project, state.get("run_id"), about)
         # Lines are appended, and cut off from the end: while the last one that was logged is there, all before it were.
         lines, last = self._lines(), state.get("line")
         is_known = self._tracker.run_id == state.get("run_id") and last in lines
@@ -120,7 +121,7 @@ class Follower:
                 self._tracker.log(_charts(line), line["step"])
                 self._logged.append(text)
         finally:
-            self._save(UPLOAD_S)
+            self._save()
 
     def finish(self) -> None:
         """Log what is left and the held-out errors, and return when they are stored."""
@@ -140,34 +141,11 @@ class Follower:
             lines += [json.dumps({"step": step, "eval_mse": errors})] if step >= steps else []
         return lines
 
-    def _save(self, every_s: float = 0.0) -> None:
-        """Note how far the tracker is. In a bucket, send its files before, unless that was `every_s` ago."""
-        if isinstance(self._output_dir, BucketPath):
-            since, now = self._uploaded_at, time.time()
-            if now - since < every_s:
-                return
-            for file in self._folder.rglob("*"):
-                if file.is_file() and not file.is_symlink() and file.stat().st_mtime > since - 1.0:
-                    (self._output_dir / file.relative_to(self._folder).as_posix()).upload(file)
-            self._uploaded_at = now
+    def _save(self) -> None:
+        """Note how far the tracker is."""
         state = {"run_id": self._tracker.run_id, "line": self._logged[-1] if self._logged else None}
         path = self._output_dir / TRACKING_NAME
         write_json(path, {**read_json(path), self._name: state})
-
-
-def _local_folder(output_dir: Path) -> Path:
-    """Return the folder for a tracker's files: the run's own, or of a run in a bucket one on this node's disk."""
-    if not isinstance(output_dir, BucketPath):
-        return output_dir
-    folder = scratch(output_dir) / "tracker" / output_dir.name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name in (DATABASE_NAME, *(f"{TRACKIO_NAME}/{below}" for below in (output_dir / TRACKIO_NAME).below())):
-        if (output_dir / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (output_dir / name).download(folder / name, (output_dir / name).content())
-    os.environ.setdefault("TRACKIO_DIR", str(folder / TRACKIO_NAME))  # which Trackio reads when it is imported
-    return folder
 
 
 def _charts(line: Mapping[str, Any]) -> dict[str, float]:
@@ -325,15 +303,16 @@ def open_tracker(name: str, folder: Path, project: str, run_id: str | None, abou
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0 all is sent, 1 it is not."""
     parser = argparse.ArgumentParser(description="Send a run's curves to a tracker that does not have them yet.")
-    parser.add_argument("output_dir", type=place)
+    parser.add_argument("output_dir", type=as_path)
     parser.add_argument("--track", required=True, choices=get_args(TrackerName))
     parser.add_argument("--track_project", default=Config.track_project)
     args = parser.parse_args(argv)
     escape_warnings()
     try:
-        if not (args.output_dir / CONFIG_NAME).is_file():
-            raise ValueError(f"{args.output_dir}: no run is there ({CONFIG_NAME} is missing)")
-        Follower(args.output_dir, args.track, args.track_project).finish()
+        with synced(args.output_dir):
+            if not (args.output_dir / CONFIG_NAME).is_file():
+                raise ValueError(f"{address(args.output_dir)}: no run is there ({CONFIG_NAME} is missing)")
+            Follower(args.output_dir, args.track, args.track_project).finish()
     except Exception as error:
         tell_error(error)
         return 1

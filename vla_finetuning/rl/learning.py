@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from util import StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.lines import append_line
+from vla_finetuning.files import append_line
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor

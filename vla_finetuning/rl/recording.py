@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.files import read_lines, remove, write_whole
+from vla_finetuning.files import read_lines, write_whole
+from vla_finetuning.mirror import address, contents, pull, remove
 from vla_finetuning.rl.actor import StochasticActor
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.episodes import Episode, line_of, pack_actions, unpack_actions
@@ -49,9 +50,9 @@ def forget_episodes(output_dir: Path, first: int) -> None:
 
     An earlier attempt may have had more processes, with files that none replaces.
     """
-    for path in (output_dir / FOLDER).glob("*.jsonl"):
-        if int(path.name.partition("-")[0]) >= first:
-            remove(path)
+    for name in contents(output_dir / FOLDER):
+        if name.endswith(".jsonl") and int(name.partition("-")[0]) >= first:
+            remove(output_dir / FOLDER / name)
 
 
 def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: Iterable[PlayedEpisode]) -> None:
@@ -59,11 +60,12 @@ def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: I
     path = output_dir / FOLDER / f"{iteration:06d}-{worker.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     lines = (json.dumps({**line, **pack_actions(actions)}) + "\n" for line, actions in episodes)
-    write_whole(path, "".join(lines), now=False)
+    write_whole(path, "".join(lines))
 
 
 def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
     """Return all episodes that were written down, iteration after iteration."""
+    pull(output_dir / FOLDER)
     for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
         for text in read_lines(path):
             line = json.loads(text)
@@ -98,8 +100,8 @@ def record_rollouts(run: GrpoRun) -> None:
     there = {int(path.name.partition("-")[0]) for path in (run.job.output_dir / FOLDER).glob("*.jsonl")}
     if missing := len(set(expected) - there):
         raise ValueError(
-            f"{run.job.output_dir} has not the episodes of {missing} of {len(expected)} iterations, which were played "
-            f"without {FLAG}: it must be given from the first iteration on"
+            f"{address(run.job.output_dir)} has not the episodes of {missing} of {len(expected)} iterations, which "
+            f"were played without {FLAG}: it must be given from the first iteration on"
         )
     record_played(root, task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes, about)
     succeeded = sum(line["success_once"] for line, _ in episodes)

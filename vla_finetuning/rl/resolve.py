@@ -14,7 +14,6 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
-from vla_finetuning.bucket import place
 from vla_finetuning.envs.configs import (
     check_drawn,
     drawn_for,
@@ -25,6 +24,7 @@ from vla_finetuning.envs.configs import (
     task_makers,
 )
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
+from vla_finetuning.mirror import address
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig
@@ -148,7 +148,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     path = os.path.expanduser(config.policy_path or "")
     config = replace(
         config,
-        output_dir=str(place(config.output_dir or "").absolute()),
+        output_dir=absolute(config.output_dir or ""),
         policy_path=str(Path(path).absolute()) if Path(path).is_dir() else path,
     )
     env = env_config(config.env_type or "", config.env_options)
@@ -248,7 +248,7 @@ def describe_grpo(run: GrpoRun) -> str:
         *_describe_states(g, scene),
         *g.describe_recording(run.episodes),
         f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}, "
-        f"in {job.checkpoints_dir}",
+        f"in {address(job.checkpoints_dir)}",
         *config.scaling.describe(job.use_gpu, config.train.precision),
     ]
     return "\n".join(map(escaped, lines))

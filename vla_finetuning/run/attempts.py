@@ -6,13 +6,13 @@ attempt has written of steps past the one that a later attempt resumed from is v
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from pathlib import Path
 
-from vla_finetuning.bucket import BucketPath
-from vla_finetuning.files import read_lines
-from vla_finetuning.lines import append_line, claim_line, drop_half_line
+from vla_finetuning.files import append_line, drop_half_line, read_lines
+from vla_finetuning.mirror import address, pull, push, remote
 from vla_finetuning.store import ChangedError
 
 ATTEMPTS_NAME = "attempts.jsonl"
@@ -24,23 +24,32 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
     Raises:
         RuntimeError: another process has started the same attempt of a run in a bucket.
     """
-    number = len(attempts(output_dir))
-    line = {"attempt": number, "resumed_from_step": resumed_from_step, "world_size": world_size}
     path = output_dir / ATTEMPTS_NAME
-    if isinstance(path, BucketPath):
-        try:
-            claim_line(path, number, json.dumps({**line, "claimed_by": uuid.uuid4().hex}))
-        except ChangedError as error:
-            raise RuntimeError(f"{output_dir}: another process goes on with this run") from error
-    else:
-        drop_half_line(path)
-        append_line(path, json.dumps(line))
+    pull(path)
+    number = len(attempts(output_dir))
+    drop_half_line(path)
+    line = {"attempt": number, "resumed_from_step": resumed_from_step, "world_size": world_size}
+    append_line(path, json.dumps({**line, "claimed_by": uuid.uuid4().hex}))  # no two processes write the same line
+    try:
+        push(path, only_if_unchanged=True)
+    except ChangedError as error:
+        raise RuntimeError(f"{address(output_dir)}: another process goes on with this run") from error
     return number
 
 
 def attempts(output_dir: Path) -> list[dict[str, int]]:
     """The lines of `attempts.jsonl`, oldest first."""
     return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
+
+
+def is_newest(output_dir: Path, attempt: int) -> bool:
+    """Return whether no later attempt has started. Raises StorageError."""
+    found = remote(output_dir / ATTEMPTS_NAME)
+    if found is None:
+        return len(attempts(output_dir)) == attempt + 1
+    with contextlib.suppress(FileNotFoundError):
+        return found[0].get(found[1])[0].count(b"\n") == attempt + 1
+    return False
 
 
 def resumed_at(starts: list[dict[str, int]], attempt: int) -> int | None:

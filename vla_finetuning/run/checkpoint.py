@@ -12,10 +12,17 @@ on. This is the layout of torch.distributed.checkpoint's safetensors storage, wh
 number of processes; its usual one keeps a pickle, and gathering a large policy in one process would take that one's
 memory, and all others' time.
 
-A folder appears under its name in one rename, when everything in it has reached the disk; in a bucket, when
-`state.json` is put (run/bucket_checkpoint.py), after the files, which are written to this node's disk and sent from
-there. Nothing is pickled. torch is imported where tensors are read or written, because processes of Ray that only look
-for progress should not have to load it. Randomness needs no state: noise, times and row order are functions of (seed,
+A folder appears under its name in one rename, when everything in it has reached the disk. In a bucket, files go from
+nodes' disks into a folder of the attempt, and `state.json` is put last, which names that folder::
+
+    checkpoints/step_00000200/state.json
+    checkpoints/step_00000200/attempt-00003/trainable.safetensors
+
+An attempt that is over cannot commit there: `state.json` replaces none of a later attempt. One that an attempt wrote
+after a later one had resumed from an earlier step is void, whenever it came in.
+
+Nothing is pickled. torch is imported where tensors are read or written, because processes of Ray that only look for
+progress should not have to load it. Randomness needs no state: noise, times and row order are functions of (seed,
 step) or of (seed, position). Knows nothing of how a step is computed.
 """
 
@@ -26,6 +33,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -35,11 +43,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import let_others_read, write_json
+from vla_finetuning.mirror import address, fetched, mirror_of, node_folder, pull, remote, remove, sizes
 from vla_finetuning.options.grpo import CRITIC
-from vla_finetuning.run import bucket_checkpoint
+from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, is_newest, resumed_at
 from vla_finetuning.run.manifest import (
+    ATTEMPT_FOLDER,
     AVERAGE,
     OPTIMIZER,
     PARTIAL,
@@ -53,6 +62,7 @@ from vla_finetuning.run.manifest import (
     parsed,
     step_of,
 )
+from vla_finetuning.store import ChangedError
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +175,7 @@ class Staging:
 def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, of: int = 1) -> Files:
     """Write one process's files of the checkpoint that `commit` will make appear at `folder`, to a disk.
 
-    Where `folder` is in a bucket, that is this node's; `bucket_checkpoint.send` comes next.
+    Where `folder` is in a bucket, that is this node's; `send` comes next.
 
     Args:
         pieces: under TRAINABLE, OPTIMIZER and AVERAGE, by name. Together, those of all processes are whole tensors.
@@ -195,15 +205,33 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
             files[path.name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
             _to_disk(path)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"checkpoint not written to {folder} ({needed / 1e9:.2f} GB needed): {error}") from error
+        raise OSError(f"checkpoint not written to {address(folder)} ({needed / 1e9:.2f} GB needed): {error}") from error
     return files
 
 
-def commit(folder: Path, progress: Progress, files: Files) -> None:
+def send(folder: Path, files: Iterable[str], attempt: int) -> None:
+    """Send this process's files of a checkpoint to the bucket that `folder` is in. On a disk they are in their place.
+
+    Raises:
+        StorageError: the store refuses, or does not answer.
+    """
+    if found := remote(folder / ATTEMPT_FOLDER.format(attempt)):
+        store, key = found
+        for name in files:
+            store.upload(partial_folder(folder) / name, f"{key}/{name}")
+
+
+def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
     """Have the checkpoint appear at `folder`, whole, or not at all: also when the machine stops in the middle.
 
-    Called by one process when all have written their pieces. `files`: of all of them.
+    Called by one process when all have written, and sent, their pieces. `files`: of all of them. `attempt`: whose.
+
+    Raises:
+        RuntimeError: a later attempt goes on with the run. StorageError: the store refuses, or does not answer.
     """
+    if mirror_of(folder):
+        _put_manifest(folder, progress, files, attempt)
+        return
     partial = partial_folder(folder)
     for path in partial.iterdir():
         if path.name not in files:  # of an attempt that died while writing
@@ -217,16 +245,46 @@ def commit(folder: Path, progress: Progress, files: Files) -> None:
     _to_disk(folder.parent)
 
 
+def _put_manifest(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
+    output_dir, path = folder.parent.parent, remote(folder / STATE)
+    assert path is not None
+    (store, key), tag = path, ""
+    over = RuntimeError(f"{address(output_dir)}: another process goes on with this run; {folder.name} is not written")
+    with contextlib.suppress(FileNotFoundError):
+        found, tag = store.get(key)
+        with contextlib.suppress(ValueError):
+            if parsed(found).get("attempt", -1) > attempt:
+                raise over
+    if not is_newest(output_dir, attempt):
+        raise over
+    state = manifest(progress, files, attempt=attempt, folder=ATTEMPT_FOLDER.format(attempt))
+    try:
+        store.put(key, json.dumps(state, indent=2).encode() + b"\n", tag)
+    except ChangedError as error:
+        raise over from error
+
+
 def discard(folder: Path) -> None:
-    """Remove what was written of a checkpoint that will not appear at `folder`."""
+    """Remove what this node has of a checkpoint that will not appear at `folder`, or has appeared in a bucket."""
     shutil.rmtree(partial_folder(folder), ignore_errors=True)
 
 
 def partial_folder(folder: Path) -> Path:
     """Return where, on a disk, the files of a checkpoint are before it appears at `folder`."""
-    if isinstance(folder, BucketPath):
-        return bucket_checkpoint.disk_of(folder) / (PARTIAL + folder.name)
-    return folder.with_name(PARTIAL + folder.name)
+    return node_folder(folder.parent) / (PARTIAL + folder.name)
+
+
+def unsent(checkpoints: Path) -> dict[int, Path]:
+    """Return this node's folders with files of checkpoints that have not appeared, by step."""
+    found = node_folder(checkpoints).glob(f"{PARTIAL}{PREFIX}*")
+    return {step: path for path in found if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
+
+
+def forget_unsent(checkpoints: Path, before: float = math.inf) -> None:
+    """Remove what this node has of checkpoints that have not appeared, of steps before that one."""
+    for step, path in unsent(checkpoints).items():
+        if step < before:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _file_name(kind: str, number: int, of: int) -> str:
@@ -254,18 +312,21 @@ def load_checkpoint(
         ValueError: its files are damaged or gone, or names or shapes are not those in the checkpoint.
         OSError: the disk does not give them.
     """
+    kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
+    wanted = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
+    with on_disk(folder, tuple(wanted)) as here:
+        return _load(here, wanted)
+
+
+def _load(folder: Path, wanted: Mapping[str, Mapping[str, Tensor]]) -> Progress:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
 
-    kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
-    wanted = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
-    if isinstance(folder, BucketPath):
-        with bucket_checkpoint.on_this_node(folder, list(wanted)) as here:
-            return load_checkpoint(here, trainable, optimizer, average)
-    progress = load_progress(folder)
+    state = _state(folder)
+    inside = folder / state.get("folder", "")
     try:
         for kind, tensors in wanted.items():
-            saved = _names(folder, kind)
+            saved = _names(inside, kind)
             if kind == AVERAGE and not saved:
                 raise ValueError("it was written without an average of the weights: start without --ema.enable")
             if kind == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
@@ -276,7 +337,7 @@ def load_checkpoint(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: each by itself
             everything = {name: tensor for tensors in wanted.values() for name, tensor in tensors.items()}
-            load(everything, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+            load(everything, storage_reader=HuggingFaceStorageReader(str(inside)), no_dist=True)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
         reason: BaseException = error
         if isinstance(error, CheckpointException):  # keeps what went wrong, and a traceback, by rank
@@ -284,17 +345,36 @@ def load_checkpoint(
         # A disk may answer the next attempt; what is in a file stays.
         raised = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
         raise raised(f"checkpoint {folder}: cannot be read: {reason}") from error
-    return progress
+    return Progress(**state["progress"])
+
+
+def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextManager[Path]:
+    """While the block runs: a checkpoint in a folder on a disk, itself, or of one in a bucket its files of some kinds.
+
+    Raises:
+        ValueError: it is not what was written. StorageError: the store does not answer.
+    """
+    if not mirror_of(folder):
+        return contextlib.nullcontext(folder)
+    state = _state(folder)
+    files = {name: written for name, written in state["files"].items() if name.startswith(kinds)}
+
+    def check(target: Path) -> None:
+        for name, written in files.items():
+            if file_digest(target / name) != written["sha256"]:
+                raise ValueError(f"checkpoint {address(folder)}: {name} has changed since it was written")
+        write_json(target / STATE, manifest(Progress(**state["progress"]), files))
+
+    return fetched(folder / state.get("folder", ""), files.__contains__, check)
 
 
 def checkpoint_names(folder: Path, kind: str) -> set[str]:
     """Names of what a checkpoint holds: TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError when it is damaged."""
-    load_progress(folder)
     try:
-        with bucket_checkpoint.on_this_node(folder, [kind]) as here:
-            return _names(here, kind)
+        with on_disk(folder, (kind,)) as here:
+            return _names(here / _state(here).get("folder", ""), kind)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"checkpoint {folder}: cannot be read: {error}") from error
+        raise ValueError(f"checkpoint {address(folder)}: cannot be read: {error}") from error
 
 
 def _names(folder: Path, kind: str) -> set[str]:
@@ -332,8 +412,8 @@ def set_aside_damaged(folder: Path) -> Path | None:
     newest finds the same one without reading all its bytes. What a crash left half-written is removed. Call it in one
     process, while none writes.
     """
-    if isinstance(folder, BucketPath):
-        bucket_checkpoint.sweep(folder)
+    if mirror_of(folder):
+        _sweep(folder)
         return latest_checkpoint(folder)
     if folder.is_dir():
         for path in folder.glob(PARTIAL + "*"):
@@ -349,10 +429,48 @@ def set_aside_damaged(folder: Path) -> Path | None:
     return None
 
 
+def _sweep(folder: Path) -> None:
+    """Remove from a bucket what attempts left that died while they wrote, and what is void. Call it in one process."""
+    found = remote(folder)
+    assert found is not None
+    store, key = found
+    states: dict[str, dict[str, Any] | None] = {}
+    for path in _newest_first(folder):
+        try:
+            states[path.name] = parsed((path / STATE).read_text())
+        except (OSError, ValueError):
+            states[path.name] = None  # a person may want to look at it
+            continue
+        if _void_after(states[path.name] or {}, path) is not None:
+            remove(path)
+            del states[path.name]
+    left = []
+    for name in sizes(folder):
+        step, _, inside = name.partition("/")
+        state = states.get(step, {})
+        if state is not None and inside.startswith("attempt-") and inside.partition("/")[0] != state.get("folder"):
+            left.append(f"{key}/{name}")
+    store.delete(left)
+    store.abort_uploads(key)
+
+
+def _void_after(state: Mapping[str, Any], path: Path) -> int | None:
+    """Return the step that a later attempt went on from without this checkpoint; None where it counts."""
+    if "attempt" not in state:
+        return None
+    output_dir = path.parent.parent
+    pull(output_dir / ATTEMPTS_NAME)
+    counts = resumed_at(attempts(output_dir), state["attempt"])
+    return counts if counts is not None and state["progress"]["step"] > counts else None
+
+
+class _VoidError(ValueError):
+    """A later attempt went on without a checkpoint."""
+
+
 def unusable_checkpoints(folder: Path) -> list[str]:
     """Names of folders with what was a whole checkpoint once, and is none now: damaged ones, set aside or not."""
-    if isinstance(folder, BucketPath):
-        return bucket_checkpoint.unusable(folder)
+    pull(folder)
     there = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     names = [name for name in there if step_of(name.removeprefix(DAMAGED)) is not None]
     return sorted(name for name in names if name.startswith(DAMAGED) or not _is_usable(folder / name))
@@ -361,6 +479,8 @@ def unusable_checkpoints(folder: Path) -> list[str]:
 def _is_usable(path: Path) -> bool:
     try:
         _state(path)
+    except _VoidError:
+        return True
     except ValueError:
         return False
     return True
@@ -395,16 +515,10 @@ def prune(
     for path in ranked[keep_best:]:
         if _may_wait(path, undecided.__contains__):
             continue
-        # In one rename out of sight: half a checkpoint must not be taken for one.
-        doomed = path.with_name(PARTIAL + path.name)
         try:
-            if isinstance(path, BucketPath):
-                bucket_checkpoint.delete(path)
-                continue
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
+            remove(path)
         except OSError as error:
-            logger.warning("old checkpoint %s could not be deleted (%s); training goes on", path, error)
+            logger.warning("old checkpoint %s could not be deleted (%s); training goes on", address(path), error)
 
 
 def checkpoint_sizes(folder: Path) -> list[int]:
@@ -430,9 +544,7 @@ def _scores(paths: Iterable[Path]) -> dict[Path, tuple[float, float]]:
 def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
     if not waiting(_step(path)):
         return False
-    if isinstance(path, BucketPath):
-        return True
-    if shutil.disk_usage(path).free >= 2 * _size(path) + SPARE_BYTES:
+    if mirror_of(path) or shutil.disk_usage(path).free >= 2 * _size(path) + SPARE_BYTES:
         return True
     logger.warning("%s is deleted before it was evaluated to its end: the disk is nearly full", path)
     return False
@@ -489,7 +601,7 @@ def check_base(found: Progress, base: Mapping[str, Any]) -> None:
 
 def require_space_to_write(folder: Path, needed_bytes: int) -> None:
     """Raises OSError when the disk that a checkpoint of so many bytes is written to cannot take it."""
-    other = "TMPDIR on this node" if isinstance(folder, BucketPath) else "--output_dir"
+    other = "--output_dir, or TMPDIR on this node for a run in a bucket"
     require_space(partial_folder(folder).parent, needed_bytes, "a checkpoint", other)
 
 
@@ -512,35 +624,39 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
     Folders by other names, as copies that a user has made, are none.
     """
-    if not isinstance(folder, BucketPath) and not folder.is_dir():
+    if not folder.is_dir():
         return {}
     found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
     return dict(sorted(found.items()))
 
 
 def _newest_first(folder: Path) -> list[Path]:
+    pull(folder)
     return list(reversed(checkpoints(folder).values()))
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    if isinstance(folder, BucketPath):
-        return bucket_checkpoint.read(folder)
+    pull(folder / STATE)
+    url = address(folder)
     try:
         state = parsed((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({error})") from error
+        raise ValueError(f"checkpoint {url}: {STATE} is missing or damaged ({error})") from error
+    if (counts := _void_after(state, folder)) is not None:
+        raise _VoidError(f"checkpoint {url}: void, a later attempt went on from step {counts} without it")
+    found = sizes(folder / state.get("folder", ""))
     for name, written in state["files"].items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != written["bytes"]:
-            raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
+        if found.get(name) != written["bytes"]:
+            raise ValueError(f"checkpoint {url}: {name} is missing or truncated")
     # torch's reader looks into every safetensors file of the folder.
-    if foreign := sorted({path.name for path in folder.glob("*.safetensors")} - state["files"].keys()):
-        raise ValueError(f"checkpoint {folder}: {foreign} are not of this checkpoint; remove them")
+    if foreign := sorted({name for name in found if re.fullmatch(r"[^/]*\.safetensors", name)} - state["files"].keys()):
+        raise ValueError(f"checkpoint {url}: {foreign} are not of this checkpoint; remove them")
     return state
 
 
 def _verify(folder: Path, state: Mapping[str, Any]) -> None:
     for name, written in state["files"].items():
-        if file_digest(folder / name) != written["sha256"]:
+        if file_digest(folder / state.get("folder", "") / name) != written["sha256"]:
             raise ValueError(f"checkpoint {folder}: {name} has changed since it was written")
 
 

@@ -33,8 +33,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from vla_finetuning.bucket import BucketPath
 from vla_finetuning.environment import Timeouts
+from vla_finetuning.mirror import address, contents, mirror_of
 from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
 from vla_finetuning.terminal import tell
 
@@ -383,7 +383,7 @@ class Needs:
     paths: Mapping[str, str]
     cuda: str | None
     free_bytes: int
-    bucket: BucketPath | None = None
+    bucket: Path | None = None
     gpu_type: str | None = None
     gpu_bytes: int = 0
 
@@ -433,7 +433,7 @@ def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = N
         ValueError: naming every node that lacks something, what it lacks, and what to do.
     """
     nodes = alive_nodes() if nodes is None else nodes
-    if isinstance(output_dir, BucketPath):
+    if mirror_of(output_dir):
         lacks = _ask(nodes, replace(needs, bucket=output_dir))
     else:
         with _marker(output_dir) as marker:
@@ -524,9 +524,9 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
             lacks.append(f"does not see {whose}: no {path}; put it on storage that all nodes share, at the same path")
     if needs.bucket is not None:
         try:
-            needs.bucket.exists()
+            contents(needs.bucket)
         except OSError as error:
-            lacks.append(f"cannot read {needs.bucket} (--output_dir): {error}")
+            lacks.append(f"cannot read {address(needs.bucket)} (--output_dir): {error}")
     free = shutil.disk_usage(temp_dir).free
     if free < needs.free_bytes:
         lacks.append(f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB; free some there")

@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import read_foreign_json
+from vla_finetuning.mirror import address, pull, sizes
 from vla_finetuning.options.job import CONFIG_NAME, JobOptions
 from vla_finetuning.options.mixture import members, robots
 from vla_finetuning.options.programs import Config, ValueConfig
@@ -31,7 +31,7 @@ def result_problem(config: JobOptions) -> str | None:
     """Return what is missing or damaged of what a finished run leaves, in words; None where nothing is."""
     what, path = result_of(config)
     if what == "labels":
-        return None if path.is_file() else f"{path} is missing"
+        return None if sizes(path.parent).get(path.name) else f"{address(path)} is missing"
     return policy_problem(path, robots(members(config.dataset.mixture)) if isinstance(config, Config) else ())
 
 
@@ -46,6 +46,7 @@ def policy_problem(folder: Path, names: Sequence[str] = ()) -> str | None:
 
 def exported_robots(folder: Path) -> list[str]:
     """The robots whose policies are in `pretrained_model`; none where it is one policy."""
+    pull(folder, _is_no_weights)
     if (folder / CONFIG_NAME).is_file() or not folder.is_dir():
         return []
     return sorted(path.name for path in folder.iterdir() if (path / CONFIG_NAME).is_file())
@@ -54,31 +55,37 @@ def exported_robots(folder: Path) -> list[str]:
 def report_line(output_dir: Path) -> str:
     """The terminal's line on a run's report."""
     path = output_dir / REPORT_NAME
-    return f"Report       {path}" if path.is_file() else "Report       not written; a warning above says why"
+    return f"Report       {address(path)}" if path.is_file() else "Report       not written; a warning above says why"
 
 
 def _problem(folder: Path) -> str | None:
+    pull(folder, _is_no_weights)
+    url, found = address(folder), sizes(folder)
     wanted = (CONFIG_NAME, WEIGHTS_NAME, *PROCESSOR_NAMES)
-    missing = [name for name in wanted if not (folder / name).is_file()]
+    missing = [name for name in wanted if name not in found]
     if len(missing) == len(wanted):
-        return f"{folder} holds no policy"
+        return f"{url} holds no policy"
     for name in PROCESSOR_NAMES if not missing else ():
         try:
             steps = read_foreign_json(folder / name)["steps"]
             states = [step["state_file"] for step in steps if step.get("state_file")]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{folder / name} is damaged ({error!r})"
-        missing += [state for state in states if not (folder / state).is_file()]
+            return f"{url}/{name} is damaged ({error!r})"
+        missing += [state for state in states if state not in found]
     if missing:
-        return f"{folder} lacks {', '.join(missing)}"
+        return f"{url} lacks {', '.join(missing)}"
     weights = folder / WEIGHTS_NAME
-    if isinstance(weights, BucketPath):
-        return None if weights.content().size else f"{weights} is empty"
+    if not weights.is_file():  # in the bucket, where its header is not read
+        return None if found[WEIGHTS_NAME] else f"{url}/{WEIGHTS_NAME} is empty"
     try:
         with safe_open(weights, framework="np"):
             return None
     except (OSError, SafetensorError) as error:
         return f"{weights} is damaged ({error})"
+
+
+def _is_no_weights(name: str) -> bool:
+    return not name.endswith(WEIGHTS_NAME)
 
 
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:

@@ -15,8 +15,9 @@ from typing import Any
 import ray.train
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 
-from vla_finetuning.lines import append_line
-from vla_finetuning.run.folder import LOG_NAME, attempts
+from vla_finetuning.files import append_line
+from vla_finetuning.mirror import file_of_process, pull, push
+from vla_finetuning.run.folder import ATTEMPTS_NAME, LOG_NAME, attempts
 from vla_finetuning.store import PATIENCE_S, StorageError, StoreAwayError, within
 from vla_finetuning.terminal import escaped
 
@@ -56,6 +57,7 @@ class StopRetrying(ray.train.UserCallback):
         resumed_from: list[int] = []
         patience_s = NEARLY_NONE_S if isinstance(error, StoreAwayError) else PATIENCE_S
         with within(patience_s), contextlib.suppress(StorageError):
+            pull(self._output_dir / ATTEMPTS_NAME)
             resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]
         # Addresses, sizes and process ids are never the same twice.
         found = (type(error), re.sub(r"\d+", "", str(error)), resumed_from)
@@ -69,7 +71,9 @@ class StopRetrying(ray.train.UserCallback):
         # It may be the disk that is full.
         with within(patience_s), contextlib.suppress(OSError):
             failed = f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(message)}"
-            append_line(self._output_dir / LOG_NAME, failed, now=True)
+            log = file_of_process(self._output_dir / LOG_NAME)
+            append_line(log, failed)
+            push(log)
         if final:
             raise error
 

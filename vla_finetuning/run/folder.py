@@ -29,8 +29,9 @@ Files of `OUTPUT_DIR`::
     finished.json         the run did all that it was asked for: {"step": 200}
     stop                  made by a user: the run writes a checkpoint and ends at its next log step
 
-Lines of an attempt past the step that the next one resumed from are void. In a bucket, files of lines are folders of
-objects (bucket.py), and `.lock` is a lease (run/lease.py).
+Lines of an attempt past the step that the next one resumed from are void. A run in a bucket has the same files there;
+each process works on a copy of its own (mirror.py). Files that several processes write are a file each there
+(`run-HOST-PROCESS.log`), and `.lock` is a lease (run/lease.py).
 """
 
 from __future__ import annotations
@@ -43,15 +44,24 @@ import signal
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.bucket import BucketPath
-from vla_finetuning.files import read_json, read_lines, remove, write_json
-from vla_finetuning.lines import is_there, recently, write_beside
+from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.mirror import (
+    address,
+    contents,
+    files_of_processes,
+    mirror_of,
+    pull,
+    push,
+    remote,
+    remove,
+    sizes,
+    synced,
+)
 from vla_finetuning.options.fields import leaves, options_of
 from vla_finetuning.options.job import CONFIG_NAME, OF_A_START, JobOptions
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
@@ -100,6 +110,7 @@ def check_folder(config: JobOptions) -> None:
     """
     folder = config.folder
     check_place(folder)
+    pull(folder)
     _check_idle(folder)
     _check_free(config)
 
@@ -109,6 +120,8 @@ def is_finished(config: JobOptions) -> bool:
 
     What it left may have gone since: see `exported.result_problem`.
     """
+    if config.resume:
+        pull(config.folder)
     return config.resume and (config.folder / FINISHED_NAME).is_file() and not changed_options(config)
 
 
@@ -127,9 +140,9 @@ def checkpoint_to_resume(output_dir: Path) -> Path | None:
     newest = latest_checkpoint(output_dir / CHECKPOINTS_NAME)
     if newest is None and (signs := _signs_of_training(output_dir)):
         raise ValueError(
-            f"--resume: {output_dir / CHECKPOINTS_NAME} has no checkpoint that can be used, but {'; '.join(signs)}. "
-            "The run would begin at step 0 and replace what was trained: put a checkpoint back, or begin anew in "
-            f"another --output_dir, or in this one after {output_dir} is moved or removed"
+            f"--resume: {address(output_dir / CHECKPOINTS_NAME)} has no checkpoint that can be used, but "
+            f"{'; '.join(signs)}. The run would begin at step 0 and replace what was trained: put a checkpoint back, "
+            f"or begin anew in another --output_dir, or in this one after {address(output_dir)} is moved or removed"
         )
     return newest
 
@@ -173,20 +186,25 @@ def _signs_of_training(output_dir: Path) -> list[str]:
         signs.append(f"that of step {max(done)} was evaluated ({EVALUATIONS_NAME})")
     if unusable := unusable_checkpoints(output_dir / CHECKPOINTS_NAME):
         signs.append(f"{', '.join(unusable)} {'are' if len(unusable) > 1 else 'is'} there, damaged or incomplete")
-    results = [name for name in RESULTS if _is_there(output_dir / name)]
+    results = [name for name in contents(output_dir) if name in RESULTS and _is_there(output_dir / name)]
     return signs + ([f"{', '.join(results)} {'are' if len(results) > 1 else 'is'} there"] if results else [])
 
 
 def _is_there(path: Path) -> bool:
     """Return whether a path is a file, or a folder with something in it."""
-    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+    return path.is_file() or bool(sizes(path))
 
 
 def check_place(folder: Path) -> None:
     """Raises OSError where no folder can be, without making one."""
-    if isinstance(folder, BucketPath):
-        if not any(folder.iterdir()) and not (bucket := type(folder)(*folder.parts[:2])).exists():
-            raise FileNotFoundError(f"--output_dir={folder}: there is no {bucket}; make it first, or check its name")
+    if found := remote(folder):
+        try:
+            found[0].is_folder("")
+        except FileNotFoundError as error:
+            url, bucket = address(folder), f"{found[0].protocol}://{found[0].bucket}"
+            raise FileNotFoundError(
+                f"--output_dir={url}: there is no {bucket}; make it first, or check its name"
+            ) from error
         return
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -225,14 +243,15 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
 def claim_folder(config: JobOptions) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
     folder = config.folder
-    if isinstance(folder, BucketPath):
+    if mirror_of(folder):
         _try_conditions(config)
         hurry()  # not any more, if a run before ended so
-        with drive(folder) if config.lease else contextlib.nullcontext():
+        lease = drive(folder) if config.lease else contextlib.nullcontext()
+        with lease, synced(folder, lambda: not is_lost(folder)):
             yield
         with contextlib.suppress(StorageError):  # what the run ends with says more
             if not _contents(folder):
-                folder.remove_tree()
+                remove(folder)
         return
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -277,26 +296,27 @@ def _try_storage(folder: Path) -> None:
 def _try_conditions(config: JobOptions) -> None:
     """Have the store of a run's folder refuse what a lease relies on that it refuses. Raises OSError if it does not."""
     folder = config.folder
-    if not isinstance(folder, BucketPath) or not config.lease:
+    found, url = remote(folder / f".storage-{uuid.uuid4().hex}"), address(folder)
+    if found is None or not config.lease:
         return
-    probe = folder / f".storage-{uuid.uuid4().hex}"
+    store, probe = found
     try:
-        tag = probe.put(b"1", tag="")
+        tag = store.put(probe, b"1", tag="")
         for wrong in ("", tag):
             if wrong:
-                probe.put(b"2", tag=tag)  # from now on its tag is another
+                store.put(probe, b"2", tag=tag)  # from now on its tag is another
             with contextlib.suppress(ChangedError):
-                probe.put(b"3", tag=wrong)
+                store.put(probe, b"3", tag=wrong)
                 raise OSError(
-                    f"--output_dir={folder}: this store overwrites what it was asked not to (no conditional writes): "
+                    f"--output_dir={url}: this store overwrites what it was asked not to (no conditional writes): "
                     "two processes could destroy each other's run; choose another store or a folder on a disk, or give "
                     "--lease=false and see to it yourself that no other process has this --output_dir"
                 )
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"--output_dir={folder}: nothing can be written there ({error})") from error
+        raise FileNotFoundError(f"--output_dir={url}: nothing can be written there ({error})") from error
     finally:
         with contextlib.suppress(OSError):
-            probe.unlink()
+            store.delete([probe])
 
 
 def _busy(folder: Path) -> FileExistsError:
@@ -307,7 +327,7 @@ def _busy(folder: Path) -> FileExistsError:
 
 def _check_idle(folder: Path) -> None:
     """Raises FileExistsError where another process holds the folder; storage that cannot tell is for `claim_folder`."""
-    if isinstance(folder, BucketPath) or not (folder / LOCK_NAME).is_file():
+    if not (folder / LOCK_NAME).is_file():
         return
     lock = FileLock(folder / LOCK_NAME)
     try:
@@ -330,15 +350,16 @@ def prepare_folder(config: JobOptions) -> None:
     """Write the run's options into its folder, which is locked; a run that does not resume empties it first."""
     folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
     if not config.resume:
-        for path in _contents(folder):
-            remove(path)
+        for name in _contents(folder):
+            remove(folder / name)
     # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
     # are is what the folder says.
-    for name in (STOP_NAME, FINISHED_NAME):
-        (folder / name).unlink(missing_ok=True)
-    (checkpoints / RAY_TRAIN_SNAPSHOT).unlink(missing_ok=True)
+    for path in (folder / STOP_NAME, folder / FINISHED_NAME, checkpoints / RAY_TRAIN_SNAPSHOT):
+        if path.is_file():
+            remove(path)
     checkpoints.mkdir(exist_ok=True)
     write_json(folder / CONFIG_NAME, config.to_json())
+    push(folder)
 
 
 def changed_options(config: JobOptions) -> list[str]:
@@ -364,7 +385,7 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
                 f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
                 "least, or start a new run, from the policy that this one exports at its end if it is to go on with it"
             )
-    if not isinstance(config.folder, BucketPath):
+    if not mirror_of(config.folder):
         there = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
         # Of more than the run keeps, none is deleted before the next one is there.
         needed = max(disk_bytes - sum(there), max(there, default=0))
@@ -377,17 +398,16 @@ def _check_free(config: JobOptions) -> None:
     if _contents(config.folder) and not (config.resume or is_demo):
         run = "--resume goes on with the run it holds; otherwise choose another"
         remedy = run if (config.folder / CONFIG_NAME).is_file() else "it holds no run; choose another"
-        raise FileExistsError(f"--output_dir={config.folder} is not empty: {remedy}")
+        raise FileExistsError(f"--output_dir={address(config.folder)} is not empty: {remedy}")
 
 
-def _contents(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name != LOCK_NAME] if folder.exists() else []
+def _contents(folder: Path) -> list[str]:
+    return [name for name in contents(folder) if name != LOCK_NAME]
 
 
 def first_step_done(output_dir: Path, step: int, after_s: float) -> None:
     """Record that this start of the worker group trains. Called by rank 0."""
-    line = {"step": step, "after_s": round(after_s, 1)}
-    write_beside(output_dir / FIRST_STEP_NAME, partial(write_json, value=line))
+    write_json(output_dir / FIRST_STEP_NAME, {"step": step, "after_s": round(after_s, 1)})
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
@@ -397,9 +417,10 @@ def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
     out.
     """
     found = []
-    for line in read_lines(output_dir / SKIPPED_NAME):
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
+    for path in files_of_processes(output_dir / SKIPPED_NAME):
+        for line in read_lines(path):
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
     return found
 
 
@@ -431,7 +452,7 @@ def _success_bounds(line: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def stop_requested(output_dir: Path) -> bool:
-    return recently(is_there, output_dir / STOP_NAME, False)
+    return (output_dir / STOP_NAME).exists()
 
 
 @contextlib.contextmanager
@@ -447,7 +468,7 @@ def stopping_on_signals(output_dir: Path) -> Iterator[None]:
         if asked or is_lost(output_dir):
             raise SystemExit(128 + number)
         asked = True
-        write_beside(output_dir / STOP_NAME, lambda path: path.touch())
+        (output_dir / STOP_NAME).touch()
         # Not by print: what is interrupted may be in the middle of one, and Python's streams do not stand that.
         os.write(2, b"stopping: a checkpoint is taken at the next log step; once more to end now\n")
 

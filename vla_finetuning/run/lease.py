@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vla_finetuning.bucket import BucketPath
+from vla_finetuning.mirror import address, remote
 from vla_finetuning.store import ChangedError
 from vla_finetuning.terminal import tell, tell_error
 
@@ -37,7 +37,7 @@ ANSWER_S = 15.0
 # that are wrong by more than 15 minutes.
 LONG_AGO_S = 3600.0
 
-_lost: set[BucketPath] = set()
+_lost: set[Path] = set()
 
 
 def is_lost(folder: Path) -> bool:
@@ -51,9 +51,11 @@ def end_process() -> None:
 
 
 @contextlib.contextmanager
-def drive(folder: BucketPath, when_lost: Callable[[], None] = end_process) -> Iterator[None]:
-    """Hold the run's lease while the block runs.
+def drive(folder: Path, when_lost: Callable[[], None] = end_process) -> Iterator[None]:
+    """Hold the lease of a run in a bucket while the block runs.
 
+    Args:
+        folder: this process's copy of the run's folder.
     Raises:
         FileExistsError: another process drives the run.
     """
@@ -65,7 +67,7 @@ def drive(folder: BucketPath, when_lost: Callable[[], None] = end_process) -> It
         while not stop.wait(RENEW_S):
             if not lease.renew():
                 _lost.add(folder)
-                tell_error(f"{folder}: another process drives this run now ({lease.holder()}); this one ends")
+                tell_error(f"{address(folder)}: another process drives this run now ({lease.holder()}); this one ends")
                 when_lost()
                 return
 
@@ -81,8 +83,10 @@ def drive(folder: BucketPath, when_lost: Callable[[], None] = end_process) -> It
 
 
 class _Lease:
-    def __init__(self, folder: BucketPath):
-        self._folder, self._path = folder, folder / LOCK_NAME
+    def __init__(self, folder: Path):
+        found = remote(folder / LOCK_NAME)
+        assert found is not None
+        self._folder, (self._store, self._key) = folder, found
         self._id, self._renewals, self._tag = uuid.uuid4().hex, 0, ""
         _lost.discard(folder)
 
@@ -96,7 +100,7 @@ class _Lease:
     def _free_tag(self) -> str:
         """The tag of what this lease replaces, which is nobody's any more. Raises FileExistsError."""
         state, tag = self._read()
-        if not state or state.get("released") or time.time() - self._path.content().written > LONG_AGO_S:
+        if not state or state.get("released") or time.time() - self._store.head(self._key).written > LONG_AGO_S:
             return tag
         tell(f"Waiting      the driver of this run ({_named(state)}) did not say that it ended; {LEASE_S:.0f} s show")
         deadline = time.monotonic() + LEASE_S
@@ -120,7 +124,7 @@ class _Lease:
                     return False
                 self._tag = tag  # ours, whose answer was lost
         except OSError as error:
-            logger.warning("the lease of %s is not renewed: %s", self._folder, error)
+            logger.warning("the lease of %s is not renewed: %s", address(self._folder), error)
         return True
 
     def release(self) -> None:
@@ -134,8 +138,8 @@ class _Lease:
 
     def _busy(self) -> FileExistsError:
         return FileExistsError(
-            f"--output_dir={self._folder}: a run is going on there, driven by {self.holder()}; wait until it ends, or "
-            "choose another folder"
+            f"--output_dir={address(self._folder)}: a run is going on there, driven by {self.holder()}; wait until it "
+            "ends, or choose another folder"
         )
 
     def _put(self, tag: str, released: bool = False) -> None:
@@ -148,11 +152,11 @@ class _Lease:
             "lease_s": LEASE_S,
             "released": released,
         }
-        self._tag = self._path.put(json.dumps(state, indent=2).encode(), tag=tag, patience_s=ANSWER_S)
+        self._tag = self._store.put(self._key, json.dumps(state, indent=2).encode(), tag, ANSWER_S)
 
     def _read(self) -> tuple[dict[str, object], str]:
         try:
-            data, tag = self._path.read_tagged()
+            data, tag = self._store.get(self._key)
         except FileNotFoundError:
             return {}, ""
         with contextlib.suppress(ValueError):

@@ -17,8 +17,8 @@ PREFIX = "step_"
 # Before the name of a checkpoint that is being written.
 PARTIAL = ".partial_"
 FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
-# In a bucket, the folder of an attempt's files of a checkpoint.
-PARTS_NAME = r"step_[0-9]{8,}-[0-9]{5,}"
+# In a bucket, the folder of the files that an attempt wrote of a checkpoint, beside its `state.json`.
+ATTEMPT_FOLDER = "attempt-{:05d}"
 
 
 def step_of(name: str) -> int | None:
@@ -65,7 +65,7 @@ Files = dict[str, dict[str, Any]]
 
 
 def manifest(progress: Progress, files: Files, **more: Any) -> dict[str, Any]:
-    """Return what `state.json` holds. `more`: in a bucket, `attempt` and `parts`."""
+    """Return what `state.json` holds. `more`: in a bucket the `attempt` that wrote it, and its files' `folder`."""
     state = {"format": FORMAT, "files": files, "progress": asdict(progress), **more}
     return {**state, "sha256": _digest(state)}
 
@@ -103,8 +103,9 @@ def _check_form(state: Mapping[str, Any]) -> None:
             raise ValueError(f"{name!r:.100} is no file of a checkpoint")
         if type(written["bytes"]) is not int or type(written["sha256"]) is not str:
             raise ValueError(f"size and checksum of {name} are {written!r:.100}")
-    if "parts" in state and not re.fullmatch(PARTS_NAME, state["parts"]) or type(state.get("attempt", 0)) is not int:
-        raise ValueError(f"parts are {state['parts']!r:.100} of attempt {state.get('attempt')!r:.100}")
+    attempt, folder = state.get("attempt", 0), state.get("folder", "")
+    if type(attempt) is not int or folder not in ("", ATTEMPT_FOLDER.format(attempt)):
+        raise ValueError(f"folder is {folder!r:.100} of attempt {attempt!r:.100}")
     progress = asdict(Progress(**state["progress"]))
     for name, expected in PROGRESS_TYPES.items():
         if type(progress[name]) not in expected:

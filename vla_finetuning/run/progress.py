@@ -15,9 +15,8 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from vla_finetuning.bucket import BucketPath
-from vla_finetuning.files import read_json, read_lines, write_whole
-from vla_finetuning.lines import append_line, line_writer, recently
+from vla_finetuning.files import append_line, line_writer, read_json, read_lines, write_whole
+from vla_finetuning.mirror import address, file_of_process, files_of_processes, pull
 from vla_finetuning.run.folder import (
     FIRST_STEP_NAME,
     LOG_NAME,
@@ -29,11 +28,10 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
-from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import LogFormatter, tell
 
-# How often the driver looks for news; a bucket is asked less often, as each look is some requests.
-POLL_S, BUCKET_POLL_S = 0.5, 3.0
+# How often the driver looks for news.
+POLL_S = 0.5
 # Formats a line of metrics.jsonl for the terminal.
 Line = Callable[[Mapping[str, Any]], str]
 
@@ -77,8 +75,7 @@ class MetricsLog:
         """Return the success of the oldest evaluation in the loop that no line tells of yet; it came
         in some time after its checkpoint.
         """
-        played = recently(evaluations, self.path.parent, list[dict[str, Any]]())
-        line = next((line for line in played if line["step"] not in self._told), None)
+        line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._told), None)
         if line is None:
             return {}
         self._told.add(line["step"])
@@ -107,9 +104,8 @@ class RowsLog:
     """`rows/rank<r>.jsonl`: which rows this rank has trained on, for anybody to check (`diagnostics.check_rows`)."""
 
     def __init__(self, output_dir: Path, rank: int, attempt: int):
-        # On a disk a line is in the file when `write` returns, whatever happens to the process afterwards; in a bucket
-        # before a checkpoint that has its rows is.
-        self._append = line_writer(output_dir / ROWS_NAME / f"rank{rank}.jsonl")
+        # A line is in the file when `write` returns, whatever happens to the process afterwards.
+        self._append = line_writer(file_of_process(output_dir / ROWS_NAME / f"rank{rank}.jsonl"))
         self._attempt = attempt
 
     def write(
@@ -127,6 +123,7 @@ class RowsLog:
 def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
     """The lines that count: without those that a later attempt has trained anew."""
     resumed_from = [line["resumed_from_step"] for line in attempts(output_dir)]
+    pull(output_dir / ROWS_NAME)
     for path in sorted((output_dir / ROWS_NAME).glob("rank*.jsonl")):
         for text in read_lines(path):
             line = json.loads(text)
@@ -144,7 +141,7 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
     """
     # By their places in the stream: an attempt that went back reads some of them again, and read tasks are ahead.
     skipped: dict[int, dict[str, Any]] = {}
-    for line in recently(skipped_episodes, output_dir, list[dict[str, Any]]()):
+    for line in skipped_episodes(output_dir):
         skipped |= {position: line for position in line.get("positions", ()) if position < rows}
     if len(skipped) <= share * max(rows, rows_per_epoch):
         return
@@ -153,7 +150,7 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
         f"dataset {', '.join(sorted({line['root'] for line in skipped.values()}))}: {len(skipped)} of the first {rows} "
         f"rows could not be read and were skipped, which is more than --dataset.max_skipped={share:g} of them or of an "
         f"epoch's {rows_per_epoch}; the first was of episode {first['episode_index']}: {first['error']}. "
-        f"{output_dir / SKIPPED_NAME} lists them all: repair or copy them again, or leave their episodes out "
+        f"{address(output_dir / SKIPPED_NAME)} lists them all: repair or copy them again, or leave their episodes out "
         "(--dataset.episodes) in a new run; a higher --dataset.max_skipped lets this one go on with --resume"
     )
 
@@ -176,22 +173,10 @@ def object_store() -> Any:
 
 def log_to(output_dir: Path) -> None:
     """Send this process's warnings to the run's log, where the driver finds them. Called by training workers."""
-    path = output_dir / LOG_NAME
-    handler = LinesHandler(path) if isinstance(path, BucketPath) else logging.FileHandler(path)
+    handler = logging.FileHandler(file_of_process(output_dir / LOG_NAME))
     handler.setLevel(logging.WARNING)
     handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
-
-
-class LinesHandler(logging.Handler):
-    """Adds each record to a file of lines in a bucket."""
-
-    def __init__(self, path: BucketPath):
-        super().__init__()
-        self._path = path
-
-    def emit(self, record: logging.LogRecord) -> None:
-        append_line(self._path, self.format(record))
 
 
 @contextlib.contextmanager
@@ -207,19 +192,19 @@ def follow_progress(output_dir: Path, steps: int, line: Line | None = None) -> I
     # What an earlier attempt of a resumed run wrote is not news.
     reported = _Reported.of(output_dir)
     follower = _Follower(output_dir, steps, reported, line or step_line, interactive)
-    poll_s = BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S
     with tqdm(
         total=steps, initial=reported.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
 
         def look() -> None:
-            with contextlib.suppress(StorageError):  # what the store does not tell now comes later
-                follower.look(bar)
+            follower.look(bar)
 
         try:
-            with polling(look, poll_s):
+            with polling(look, POLL_S):
                 yield
         finally:
+            with contextlib.suppress(OSError):  # a store that does not answer
+                pull(output_dir)
             look()
 
 
@@ -228,7 +213,7 @@ class _Reported:
     """What was printed of a run: its newest log step, lines of its log, starts of its workers, a first step."""
 
     step: int
-    warnings: int
+    warnings: dict[str, int]
     starts: int
     first_step: dict[str, Any]
 
@@ -237,7 +222,7 @@ class _Reported:
         steps = [json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)]
         return cls(
             step=max(steps, default=0),
-            warnings=len(read_lines(output_dir / LOG_NAME)),
+            warnings={path.name: len(read_lines(path)) for path in files_of_processes(output_dir / LOG_NAME)},
             starts=len(attempts(output_dir)),
             first_step=read_json(output_dir / FIRST_STEP_NAME),
         )
@@ -268,10 +253,12 @@ class _Follower:
 
     def look(self, bar: Any) -> None:
         output_dir, steps, reported = self._output_dir, self._steps, self._reported
-        for text in read_lines(output_dir / LOG_NAME)[reported.warnings :]:
-            with tqdm.external_write_mode(file=sys.stderr):
-                tell(text, file=sys.stderr)
-            reported.warnings += 1
+        for path in files_of_processes(output_dir / LOG_NAME):
+            lines, known = read_lines(path), reported.warnings.get(path.name, 0)
+            reported.warnings[path.name] = len(lines)
+            for text in lines[known:]:
+                with tqdm.external_write_mode(file=sys.stderr):
+                    tell(text, file=sys.stderr)
         for line in skipped_episodes(output_dir):
             episode = (line["root"], line["episode_index"])
             if episode not in self._skipped:

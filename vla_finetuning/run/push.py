@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.bucket import place
 from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
-from vla_finetuning.node_disk import fetched
+from vla_finetuning.mirror import address, as_path, fetched, pull
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import ROBOT_NAME
@@ -114,7 +113,9 @@ def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
 
     if not (folder / CONFIG_NAME).is_file():
         if there := exported_robots(output_dir / POLICY_DIR):
-            raise ValueError(f"{output_dir}: no robot {robot!r} among those that were trained: {', '.join(there)}")
+            raise ValueError(
+                f"{address(output_dir)}: no robot {robot!r} among those that were trained: {', '.join(there)}"
+            )
         raise ValueError(f"{folder}: no trained policy is there; it is written when a run has done its last step")
     files, _ = exported_files(folder)  # the card is made of one of them
     if WEIGHTS_NAME not in files:
@@ -281,7 +282,7 @@ def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
     except Exception as error:  # whatever an upload may end with, the policy is there
         tell_error(root_cause(error))
         tell(
-            f"the policy is trained; `python -m vla_finetuning.run.push {output_dir}` tries again to push it",
+            f"the policy is trained; `python -m vla_finetuning.run.push {address(output_dir)}` tries again to push it",
             file=sys.stderr,
         )
         return 4
@@ -290,17 +291,18 @@ def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Push a finished run's policy. Returns the exit status: 0 pushed, 1 not."""
     parser = argparse.ArgumentParser(description="Push the policy of a finished run to the Hugging Face Hub.")
-    parser.add_argument("output_dir", type=place)
+    parser.add_argument("output_dir", type=as_path)
     parser.add_argument("--repo_id", help="USER/NAME; the run's own --policy.repo_id when absent")
     parser.add_argument("--robot", help="of a run of several robots, the one whose policy is pushed; all when absent")
     parser.add_argument("--private", action="store_true", default=None, help="the run's own --policy.private if absent")
     args = parser.parse_args(argv)
     escape_warnings()
     try:
+        pull(args.output_dir)
         config = read_json(args.output_dir / CONFIG_NAME)
         repo_id = args.repo_id or config.get("policy_repo_id")
         if repo_id is None:
-            raise ValueError(f"{args.output_dir}: to which repository? give --repo_id USER/NAME")
+            raise ValueError(f"{address(args.output_dir)}: to which repository? give --repo_id USER/NAME")
         where = (
             {args.robot: repo_id}
             if args.robot

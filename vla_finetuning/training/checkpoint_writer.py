@@ -20,9 +20,8 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 from util import TrainableOptimizer
-from vla_finetuning.bucket import BucketPath
-from vla_finetuning.lines import flush_lines
-from vla_finetuning.run import bucket_checkpoint
+from vla_finetuning.mirror import address, mirror_of, push
+from vla_finetuning.run.attempts import is_newest
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     OPTIMIZER,
@@ -34,12 +33,15 @@ from vla_finetuning.run.checkpoint import (
     Staging,
     commit,
     discard,
+    forget_unsent,
     partial_folder,
     require_space_to_write,
+    send,
     write_pieces,
 )
-from vla_finetuning.run.folder import attempts, checkpoint_written
+from vla_finetuning.run.folder import checkpoint_written
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.recovery import keep_manifest, keep_small_files
 from vla_finetuning.store import StorageError, StoreAwayError, within
 from vla_finetuning.training.parallel import first_replica, is_sharded, shard_of
 from vla_finetuning.training.worker import Worker
@@ -55,9 +57,9 @@ SLOWEST_UPLOAD_BYTES_PER_S = 2**20
 class CheckpointWriter:
     """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
 
-    Rank 0, or where parameters are in parts every rank of the first copy, copies what it holds; a thread of Ray Train's
-    then writes that into the run's folder; if that is in a bucket, to this node's disk and from there into the bucket.
-    When all have, rank 0 has the checkpoint appear there, and it is reported.
+    Rank 0, or where parameters are sharded every rank of the first replica, copies its shards; a thread of Ray Train's
+    then writes them into the run's folder; if that is in a bucket, to this node's disk and from there into the bucket.
+    When all ranks have written theirs, and their lines, rank 0 has the checkpoint appear, and it is reported.
     One is in flight at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter
     that trains), in memory made once. All ranks make their writers together.
 
@@ -81,28 +83,23 @@ class CheckpointWriter:
         self._job, self._optimizer, self._worker, self._rank = job, optimizer, worker, worker.rank
         self._attempt, self._every_s, self._prune = attempt, every_s, prune
         self._writers = max((first_replica(param) for param in optimizer.params), key=len, default=[0])
-        # Lines of all ranks must be in a bucket before a checkpoint is that has their rows.
-        self._senders = list(range(worker.world)) if self._in_bucket else self._writers
-        if isinstance(checkpoints := job.checkpoints_dir, BucketPath):
-            bucket_checkpoint.forget(checkpoints)  # of earlier attempts, without which this one has begun
+        forget_unsent(job.checkpoints_dir)  # of earlier attempts, without which this one has begun
         self._failing_since: float | None = None
         self._away: StoreAwayError | None = None
         self._group = None
-        if len(self._senders) > 1:
-            # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
-            timeout_s = job.timeouts.collective
-            if self._in_bucket:  # one rank may send and try for so long, while the others have nothing to send
-                tensors = [tensor for of_kind in self._state().values() for tensor in of_kind.values()]
-                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                timeout_s += job.timeouts.store + size / SLOWEST_UPLOAD_BYTES_PER_S
-            self._group = dist.new_group(self._senders, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        if worker.world > 1:
+            # A group for this alone: threads must not disturb each other's collectives. On the host, as the files are.
+            # One rank may send and try for so long, while the others have nothing to send.
+            tensors = [tensor for of_kind in self._state().values() for tensor in of_kind.values()]
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            timeout_s = job.timeouts.collective + job.timeouts.store + size / SLOWEST_UPLOAD_BYTES_PER_S
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
             mine = [self._mine(tensors) for tensors in self._state().values()]
             held = {name: shard_of(tensor)[0] for tensors in mine for name, tensor in tensors.items()}
-            if self._in_bucket:  # a run on a disk has been checked before it began
-                needed = len(self._writers) * sum(tensor.nbytes for tensor in held.values())
-                require_space_to_write(job.checkpoints_dir / "step", needed)
+            needed = len(self._writers) * sum(tensor.nbytes for tensor in held.values())
+            require_space_to_write(job.checkpoints_dir / "step", needed)
             self._staging = Staging(held)
         self._idle = threading.Event()
         self._idle.set()
@@ -136,27 +133,22 @@ class CheckpointWriter:
         """Take a checkpoint of this moment. Every rank must call it."""
         started = time.monotonic()
         name = f"step_{progress.step:08d}"
-        if self._rank not in self._senders:
-            self._worker.report({"step": progress.step}, checkpoint_dir_name=name)
-        else:
-            self.wait()
-            self._idle.clear()
-            taken = {}
-            if self._rank in self._writers:
-                taken = {kind: self._copied(tensors) for kind, tensors in self._state().items()}
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self._worker.report(
-                {"step": progress.step},
-                # Not what is uploaded: `_write` makes that from memory, straight in its place.
-                checkpoint=ray.train.Checkpoint.from_directory(
-                    self._worker.storage if self._in_bucket else self._job.checkpoints_dir
-                ),
-                checkpoint_dir_name=name,
-                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-                checkpoint_upload_fn=partial(self._write, taken, progress),
-                delete_local_checkpoint_after_upload=False,
-            )
+        self.wait()
+        self._idle.clear()
+        taken = {}
+        if self._rank in self._writers:
+            taken = {kind: self._copied(tensors) for kind, tensors in self._state().items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._worker.report(
+            {"step": progress.step},
+            # Not what is uploaded: `_write` makes that from memory, straight in its place.
+            checkpoint=ray.train.Checkpoint.from_directory(self._worker.storage),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=partial(self._write, taken, progress),
+            delete_local_checkpoint_after_upload=False,
+        )
         self._last = time.monotonic()
         self._paused_s += self._last - started
 
@@ -175,9 +167,8 @@ class CheckpointWriter:
             self._staging.close()
         if self._away is not None:
             raise self._away
-        if self._in_bucket:
-            with within(self._job.timeouts.store / 10):
-                flush_lines()
+        with within(self._job.timeouts.store / 10):
+            push(self._job.output_dir)
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
         """Return what a checkpoint holds, by kind and name, on the device."""
@@ -197,10 +188,6 @@ class CheckpointWriter:
             held, offsets = shard_of(tensor)
             pieces[name] = Piece(self._staging.copied(name, held), offsets)
         return pieces
-
-    @property
-    def _in_bucket(self) -> bool:
-        return isinstance(self._job.output_dir, BucketPath)
 
     def _write(
         self, taken: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
@@ -229,62 +216,57 @@ class CheckpointWriter:
         files: Files = {}
         error: Exception | None = None
         try:
-            if not isinstance(folder, BucketPath):
-                self._require_newest(folder)
+            if not mirror_of(folder):
+                self._require_newest(folder)  # before it writes where a later attempt does
+            if self._rank in self._writers:
                 files = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
-            else:
-                if self._rank in self._writers:
-                    files = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
-                self._require_newest(folder)
-                flush_lines()
-                bucket_checkpoint.send(folder, partial_folder(folder), files, self._attempt)
+            push(self._job.output_dir)
+            send(folder, files, self._attempt)  # `commit` looks whether this attempt is the newest
         except Exception as raised:
             error = raised
         return _Written(files, error, f"{socket.gethostname()}:{partial_folder(folder)}")
 
     def _require_newest(self, folder: Path) -> None:
-        if len(attempts(self._job.output_dir)) != self._attempt + 1:
+        if not is_newest(self._job.output_dir, self._attempt):
             raise RuntimeError(
-                f"{self._job.output_dir}: another process goes on with this run; {folder.name} is not written"
+                f"{address(self._job.output_dir)}: another process goes on with this run; {folder.name} is not written"
             )
 
     def _gathered(self, written: _Written) -> list[_Written]:
         """On rank 0 what all ranks have written, when all have; its own first. On others this rank's."""
         if self._group is None:
             return [written]
-        everyones: list[Any] = [None] * len(self._senders) if self._rank == 0 else []
+        everyones: list[Any] = [None] * self._worker.world if self._rank == 0 else []
         dist.gather_object(written, everyones or None, group=self._group)
         return everyones or [written]
 
     def _tidy(self, folder: Path, step: int, appeared: bool) -> None:
-        """Remove this node's files of a checkpoint in a bucket when it has appeared; keep the lines when it is kept.
+        """Remove this node's files of a checkpoint that has appeared; of one that could not be sent keep all files.
 
-        What is kept of earlier ones goes when this one is in the bucket, or kept by all ranks. Another rank of this
-        node may be at the next one by then. Of a checkpoint that ends the attempt, nothing is of use.
+        Files of earlier ones that could not be sent go when this one is in the bucket, or on the disks of all nodes.
+        Another rank of this node may be at the next one by then. Of a checkpoint that ends the attempt, nothing is of
+        use.
 
         Args:
             appeared: on rank 0, whether it has.
         """
-        if not isinstance(folder, BucketPath):
-            return
-        disk = partial_folder(folder)
-        kept = self._rank == 0 and not appeared and (disk / STATE).exists()
+        is_kept = self._rank == 0 and not appeared and (partial_folder(folder) / STATE).exists()
         if self._group is not None:
-            said = [appeared, kept]
+            said = [appeared, is_kept]
             dist.broadcast_object_list(said, group=self._group)
-            appeared, kept = said
-        if not (appeared or kept):
+            appeared, is_kept = said
+        if not (appeared or is_kept):
             return
         if appeared:
             discard(folder)
         else:
-            bucket_checkpoint.keep_lines(folder, disk, self._rank)
+            keep_small_files(folder, self._rank)
             if self._group is not None:
                 try:
                     dist.barrier(self._group)  # an error of rank 0 ends all
                 except RuntimeError:  # of another rank, which says by itself what is wrong
                     return
-        bucket_checkpoint.forget(folder.parent, before=step)
+        forget_unsent(folder.parent, before=step)
 
     def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> bool:
         """Have the checkpoint appear, when all ranks have written theirs. On rank 0. Whether it has.
@@ -298,12 +280,8 @@ class CheckpointWriter:
         try:
             for error in sorted(errors, key=lambda error: isinstance(error, StorageError)):
                 raise error
-            if isinstance(folder, BucketPath):
-                bucket_checkpoint.commit(folder, progress, files, self._attempt)
-            else:
-                commit(folder, progress, files)
+            commit(folder, progress, files, self._attempt)
         except StorageError as error:
-            assert isinstance(folder, BucketPath)
             self._give_up(folder, progress, files, everyones, error, started)
             return False
         except OSError:
@@ -319,7 +297,7 @@ class CheckpointWriter:
 
     def _give_up(
         self,
-        folder: BucketPath,
+        folder: Path,
         progress: Progress,
         files: Files,
         everyones: list[_Written],
@@ -328,13 +306,14 @@ class CheckpointWriter:
     ) -> None:
         """Go on without this checkpoint, or stop after VLA_STORE_TIMEOUT_S without any."""
         self._failing_since = started if self._failing_since is None else self._failing_since
-        bucket_checkpoint.keep(folder, partial_folder(folder), progress, files, self._attempt)
+        keep_manifest(folder, progress, files, self._attempt)
         since_s = time.monotonic() - self._failing_since
         places = ", ".join(sorted({of_rank.place for of_rank in everyones if of_rank.files}))
         self._away = StoreAwayError(
-            f"no checkpoint has reached {self._job.output_dir} for {since_s:.0f} s (VLA_STORE_TIMEOUT_S): {error}; the "
-            f"state of step {progress.step} is in {places}: --resume with these nodes in the cluster sends it and goes "
-            "on from there; without them, the run goes on from the newest checkpoint in the bucket, if there is one"
+            f"no checkpoint has reached {address(self._job.output_dir)} for {since_s:.0f} s (VLA_STORE_TIMEOUT_S): "
+            f"{error}; the state of step {progress.step} is in {places}: --resume with these nodes in the cluster "
+            "sends it and goes on from there; without them, the run goes on from the newest checkpoint in the bucket, "
+            "if there is one"
         )
         if since_s >= self._job.timeouts.store or progress.step == self._job.steps:
             raise self._away

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,19 +13,16 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.node_disk import scratch, upload_folder
+from vla_finetuning.mirror import address, mirror_of, push, release, remove
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.grpo import CRITIC
-from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.run.bucket_checkpoint import on_this_node
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     TRAINABLE,
@@ -35,6 +31,7 @@ from vla_finetuning.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_progress,
+    on_disk,
 )
 from vla_finetuning.run.job import Job
 
@@ -56,7 +53,7 @@ def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
 
 def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
     """`policy_at`, with the run's adapters still beside its weights; and PEFT's model of it, None without any."""
-    with on_this_node(checkpoint, (TRAINABLE, AVERAGE)) as checkpoint:
+    with on_disk(checkpoint, (TRAINABLE, AVERAGE)) as checkpoint:
         return _policy_from(spec, checkpoint)
 
 
@@ -146,17 +143,14 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def _made_for(path: Path) -> Iterator[Path]:
-    """A folder on a disk to write a policy to: the one asked for, or one whose files then go into the bucket."""
-    if not isinstance(path, BucketPath):
-        yield path
-        return
-    folder = scratch(path) / path.name
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    """A folder to write a policy to; of one in a bucket the files are sent after the block, and not kept here."""
+    if mirror_of(path):
+        remove(path)
     try:
-        yield folder
-        upload_folder(folder, path, last=CONFIG_NAME)
+        yield path
+        push(path)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        release(path)
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:
@@ -167,7 +161,9 @@ def exported_checkpoint(job: Job, best: bool) -> Path:
     """
     newest = latest_checkpoint(job.checkpoints_dir)
     if newest is None or load_progress(newest).step != job.steps:
-        raise RuntimeError(f"{job.checkpoints_dir}: no checkpoint of the last step, {job.steps}: nothing to export")
+        raise RuntimeError(
+            f"{address(job.checkpoints_dir)}: no checkpoint of the last step, {job.steps}: nothing to export"
+        )
     return (best_checkpoint(job.checkpoints_dir) if best else None) or newest
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,15 +12,14 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from vla_finetuning.bucket import BucketPath
-from vla_finetuning.node_disk import scratch
+from vla_finetuning.mirror import mirror_of, push
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.failures import NEARLY_NONE_S, StopRetrying, cause_of
 from vla_finetuning.run.folder import checkpoint_to_resume, stopping_on_signals
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.kept import bring_in
 from vla_finetuning.run.progress import Line, follow_progress, step_line
+from vla_finetuning.run.recovery import recover_local_checkpoints
 from vla_finetuning.store import StoreAwayError, hurry
 
 # Between looks at whether there is capacity for more workers of an elastic group.
@@ -67,22 +64,13 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
         ),
         run_config=ray.train.RunConfig(
             name=job.checkpoints_dir.name,
-            storage_path=str(_rays_own(job)),
+            # Ray Train's list of checkpoints, which nothing here reads. Of a run in a bucket it is on each node's disk:
+            # an outage of the store is none of Ray Train's.
+            storage_path=str(job.output_dir),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
             callbacks=[StopRetrying(job.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
         ),
     )
-
-
-def _rays_own(job: Job) -> Path:
-    """Return where Ray Train keeps its list of checkpoints, which nothing here reads.
-
-    Beside a run's checkpoints on a disk; of a run in a bucket a new folder of each node, so that an outage of the store
-    is none of Ray Train's.
-    """
-    if isinstance(job.output_dir, BucketPath):
-        return scratch(job.output_dir) / f"ray-{uuid.uuid4().hex[:8]}"
-    return job.output_dir
 
 
 def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line) -> int:
@@ -91,8 +79,9 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
     Args:
         line: formats a line of `metrics.jsonl` for the terminal.
     """
-    if isinstance(job.output_dir, BucketPath):
-        bring_in(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
+    if mirror_of(job.output_dir):
+        recover_local_checkpoints(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
+        push(job.output_dir)
     trained: Future[Any] = Future()
 
     def work() -> None:

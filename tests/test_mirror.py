@@ -1,0 +1,308 @@
+"""Local copies of folders in buckets, over HTTP, through a network that fails. Other processes are other copies."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.buckets import Bucket, forget, other_process, runs_bucket
+from tests.loopback import GoogleStorage, serving
+from vla_finetuning import mirror
+from vla_finetuning import store as store_module
+from vla_finetuning.files import append_line, read_json, read_lines, write_json
+from vla_finetuning.mirror import (
+    address,
+    as_path,
+    contents,
+    fetched,
+    file_of_process,
+    files_of_processes,
+    keep_synced,
+    pull,
+    push,
+    remove,
+    sizes,
+)
+from vla_finetuning.run.attempts import attempts, start_attempt
+from vla_finetuning.store import ChangedError, StorageError, within
+from vla_finetuning.training.export import _made_for
+
+
+@pytest.fixture(scope="module")
+def faults():
+    with runs_bucket() as faults:
+        yield faults
+
+
+@pytest.fixture
+def url(faults, request, tmp_path, monkeypatch):
+    """Return a run's address. Requests are repeated at once, and this node's disk is the test's."""
+    faults.choose, faults.delay_s = lambda request: None, 0.0
+    faults.requests.clear()
+    monkeypatch.setattr(store_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
+    forget()
+    yield f"s3://runs/{request.node.name}/run"
+    faults.choose = lambda request: None
+    forget()
+
+
+def test_a_path_has_its_address(url):
+    folder = as_path(url)
+    assert as_path("~/runs") == Path.home() / "runs" and address(Path("/a/b")) == "/a/b"
+    assert address(folder) == url and address(folder / "a" / "b.json") == f"{url}/a/b.json"
+    assert as_path(f"{url}/a/b.json") == folder / "a" / "b.json" and as_path(folder) is folder
+    assert folder.is_dir() and (folder / "a").parent == folder
+    sent = pickle.dumps(folder / "a")
+    forget()  # what receives it is another process
+    assert pickle.loads(sent) == as_path(url) / "a" != folder / "a"
+
+
+def test_what_a_process_writes_others_read(url):
+    one, other, bucket = as_path(url), other_process(url), Bucket(url)
+    write_json(one / "a.json", {"a": 1})
+    (one / "inner").mkdir()
+    append_line(one / "inner" / "m.jsonl", "1")
+    (one / ".lock").touch()
+    push(one)
+    assert bucket.names() == {"a.json", "inner/m.jsonl"} and read_json(other / "a.json") == {}
+    pull(other)
+    assert read_json(other / "a.json") == {"a": 1} and read_lines(other / "inner" / "m.jsonl") == ["1"]
+    append_line(one / "inner" / "m.jsonl", "2")
+    push(one)
+    bucket.delete("a.json")
+    pull(other)
+    assert read_lines(other / "inner" / "m.jsonl") == ["1", "2"] and not (other / "a.json").exists()
+    assert sizes(other) == {"inner/m.jsonl": 4} == sizes(one) and contents(other) == ["inner"]
+
+
+def test_only_what_changed_is_sent_and_fetched(url, faults):
+    one, other = as_path(url), other_process(url)
+    for name in ("a", "b"):
+        (one / name).write_text(name)
+    push(one)
+    pull(other)
+    (one / "b").write_text("more")
+    faults.requests.clear()
+    push(one)
+    push(one)
+    pull(other)
+    pull(other)
+    assert [(r.method, r.path[-1]) for r in faults.requests if r.path[-2:] in ("/a", "/b")] == [
+        ("PUT", "b"),
+        ("GET", "b"),
+    ]
+    assert (other / "b").read_text() == "more"
+
+
+def test_large_files_are_fetched_on_request(url, monkeypatch):
+    monkeypatch.setattr(mirror, "PIECE_BYTES", 2**20)
+    one, other, data = as_path(url), other_process(url), os.urandom(3 * 2**20)
+    names = ("model.safetensors", "rows/rank0.jsonl", "film.bin")
+    for name in names:
+        (one / name).parent.mkdir(exist_ok=True)
+        (one / name).write_bytes(data)
+    push(one)
+    pull(other)
+    assert [name for name in names if (other / name).exists()] == ["film.bin"]
+    assert (other / "film.bin").read_bytes() == data
+    pull(other / "rows")
+    assert (other / "rows" / "rank0.jsonl").read_bytes() == data
+    (one / "film.bin").write_bytes(data[1:])
+    push(one)
+    pull(other)
+    assert (other / "film.bin").read_bytes() == data[1:]
+
+
+def test_a_file_has_one_writer(url):
+    one, other, is_owner = as_path(url), other_process(url), [True]
+    (one / "m.jsonl").write_text("1\n")
+    push(one)
+    pull(other)
+    append_line(other / "m.jsonl", "of a process that was thought to be gone")
+    push(other)
+    append_line(one / "m.jsonl", "2")
+    keep_synced(one, lambda: is_owner[0])
+    push(one)
+    assert Bucket(url).read("m.jsonl") == b"1\n2\n", "the owner's file"
+    pull(one)
+    assert read_lines(one / "m.jsonl") == ["1", "2"]
+    (other / "m.jsonl").write_text("again")
+    push(other)
+    is_owner[0] = False
+    append_line(one / "m.jsonl", "3")
+    with pytest.raises(ChangedError, match=f"{url}/m.jsonl: another process wrote it"):
+        push(one)
+    assert Bucket(url).read("m.jsonl") == b"again"
+
+
+def test_a_file_that_was_deleted_here_stays_in_the_bucket(url):
+    """A machine that cleans its temporary files up takes nothing of a run away; `remove` does."""
+    one, bucket = as_path(url), Bucket(url)
+    for name in ("config.json", "a", "b"):
+        (one / "inner").mkdir(exist_ok=True)
+        (one / "inner" / name).write_text(name)
+    push(one)
+    (one / "inner" / "a").unlink()
+    push(one)
+    assert bucket.names() == {"inner/config.json", "inner/a", "inner/b"}
+    pull(one)
+    remove(one / "inner")
+    assert bucket.names() == set() and not (one / "inner").exists()
+
+
+def test_what_marks_a_folder_as_whole_is_sent_last_and_deleted_first(url, faults):
+    one = as_path(url)
+    for name in ("config.json", "model.safetensors", "z.json"):
+        (one / name).write_text(name)
+    push(one)
+    assert [r.path.rpartition("/")[2] for r in faults.requests if r.method == "PUT"][-1] == "config.json"
+    faults.requests.clear()
+    remove(one)
+    assert [r.path.rpartition("/")[2] for r in faults.requests if r.method == "DELETE"][0] == "config.json"
+
+
+def test_an_attempt_is_started_once(url):
+    copies = [as_path(url), *(other_process(url) for _ in range(3))]
+    for copy in copies:
+        attempts(copy)
+    started, barrier = [], threading.Barrier(4)
+
+    def start(copy):
+        barrier.wait()
+        try:
+            start_attempt(copy, 0, 1)
+            started.append(copy)
+        except RuntimeError as error:
+            assert f"{url}: another process goes on with this run" in str(error)
+
+    threads = [threading.Thread(target=start, args=(copy,)) for copy in copies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(Bucket(url).read("attempts.jsonl").splitlines()) == len(started) >= 1
+    assert [line["attempt"] for line in attempts(started[0])] == list(range(len(started)))
+
+
+def test_files_wait_for_a_store_that_is_away(url, faults, monkeypatch, caplog):
+    monkeypatch.setattr(mirror, "SYNC_S", 0.05)
+    one, other, bucket = as_path(url), other_process(url), Bucket(url)
+    faults.choose = lambda request: "403"
+    append_line(one / "m.jsonl", "1")
+    with pytest.raises(StorageError), within(0.5):
+        push(one)
+    keep_synced(one)
+    while "files wait on this node's disk" not in caplog.text:
+        time.sleep(0.01)
+    faults.choose = lambda request: None
+    while "m.jsonl" not in bucket.names():
+        time.sleep(0.01)
+    (other / "stop").touch()
+    push(other)
+    while not (one / "stop").exists():
+        time.sleep(0.01)
+    append_line(one / "m.jsonl", "2")
+    mirror.mirror_of(one)[0].stop_syncing()
+    assert bucket.read("m.jsonl") == b"1\n2\n" and caplog.text.count("files wait") == 1
+
+
+def test_a_file_of_several_processes_is_a_file_each(url, tmp_path):
+    one, other = as_path(url), other_process(url)
+    log = file_of_process(one / "run.log")
+    append_line(log, "1")
+    push(log)
+    (other / "run-elsewhere-7.log").write_text("2\n")
+    push(other)
+    pull(one)
+    assert {line for path in files_of_processes(one / "run.log") for line in read_lines(path)} == {"1", "2"}
+    assert file_of_process(tmp_path / "run.log") == tmp_path / "run.log"
+
+
+def test_a_copy_of_googles_store(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
+    with serving(GoogleStorage("runs", tmp_path / "runs")) as endpoint:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+        forget()
+        one, other = as_path("gs://runs/a/run"), other_process("gs://runs/a/run")
+        for text in ("1\n", "1\n2\n"):
+            (one / "m.jsonl").write_text(text)
+            push(one)
+            pull(other)
+            assert (other / "m.jsonl").read_text() == text
+        append_line(other / "m.jsonl", "3")
+        push(other)
+        append_line(one / "m.jsonl", "4")
+        with pytest.raises(ChangedError):
+            push(one / "m.jsonl", only_if_unchanged=True)
+        forget()
+
+
+def test_a_folder_is_fetched_once_for_those_who_read_it_together(url, faults, tmp_path):
+    bucket, names = Bucket(url), ("config.json", "model.safetensors", "tokenizer/vocab.json")
+    for name in names:
+        bucket.write(name, name.encode())
+    folder = as_path(url)
+    faults.requests.clear()
+    with fetched(folder) as first, fetched(folder) as second:
+        assert first == second and {(first / name).read_text() for name in names} == set(names)
+        assert len(faults.of("model.safetensors")) == 1
+    assert not first.exists()
+    with fetched(folder, "config.json".__eq__) as some:
+        assert [path.name for path in some.iterdir()] == ["config.json"]
+    with fetched(tmp_path) as same:
+        assert same == tmp_path
+
+
+KILLED = """
+import os, signal, sys
+from vla_finetuning import mirror
+mirror.tempfile.tempdir = sys.argv[1]
+with mirror.fetched(mirror.as_path(sys.argv[2])) as folder:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_has_fetched_is_fetched_again(url, tmp_path):
+    """The bucket may hold something else by now. Its copy is removed."""
+    bucket = Bucket(url)
+    bucket.write("weights", b"old")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), url])
+    assert killed.returncode == -signal.SIGKILL and list(tmp_path.glob("*/*/fetched-*/run/weights"))
+    (copy,) = tmp_path.glob("*/process-*")
+    bucket.write("weights", b"new")
+    with fetched(as_path(url)) as folder:
+        assert (folder / "weights").read_text() == "new"
+        bucket.write("weights", b"newer")
+        with fetched(as_path(url)) as again:  # not while it is in use
+            assert again == folder and (again / "weights").read_text() == "new"
+    assert not copy.exists()
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(url, monkeypatch):
+    folder, found = as_path(url), {"../../x": store_module.Content(1, "", 0.0)}
+    monkeypatch.setattr(mirror.Mirror, "objects", lambda self, name: found)
+    pull(folder)
+    with pytest.raises(ValueError, match="'../../x' leads out of it"), fetched(folder):
+        pass
+
+
+def test_an_export_that_fails_leaves_nothing(url):
+    path, bucket = as_path(url) / "pretrained_model", Bucket(url)
+    bucket.write("pretrained_model/old.safetensors", b"of the export before")
+    with pytest.raises(RuntimeError, match="planted"), _made_for(path) as made:
+        made.mkdir()
+        (made / "model.safetensors").touch()
+        raise RuntimeError("planted")
+    assert not made.exists() and bucket.names() == set()
+    with _made_for(path) as made:
+        made.mkdir()
+        (made / "config.json").write_text("{}")
+    assert bucket.names() == {"pretrained_model/config.json"} and not made.exists()

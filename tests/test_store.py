@@ -1,0 +1,215 @@
+"""Objects in stores, over HTTP, through a network that fails."""
+
+import os
+import time
+from http.server import ThreadingHTTPServer
+
+import boto3
+import pytest
+
+from tests.buckets import runs_bucket
+from tests.loopback import Faults, GoogleStorage, Handler, Proxy, serving
+from vla_finetuning import store as store_module
+from vla_finetuning.store import PATIENCE_S, ChangedError, StorageError, Store, split_address, within
+
+
+@pytest.fixture(scope="module")
+def faults():
+    with runs_bucket() as faults:
+        yield faults
+
+
+@pytest.fixture
+def bucket(faults):
+    faults.choose, faults.delay_s = lambda request: None, 0.0
+    faults.requests.clear()
+    yield Store("s3", "runs")
+    faults.choose = lambda request: None
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Hardly a pause between attempts."""
+    monkeypatch.setattr(store_module, "FIRST_PAUSE_S", 0.01)
+
+
+def test_an_empty_bucket_exists(faults):
+    boto3.client("s3").create_bucket(Bucket="empty")
+    assert not Store("s3", "empty").is_folder("") and Store("s3", "empty").names("") == ([], {})
+    with pytest.raises(FileNotFoundError):
+        Store("s3", "nowhere").is_folder("")
+
+
+@pytest.mark.parametrize("url", ["http://runs/x", "s3://", "hf://a/b"])
+def test_an_address_of_no_store(url):
+    with pytest.raises(ValueError, match=f"{url}: expected a path, s3://BUCKET/FOLDER, gs://"):
+        split_address(url)
+
+
+def everything_whole(store, folder):
+    """Check what holds in any store."""
+    with pytest.raises(FileNotFoundError):
+        store.get(f"{folder}/a.json")
+    store.put(f"{folder}/a.json", b"{}")
+    store.put(f"{folder}/inner/b.bin", b"12345")
+    folders, objects = store.names(folder)
+    assert folders == ["inner"] and {name: found.size for name, found in objects.items()} == {"a.json": 2}
+    assert {name: found.size for name, found in store.below(folder).items()} == {"a.json": 2, "inner/b.bin": 5}
+    c = f"{folder}/c"
+    tag = store.put(c, b"1", tag="")
+    assert store.get(c) == (b"1", tag)
+    for wrong in ("", '"0"' if tag.startswith('"') else "7"):
+        with pytest.raises(ChangedError, match="another process wrote it"):
+            store.put(c, b"2", tag=wrong)
+    assert store.put(c, b"3", tag=tag) != tag and store.get(c)[0] == b"3"
+    store.delete([c, f"{folder}/nothing"])
+    with pytest.raises(FileNotFoundError):
+        store.get(c)
+    with pytest.raises(ChangedError):
+        store.put(c, b"4", tag=tag)
+    store.delete([f"{folder}/a.json", f"{folder}/inner/b.bin"])
+    assert not store.is_folder(folder)
+
+
+def test_objects_are_whole(bucket, request):
+    everything_whole(bucket, request.node.name)
+
+
+def test_objects_are_whole_in_googles_store(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    with serving(GoogleStorage("runs", tmp_path / "runs")) as endpoint:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+        store = Store("gs", "runs")
+        everything_whole(store, "a/run")
+        monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
+        file, back, key = tmp_path / "file", tmp_path / "back", "a/run/large"
+        file.write_bytes(os.urandom(12 * 2**20))
+        store.upload(file, key)
+        found = store.head(key)
+        store.download(key, found, back)
+        assert back.read_bytes() == file.read_bytes()
+        store.put(key, b"another")
+        with pytest.raises(ChangedError):  # another generation
+            store.download(key, found, back)
+
+
+def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, faults, tmp_path, impatient, monkeypatch):
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)  # S3 takes no less
+    file, back = tmp_path / "file", tmp_path / "back"
+    file.write_bytes(os.urandom(12 * 2**20))
+    seen = set()
+
+    def each_fails_once(request):
+        first = (request.method, request.url, request.range) not in seen
+        seen.add((request.method, request.url, request.range))
+        return ["503", "reset", "slow"][len(seen) % 3] if first and request.method in ("PUT", "GET") else None
+
+    faults.choose = each_fails_once
+    bucket.upload(file, "file")
+    bucket.download("file", bucket.head("file"), back)
+    assert back.read_bytes() == file.read_bytes()
+    pieces = [r for r in faults.requests if "partNumber" in r.url]
+    assert len(pieces) == 2 * 3 and {r.attempt for r in pieces} == {1, 2}
+
+    faults.choose = lambda request: "503" if "partNumber=2" in request.url else None
+    with pytest.raises(StorageError, match="the store does not answer"), within(0.3):
+        bucket.upload(file, "other")
+    faults.choose = lambda request: None
+    with pytest.raises(FileNotFoundError):
+        bucket.head("other")
+    bucket.abort_uploads("")
+    uploads = boto3.client("s3").list_multipart_uploads(Bucket="runs").get("Uploads", [])
+    assert uploads == []
+
+
+def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monkeypatch, impatient):
+    """Piece by piece; a store that does not answer is given up in the time that was said, and nothing is there."""
+    (tmp_path / "runs").mkdir()
+    faults = Faults()
+    with serving(GoogleStorage("runs", tmp_path / "runs")) as endpoint, serving(Proxy(endpoint, faults)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy)
+        monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
+        file, store, key = tmp_path / "file", Store("gs", "runs"), "a/run/large file"
+        file.write_bytes(os.urandom(12 * 2**20))
+        faults.choose = lambda request: "503" if request.method == "PUT" and request.attempt == 1 else None
+        store.upload(file, key)
+        assert store.get(key)[0] == file.read_bytes()
+        store.delete([key])
+        faults.choose = lambda request: "stall" if "partNumber=2" in request.url else None
+        started = time.monotonic()
+        with pytest.raises(StorageError, match="the store does not answer"), within(1):
+            store.upload(file, key)
+        assert time.monotonic() - started < 6 and not store.below("")
+
+
+def test_a_store_that_lists_no_uploads_is_a_warning(bucket, faults, caplog):
+    """Some that speak as Amazon's have no such request; a run goes on without it."""
+    faults.choose = lambda request: "403" if "uploads" in request.url else None
+    bucket.abort_uploads("run")
+    assert "s3://runs/run: uploads that were begun and not completed stay: " in caplog.text
+
+
+def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults, impatient):
+    bucket.delete(["a", "b"])
+    tag = bucket.put("a", b"1", tag="")
+    for data, only in ((b"2", tag), (b"new", "")):
+        key = "a" if only else "b"
+        faults.choose = lambda request: "lost" if (request.method, request.attempt) == ("PUT", 1) else None
+        faults.requests.clear()
+        bucket.put(key, data, tag=only)
+        assert bucket.get(key)[0] == data
+        assert [r.method for r in faults.requests].count("PUT") == 2
+
+
+def test_a_store_that_is_away_for_a_while(bucket, faults, impatient):
+    bucket.put("a", b"1")
+    back_at = time.monotonic() + 0.5
+    faults.choose = lambda request: (
+        ("503", "reset", "slow")[request.attempt % 3] if time.monotonic() < back_at else None
+    )
+    bucket.put("a", b"2")
+    assert bucket.get("a")[0] == b"2"
+
+
+def test_a_store_that_is_away_for_good(bucket, faults, impatient):
+    faults.choose = lambda request: "503"
+    message = r"s3://runs/a: the store does not answer .*check the network"
+    with pytest.raises(StorageError, match=message), within(0.5):
+        bucket.put("a", b"1")
+    faults.choose = lambda request: "stall"
+    with pytest.raises(StorageError, match="the store does not answer"), within(0.5):
+        bucket.get("a")[0]
+
+
+def test_a_store_that_refuses_is_not_asked_again(bucket, faults):
+    faults.choose = lambda request: "403"
+    with pytest.raises(StorageError, match="the store refuses .*check credentials, permissions") as error:
+        bucket.put("a", b"1")
+    assert len(faults.requests) == 1 and "canary-secret" not in str(error.value)
+
+
+def test_credentials_that_expire_are_looked_for_anew(bucket, faults, impatient, monkeypatch):
+    bucket.put("a", b"1")
+    used = bucket._clients[PATIENCE_S, False]
+    faults.choose = lambda request: "expired" if request.attempt == 1 and request.method == "PUT" else None
+    faults.requests.clear()
+    bucket.put("a", b"2")
+    assert bucket.get("a")[0] == b"2" and bucket._clients[PATIENCE_S, False] is not used
+
+
+class AnotherRegion(Handler):
+    """A store that serves requests that are signed for its own region, as Amazon's does."""
+
+    def do_GET(self):
+        if "/eu-west-1/s3/" not in self.headers["Authorization"]:
+            return self.answer(301, b"<Error><Code>PermanentRedirect</Code></Error>")
+        self.answer(200, b"1", {"ETag": '"1"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT", "Content-Length": "1"})
+
+
+def test_a_bucket_in_another_region_is_found(faults, impatient, monkeypatch):
+    monkeypatch.setattr(store_module, "bucket_region", {"far": "eu-west-1"}.get)
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), AnotherRegion)) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        assert Store("s3", "far").get("a")[0] == b"1"
+        with pytest.raises(StorageError, match="the store refuses .*region"):
+            Store("s3", "elsewhere").get("a")

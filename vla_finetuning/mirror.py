@@ -1,0 +1,589 @@
+"""Folders in object stores, as local copies: `as_path` returns this process's copy of an address.
+
+The copy is an ordinary folder. `pull` fetches what others changed, `push` sends what this process changed, and
+`keep_synced` does both every few seconds, so that the bucket holds the same files under the same names::
+
+    s3://BUCKET/FOLDER/metrics.jsonl  <->  TMPDIR/vla-fine-tuning-UID/PROCESS/COPY/FOLDER/metrics.jsonl
+
+Every file has one writer. It puts a file on the condition that the object is still the one it put or pulled before;
+where it is not, the writer overwrites it if it is still the owner, and ends otherwise. A file that several processes
+add lines to is a file each (`file_of_process`). Large files and those that only their writer needs are sent on request
+and fetched on request (`is_heavy`).
+
+All functions accept paths on a disk too, where there is nothing to send or fetch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PosixPath
+from typing import Any, NamedTuple
+
+from vla_finetuning.store import PIECE_BYTES, ChangedError, Content, Store, limited_patience, split_address, within
+
+logger = logging.getLogger(__name__)
+
+# Between two looks at what changed, here and in the bucket.
+SYNC_S = 3.0
+# A request is tried for so long, while others of this process wait.
+SYNC_PATIENCE_S = 15.0
+# A process that ends sends what it has for so long at most.
+PATIENCE_AT_THE_END_S = 10.0
+# Small files that are fetched or sent at once.
+AT_ONCE = 8
+# Files that say that others are there: sent last and deleted first.
+MARKS = ("config.json", "state.json", "tracking.json", "finished.json")
+HEAVY_FOLDERS, HEAVY_SUFFIX = ("rows", "rollouts", "pretrained_model", "adapter"), ".safetensors"
+
+
+class LocalCopy(PosixPath):
+    """A path in a local copy. Another process that unpickles it gets the path in its own copy."""
+
+    def __reduce__(self) -> Any:
+        located = mirror_of(self)
+        return (PosixPath, self.parts) if located is None else (_copied_path, (located[0].url, located[1]))
+
+
+def _copied_path(url: str, name: str) -> Path:
+    return as_path(url) / name
+
+
+def as_path(name: str | Path) -> Path:
+    """Return the path that a name stands for: on a disk, where `~` is home, or in this process's copy of an address.
+
+    Raises:
+        ValueError: an address of no store that is known here.
+    """
+    text = str(name)
+    if "://" not in text:
+        return Path(text).expanduser() if not isinstance(name, LocalCopy) else name
+    split_address(text)
+    url = text.rstrip("/")
+    with _mirrors_lock:
+        above = [mirror for mirror in _mirrors if f"{url}/".startswith(f"{mirror.url}/")]
+        if not above:
+            _mirrors.append(mirror := Mirror(url))
+            above = [mirror]
+    mirror = min(above, key=lambda mirror: len(mirror.url))
+    return mirror.folder / url[len(mirror.url) :].lstrip("/")
+
+
+def mirror_of(path: Path) -> tuple[Mirror, str] | None:
+    """Return the mirror that a path is in, and its name there ("" for the whole); None on a disk."""
+    for mirror in list(_mirrors):
+        if path.is_relative_to(mirror.folder):
+            return mirror, "/".join(path.relative_to(mirror.folder).parts)
+    return None
+
+
+def address(path: Path) -> str:
+    """Return what users call a path: the address that a local copy is of, or the path itself."""
+    located = mirror_of(path)
+    return str(path) if located is None else "/".join(filter(None, (located[0].url, located[1])))
+
+
+def remote(path: Path) -> tuple[Store, str] | None:
+    """Return the bucket that a local copy is of, and the path's key there; None on a disk."""
+    located = mirror_of(path)
+    return None if located is None else (located[0].store, located[0].key_of(located[1]))
+
+
+def is_heavy(name: str) -> bool:
+    """Return whether a file, by its name in a run's folder, is sent and fetched on request only."""
+    return name.endswith(HEAVY_SUFFIX) or name.partition("/")[0] in HEAVY_FOLDERS
+
+
+# ---- a local copy -------------------------------------------------------------------------------------------------
+
+
+class _Known(NamedTuple):
+    """The state of a file when it was last sent or fetched.
+
+    Attributes:
+        put_tag: the condition of the next put; None for none. listed_tag: as listings have it; None for a file of this
+            process, which is not fetched. stat: of the local file.
+    """
+
+    put_tag: str | None
+    listed_tag: str | None
+    stat: tuple[int, int] | None
+
+
+class Mirror:
+    """This process's copy of a folder in a bucket. Any thread may call.
+
+    Methods take names of files or folders in it, "" for all, and raise StorageError.
+    """
+
+    def __init__(self, url: str):
+        protocol, bucket, self._key = split_address(url)
+        self.url, self.store = url, Store(protocol, bucket)
+        self.folder = LocalCopy(tempfile.mkdtemp(dir=_folder_of_process()), url.rpartition("/")[2])
+        self.folder.mkdir()
+        self.is_owner: Callable[[], bool] = lambda: True
+        self._known: dict[str, _Known] = {}
+        self._lock = threading.RLock()
+        self._stop: threading.Event | None = None
+        self._is_failing = False
+
+    def key_of(self, name: str) -> str:
+        return "/".join(filter(None, (self._key, name)))
+
+    def objects(self, name: str) -> dict[str, Content]:
+        """Return the objects of this name and below, by their names in the mirror."""
+        if "." in name.rpartition("/")[2]:
+            with contextlib.suppress(FileNotFoundError):
+                return {name: self.store.head(self.key_of(name))}
+        with contextlib.suppress(FileNotFoundError):
+            below = self.store.below(self.key_of(name))
+            return {"/".join(filter(None, (name, inside))): content for inside, content in below.items()}
+        return {}
+
+    def pull(self, name: str, wanted: Callable[[str], bool]) -> None:
+        """Fetch what others changed, of files whose names from here are wanted. Files changed here stay."""
+        with self._lock:
+            objects = {entry: content for entry, content in self.objects(name).items() if not _is_hidden(entry)}
+            news = [entry for entry, content in objects.items() if self._is_news(entry, content)]
+            fetched = [entry for entry in news if entry == name or wanted(_below(entry, name))]
+            patience_s = limited_patience(None)
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(lambda entry: self._fetch(entry, objects[entry], patience_s), fetched))
+            for entry, known in list(self._known.items()):
+                is_gone = _is_in(entry, name) and entry not in objects and known.listed_tag is not None
+                if is_gone and not self._is_changed(entry):
+                    (self.folder / entry).unlink(missing_ok=True)
+                    del self._known[entry]
+
+    def push(
+        self, name: str, wanted: Callable[[str], bool] = lambda name: True, *, only_if_unchanged: bool = False
+    ) -> None:
+        """Send what this process changed. What it deleted stays in the bucket, unless by `remove`.
+
+        Args:
+            only_if_unchanged: whether an object that another process wrote is never overwritten.
+        Raises:
+            ChangedError: another process wrote a file, and this one is not its owner.
+        """
+        with self._lock:
+            changed = [entry for entry in self._local(name) if wanted(entry) and self._is_changed(entry)]
+            ordered = sorted(changed, key=lambda entry: (_is_mark(entry), "/" not in entry, entry))
+            # What is sent last is read first: a line that refers to another file arrives after what it refers to.
+            read = {
+                entry: _read(self.folder / entry) for entry in reversed(ordered) if _is_mark(entry) or "/" not in entry
+            }
+            for entry in ordered:
+                self._send(entry, read[entry] if entry in read else _read(self.folder / entry), only_if_unchanged)
+
+    def copy_changed(self, name: str, folder: Path) -> None:
+        """Copy what this process changed below a name into a folder, by names from there."""
+        with self._lock:
+            for entry in filter(self._is_changed, self._local(name)):
+                target = folder / _below(entry, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.folder / entry, target)
+
+    def remove(self, name: str) -> None:
+        """Delete a file or folder, here and in the bucket."""
+        with self._lock:
+            names = sorted(self.objects(name), key=lambda entry: not _is_mark(entry))
+            marks = [entry for entry in names if _is_mark(entry)]
+            for group in (marks, names[len(marks) :]):
+                self.store.delete([self.key_of(entry) for entry in group])
+            self.release(name)
+
+    def release(self, name: str) -> None:
+        """Remove the local copy of a file or folder; the objects stay."""
+        with self._lock:
+            path = self.folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            for entry in [entry for entry in self._known if _is_in(entry, name)]:
+                del self._known[entry]
+
+    def sync(self, pulls: Callable[[str], bool] | None) -> None:
+        """Push what is not heavy, and pull what is wanted of it. A store that does not answer is a warning, once."""
+        try:
+            with within(SYNC_PATIENCE_S):
+                self.push("", lambda name: not is_heavy(name))
+                if pulls is not None:
+                    self.pull("", lambda name: not is_heavy(name) and pulls(name))
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("%s: files wait on this node's disk: %s", self.url, error)
+            self._is_failing = True
+
+    def keep_synced(self, pulls: Callable[[str], bool] | None) -> None:
+        """Sync every SYNC_S seconds in a thread, until `stop_syncing` or the process ends."""
+        if self._stop is not None:
+            return
+        self._stop = stop = threading.Event()
+
+        def run() -> None:
+            while not stop.wait(SYNC_S):
+                self.sync(pulls)
+
+        threading.Thread(target=run, daemon=True, name="mirror").start()
+        atexit.register(self.stop_syncing)
+
+    def stop_syncing(self) -> None:
+        """Push once more what is not heavy, for PATIENCE_AT_THE_END_S at most, and sync no longer."""
+        atexit.unregister(self.stop_syncing)
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+            with within(PATIENCE_AT_THE_END_S), contextlib.suppress(OSError):
+                self.push("", lambda name: not is_heavy(name))
+
+    def _local(self, name: str) -> list[str]:
+        """Return this process's files, without those that are being written (`.name`)."""
+        path = self.folder / name
+        files = (
+            [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+        )
+        names = (file.relative_to(self.folder).as_posix() for file in files)
+        return [entry for entry in names if not _is_hidden(entry)]
+
+    def _is_changed(self, name: str) -> bool:
+        stat, known = _stat(self.folder / name), self._known.get(name)
+        return stat is not None and (known is None or stat != known.stat)
+
+    def _is_news(self, name: str, content: Content) -> bool:
+        known = self._known.get(name)
+        is_same = known is not None and known.listed_tag in (None, content.tag) and (self.folder / name).exists()
+        return not (is_same or self._is_changed(name))
+
+    def _fetch(self, name: str, content: Content, patience_s: float) -> None:
+        target = _inside(self.folder, name, self.url)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary, tag = target.with_name(f".{target.name}.{os.getpid()}"), None
+        try:
+            if content.size <= PIECE_BYTES:
+                data, tag = self.store.get(self.key_of(name), patience_s=patience_s)
+                temporary.write_bytes(data)
+            else:
+                self.store.download(self.key_of(name), content, temporary)
+        except (FileNotFoundError, ChangedError):  # deleted or replaced since it was listed: the next pull has it
+            temporary.unlink(missing_ok=True)
+            return
+        os.replace(temporary, target)
+        self._known[name] = _Known(tag, content.tag, _stat(target))
+
+    def _send(self, name: str, read: _Read | None, only_if_unchanged: bool) -> None:
+        if read is None:
+            return  # deleted since it was listed
+        (stat, data), known = read, self._known.get(name)
+        tag: str | None = None
+        if data is None:
+            self.store.upload(self.folder / name, self.key_of(name))
+        else:
+            try:
+                tag = self.store.put(self.key_of(name), data, "" if known is None else known.put_tag)
+            except ChangedError:
+                if only_if_unchanged or not self.is_owner():
+                    raise
+                tag = self.store.put(self.key_of(name), data)
+        self._known[name] = _Known(tag, None, stat)
+
+
+class _Read(NamedTuple):
+    """A file as it was read, and its state before; no content of a large one."""
+
+    stat: tuple[int, int]
+    data: bytes | None
+
+
+def _read(file: Path) -> _Read | None:
+    with contextlib.suppress(FileNotFoundError):
+        stat = _stat(file)
+        return stat and _Read(stat, None if stat[1] > PIECE_BYTES else file.read_bytes())
+    return None
+
+
+def _stat(file: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        status = file.stat()
+        return status.st_mtime_ns, status.st_size
+    return None
+
+
+def _below(name: str, folder: str) -> str:
+    return name.removeprefix(folder).lstrip("/")
+
+
+def _is_in(name: str, folder: str) -> bool:
+    return not folder or name == folder or name.startswith(f"{folder}/")
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file is being written, or a lock."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _is_mark(name: str) -> bool:
+    return name.rpartition("/")[2] in MARKS
+
+
+_mirrors: list[Mirror] = []
+_mirrors_lock = threading.Lock()
+
+
+# ---- what callers do with a path, wherever it is ------------------------------------------------------------------
+
+
+def pull(path: Path, wanted: Callable[[str], bool] = lambda name: not is_heavy(name)) -> None:
+    """Fetch what others changed of a file or folder; of a folder the files whose names from there are wanted."""
+    if located := mirror_of(path):
+        located[0].pull(located[1], wanted)
+
+
+def keep_unsent(path: Path, folder: Path) -> None:
+    """Copy what this process changed of a folder and has not sent into a folder of this node, for `send_kept`."""
+    if located := mirror_of(path):
+        located[0].copy_changed(located[1], folder)
+
+
+def send_kept(path: Path, folder: Path) -> None:
+    """Send what `keep_unsent` of a process that has ended put into a folder."""
+    if located := remote(path):
+        store, key = located
+        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+            store.upload(file, f"{key}/{file.relative_to(folder).as_posix()}")
+
+
+def push(path: Path, *, only_if_unchanged: bool = False) -> None:
+    """Send what this process changed of a file or folder. Raises ChangedError as `Mirror.push`."""
+    if located := mirror_of(path):
+        located[0].push(located[1], only_if_unchanged=only_if_unchanged)
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def at_the_top(name: str) -> bool:
+    """Return whether a file is directly in its run's folder."""
+    return "/" not in name
+
+
+def keep_synced(
+    path: Path, is_owner: Callable[[], bool] = lambda: True, *, pulls: Callable[[str], bool] | None = everything
+) -> None:
+    """Sync the copy that a path is in, until `stop_syncing` or this process ends.
+
+    Args:
+        is_owner: whether this process may still overwrite its files. pulls: which files of others it needs.
+    """
+    if located := mirror_of(path):
+        located[0].is_owner = is_owner
+        located[0].keep_synced(pulls)
+
+
+@contextlib.contextmanager
+def synced(path: Path, is_owner: Callable[[], bool] = lambda: True) -> Iterator[Path]:
+    """While the block runs: sync the copy that a path is in, which begins as the bucket has it.
+
+    Raises:
+        StorageError: at the block's end, something could not be sent.
+    """
+    pull(path)
+    keep_synced(path, is_owner)
+    try:
+        yield path
+        push(path)
+    finally:
+        if located := mirror_of(path):
+            located[0].stop_syncing()
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with everything in it; a folder on a disk disappears in one rename."""
+    if located := mirror_of(path):
+        located[0].remove(located[1])
+    elif path.is_dir():
+        hidden = path.with_name(f".partial_{path.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+    else:
+        path.unlink()
+
+
+def release(path: Path) -> None:
+    """Remove the local copy of what was pushed. On a disk nothing happens."""
+    if located := mirror_of(path):
+        located[0].release(located[1])
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Return the files below a folder with their bytes, by their names from there."""
+    if located := mirror_of(path):
+        return {_below(name, located[1]): content.size for name, content in located[0].objects(located[1]).items()}
+    return {file.relative_to(path).as_posix(): file.stat().st_size for file in path.rglob("*") if file.is_file()}
+
+
+def contents(path: Path) -> list[str]:
+    """Return the names of files and folders directly in a folder; none where there is no folder."""
+    if located := remote(path):
+        with contextlib.suppress(FileNotFoundError):
+            folders, objects = located[0].names(located[1])
+            return sorted({*folders, *objects})
+        return []
+    return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
+
+
+def file_of_process(path: Path) -> Path:
+    """Return the file that this process adds lines to, of one that several processes add lines to.
+
+    On a disk it is the file itself. In a bucket it has a name of its own, which `files_of_processes` finds.
+    """
+    return path.with_stem(f"{path.stem}-{socket.gethostname()}-{os.getpid()}") if mirror_of(path) else path
+
+
+def files_of_processes(path: Path) -> list[Path]:
+    """Return the files of all processes for which `file_of_process` names one."""
+    return [*([path] if path.is_file() else []), *sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))]
+
+
+# ---- this node's disk ---------------------------------------------------------------------------------------------
+
+
+def scratch(path: Path) -> Path:
+    """Return this node's folder for what belongs to an address, the same for all processes of this user."""
+    folder = _folder_of_user() / hashlib.sha256(address(path).encode()).hexdigest()[:16]
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def node_folder(path: Path) -> Path:
+    """Return this node's folder for files on their way to a folder: on a disk that folder itself."""
+    return scratch(path) if mirror_of(path) else path
+
+
+@contextlib.contextmanager
+def fetched(
+    path: Path, wanted: Callable[[str], bool] = everything, check: Callable[[Path], None] = lambda folder: None
+) -> Iterator[Path]:
+    """While the block runs: a folder of this node with the wanted files below `path`, which is itself on a disk.
+
+    All processes of a node that want the same files share it; the last one removes it.
+
+    Args:
+        check: looks at the folder when it is filled, and may add to it.
+    Raises:
+        OSError: this node's disk is too small. ValueError: a name leads out of the folder.
+    """
+    located = mirror_of(path)
+    if located is None:
+        yield path
+        return
+    mirror, name = located
+    listed = {_below(entry, name): content for entry, content in mirror.objects(name).items()}
+    objects = {entry: content for entry, content in listed.items() if wanted(entry)}
+    hashed = hashlib.sha256("\n".join(sorted(objects)).encode()).hexdigest()[:8]
+    folder = scratch(path) / f"fetched-{hashed}" / (path.name or "folder")
+
+    def fetch() -> None:
+        needed, free = sum(content.size for content in objects.values()), shutil.disk_usage(folder).free
+        if free < needed:
+            raise OSError(
+                f"no space for {address(path)} in {folder}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; "
+                "free some or set TMPDIR to a larger disk on every node"
+            )
+        for entry, content in objects.items():
+            target = _inside(folder, entry, address(path))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mirror.store.download(mirror.key_of("/".join(filter(None, (name, entry)))), content, target)
+        check(folder)
+
+    with _shared(folder, fetch):
+        yield folder
+
+
+def _inside(folder: Path, name: str, url: str) -> Path:
+    """Return the path of a name in a folder. Raises ValueError where it leads out of it."""
+    if not (target := Path(os.path.abspath(folder / name))).is_relative_to(folder):
+        raise ValueError(f"{url}: {name!r} leads out of it")
+    return target
+
+
+@contextlib.contextmanager
+def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
+    """While the block runs: have a folder that the first process of this node fills and the last one removes."""
+    whole = folder.with_name(f"{folder.name}.whole")
+    folder.parent.mkdir(exist_ok=True)
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            whole.unlink(missing_ok=True)  # nobody uses it: a process was killed that did, and the bucket may differ
+        while True:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if whole.exists():
+                break
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not whole.exists():  # nobody was faster
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                fill()
+                whole.touch()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                whole.unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def fetched_for_good(path: Path) -> Path:
+    """Fetch a folder as `fetched`, until this process ends."""
+    return _until_the_end().enter_context(fetched(path))
+
+
+@functools.cache
+def _until_the_end() -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack
+
+
+def _folder_of_user() -> Path:
+    root = Path(tempfile.gettempdir(), f"vla-fine-tuning-{os.getuid()}")
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.is_symlink() or root.stat().st_uid != os.getuid():
+        raise PermissionError(f"{root} belongs to another user; set TMPDIR to a folder of your own")
+    return root
+
+
+@functools.cache
+def _folder_of_process() -> Path:
+    """Return this process's folder for local copies, and remove those of processes that died."""
+    with open(_folder_of_user() / ".sweep", "w") as sweep:
+        fcntl.flock(sweep, fcntl.LOCK_EX)
+        for lock in _folder_of_user().glob("process-*/.lock"):
+            with contextlib.suppress(OSError), open(lock) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"process-{os.getpid()}-", dir=_folder_of_user()))
+        alive = open(folder / ".lock", "w")  # noqa: SIM115  (as long as the process)
+        fcntl.flock(alive, fcntl.LOCK_EX)
+    atexit.register(_remove_folder, os.getpid(), folder, alive)
+    return folder
+
+
+def _remove_folder(process: int, folder: Path, alive: Any) -> None:
+    if os.getpid() == process:  # not of a fork
+        shutil.rmtree(folder, ignore_errors=True)
+        alive.close()

@@ -1,0 +1,152 @@
+"""Checkpoints of a run in a bucket that nodes could not send while the store was away: sent when the run is resumed.
+
+Each rank's files of such a checkpoint, and the small files that it had yet to send, are on the disk of its node, in
+`checkpoint.partial_folder`; `state.json` is beside rank 0's.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vla_finetuning.files import write_json
+from vla_finetuning.mirror import keep_unsent, send_kept
+from vla_finetuning.run.attempts import is_newest
+from vla_finetuning.run.checkpoint import (
+    check_resumable,
+    commit,
+    forget_unsent,
+    latest_checkpoint,
+    load_progress,
+    partial_folder,
+    send,
+    unsent,
+)
+from vla_finetuning.run.job import Job
+from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, file_digest, manifest, parsed
+from vla_finetuning.store import within
+from vla_finetuning.terminal import tell
+
+logger = logging.getLogger(__name__)
+
+SMALL_FILES = "unsent-{}"
+
+
+class LocalCheckpoint(NamedTuple):
+    """A node's files of a checkpoint, with their bytes, and its `state.json` where rank 0 was on that node."""
+
+    host: str
+    folder: str
+    step: int
+    files: dict[str, int]
+    state: dict[str, Any] | None
+
+
+# Runs a function on each of some nodes, by their ids.
+OnNodes = Callable[[Mapping[str, Callable[[], Any]]], dict[str, Any]]
+
+
+def keep_manifest(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
+    """Leave a checkpoint that cannot be sent on nodes' disks, for `recover_local_checkpoints`. On rank 0."""
+    disk = partial_folder(folder)
+    disk.mkdir(parents=True, exist_ok=True)
+    write_json(disk / STATE, manifest(progress, files, attempt=attempt))
+
+
+def keep_small_files(folder: Path, rank: int) -> None:
+    """Leave what this rank has yet to send of other files beside its files of a checkpoint that cannot be sent."""
+    kept = partial_folder(folder) / SMALL_FILES.format(rank)
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    keep_unsent(folder.parent.parent, kept)
+
+
+def recover_local_checkpoints(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
+    """Have the newest checkpoint that nodes could not send appear in the run's bucket; return its step, None for none.
+
+    Runs on the driver, joined to the run's cluster, before the worker group starts.
+
+    Raises:
+        ValueError: files of it are on nodes that are not there, or have changed; it is of another run.
+        StorageError: the store does not answer.
+    """
+    checkpoints = job.checkpoints_dir
+    found = on_nodes({node: partial(local_checkpoints, checkpoints) for node in nodes})
+    newest = latest_checkpoint(checkpoints)
+    done = 0 if newest is None else load_progress(newest).step
+    candidates = [local for of_node in found.values() for local in of_node if local.state is not None]
+    usable = [local for local in candidates if _goes_on(local, job, done)]
+    chosen = max(usable, key=lambda local: local.step, default=None)
+    if chosen is not None and chosen.state is not None:
+        folder, state = checkpoints / f"{PREFIX}{chosen.step:08d}", chosen.state
+        having = {node: [local for local in of_node if local.step == chosen.step] for node, of_node in found.items()}
+        _require_all(chosen, [local for of_node in having.values() for local in of_node], done)
+        sending = partial(send_local_checkpoint, folder, state, job.timeouts.store)
+        on_nodes({node: sending for node, of_node in having.items() if of_node})
+        commit(folder, Progress(**state["progress"]), state["files"], state["attempt"])
+        tell(f"Recovered    the state of step {chosen.step}, from the disk of {chosen.host}, is in the bucket now")
+    if candidates:
+        on_nodes({node: partial(forget_unsent, checkpoints) for node in found})
+    return None if chosen is None else chosen.step
+
+
+def local_checkpoints(checkpoints: Path) -> list[LocalCheckpoint]:
+    """Return what this node has of checkpoints that could not be sent."""
+    found = []
+    for step, disk in sorted(unsent(checkpoints).items()):
+        state = None
+        try:
+            state = parsed((disk / STATE).read_text())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s on %s cannot be read: %s", disk / STATE, socket.gethostname(), error)
+        files = {file.name: file.stat().st_size for file in disk.iterdir() if file.is_file() and file.name != STATE}
+        found.append(LocalCheckpoint(socket.gethostname(), str(disk), step, files, state))
+    return found
+
+
+def send_local_checkpoint(folder: Path, state: Mapping[str, Any], timeout_s: float) -> None:
+    """Send what this node has of a checkpoint, and the small files that its ranks had yet to send.
+
+    Raises:
+        ValueError: a file is not what was written. StorageError: the store does not answer.
+    """
+    disk = partial_folder(folder)
+    names = [name for name in state["files"] if (disk / name).is_file()]
+    for name in names:
+        if file_digest(disk / name) != state["files"][name]["sha256"]:
+            raise ValueError(f"{socket.gethostname()}:{disk / name} has changed since it was written")
+    with within(timeout_s):
+        for small in sorted(disk.glob(SMALL_FILES.format("*"))):
+            send_kept(folder.parent.parent, small)
+        send(folder, names, state["attempt"])
+
+
+def _goes_on(local: LocalCheckpoint, job: Job, done: int) -> bool:
+    """Return whether the run can go on from it: newer than what is in the bucket, and nobody went on without it."""
+    assert local.state is not None
+    progress = Progress(**local.state["progress"])
+    if progress.step <= done or not is_newest(job.output_dir, local.state.get("attempt", -1)):
+        return False
+    try:
+        check_resumable(progress, job.start)
+    except ValueError as error:
+        raise ValueError(f"the state of step {local.step} in {local.host}:{local.folder}: {error}") from error
+    return True
+
+
+def _require_all(chosen: LocalCheckpoint, everywhere: Iterable[LocalCheckpoint], done: int) -> None:
+    assert chosen.state is not None
+    there = {item for local in everywhere for item in local.files.items()}
+    missing = sorted(name for name, of in chosen.state["files"].items() if (name, of["bytes"]) not in there)
+    if missing:
+        raise ValueError(
+            f"the state of step {chosen.step}, which {chosen.host} could not send, lacks {', '.join(missing)}: bring "
+            f"the nodes back that have them, or remove {chosen.folder} on {chosen.host} to go on from step {done}"
+        )
