@@ -16,8 +16,7 @@ RNG = np.random.default_rng(3)
 STEPS = [3, 10, 17, 20, 31, 47]
 TASKS, ROBOTS = ["push", "pull", "lift"], {"arm": 2, "gantry": 3}
 WORKERS, PRICE, FPS, CHUNK = 2, 5.5, 10, 4
-EVALUATED = {10: 0.5, 17: 0.2, 31: 0.4, 47: 0.45}  # held-out loss; that of step 17 is over fewer rows
-COMPARED = [10, 31, 47]  # the first, the lowest over all rows, the last
+EVALUATED = {10: 0.5, 17: 0.2, 31: 0.4, 47: 0.45}  # held-out loss
 BY_TASK = {31: [0.9, 0.1, 0.5], 47: [1.0, 0.8, 0.3]}  # the second task got worse, the first is the worst
 SUCCESS = [(10, 5, 20, 0), (31, 9, 18, 2)]  # step, successes, episodes, errors
 
@@ -121,73 +120,62 @@ def test_key_figures_and_the_summary(report):
     ]
     assert all(f"{name} {value}" in text for name, value in shown["key_figures"])
     assert dict(shown["facts"]) == {
-        "Batch": "4 rows × 2 micro-steps × 2 workers = 16 a step",
         "Time": f"{round(seconds) // 60} min {round(seconds) % 60:02d} s in training steps, {16 * 47} samples",
-        "Cost": f"{g(cost, 3)} per 1000 samples, at 5.5 per GPU hour and 2 GPUs",
-    }
-    keys = ["step", "epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", "data_wait_s"]
-    assert shown["metrics"] == [keys, *([g(line[key]) for key in keys] for line in LINES)]
-
-
-def curve(key, factor=1.0, of=lambda line: 1.0):
-    return [np.nan if line[key] is None else factor * line[key] / of(line) for line in LINES]
-
-
-def curves():
-    """Of each chart over steps, by its title: the curves."""
-    by_robot = [[line["loss_by_robot"][robot] or np.nan for line in LINES] for robot in ROBOTS]
-    return {
-        "Loss": [curve("loss")],
-        "Learning rate": [curve("lr")],
-        "Gradient norm before clipping": [curve("grad_norm")],
-        "Throughput": [curve("samples_per_s")],
-        "Waiting for data": [curve("data_wait_s", 100, lambda line: line["step_s"])],
-        "Model FLOP utilisation": [curve("mfu", 100)],
-        "Peak GPU memory": [[step / 4 for step in STEPS]],
-        "Spilled to disk since the cluster started": [[step / 8 for step in STEPS]],
-        "Loss by robot": by_robot,
+        "Cost": f"{g(cost, 3)} per 1000 samples, at 5.5 per hour of each of 2 GPUs",
     }
 
 
-def test_charts_over_steps(report):
+def points(key, name=None, factor=1.0):
+    """(step, value) of the lines that have the key; NaN where it has no value of a name."""
+    known = [(line["step"], line[key] if name is None else line[key].get(name)) for line in LINES if line.get(key)]
+    return [[step, np.nan if value is None else factor * value] for step, value in known]
+
+
+# Of each chart over steps, by its key: the curves, by their names.
+CHARTS = {
+    **{key: {key: points(key)} for key in ("epoch", "samples", "lr", "grad_norm", "samples_per_s", "step_s", "mfu")},
+    "loss": {"loss": points("loss"), "eval_loss": [list(point) for point in EVALUATED.items()]},
+    "data_wait_s": {"data_wait_s": points("data_wait_s")},
+    "peak_memory_bytes": {"peak_memory_bytes": points("peak_memory_bytes", factor=2**-30)},
+    "spilled_bytes": {"spilled_bytes": points("spilled_bytes", factor=2**-30)},
+    "loss_by_robot": {
+        **{robot: points("loss_by_robot", robot) for robot in ROBOTS},
+        **{f"eval_{robot}": points("eval_loss_by_robot", robot) for robot in ROBOTS},
+    },
+    "eval_loss_by_task": {task: points("eval_loss_by_task", task) for task in TASKS},
+    "eval_skipped": {"eval_skipped": [[step, int(step == 17)] for step in EVALUATED]},
+}
+
+
+def test_every_key_of_the_log_is_a_chart(report):
     shown, drawn, _ = report
-    assert [chart["title"] for chart in shown["charts"]] == list(curves())
-    for title, expected in curves().items():
+    beside = {"step", "eval_loss", "eval_loss_by_robot"}  # what all are drawn over, and curves beside the loss
+    keys = list(dict.fromkeys(key for line in LINES for key in line if key not in beside))
+    assert [chart["title"] for chart in shown["charts"]] == keys
+    assert CHARTS.keys() | {"eval_loss_by_time"} == set(keys)
+    for key, expected in CHARTS.items():
         ((label, (axes,)),) = (
-            (label, axes) for label, axes in drawn.items() if label.startswith(f"{title} over steps")
+            (label, axes) for label, axes in drawn.items() if label.startswith(f"{key} over steps: ")
         )
         lines, marks = axes.lines[: len(expected)], axes.lines[len(expected) :]
-        for line, values in zip(lines, expected, strict=True):
-            assert line.get_xdata().tolist() == STEPS
-            np.testing.assert_allclose(line.get_ydata(), values, rtol=1e-12)
-        if title == "Loss by robot":
-            assert label.endswith(f"at last arm {g(expected[0][-1])}, gantry {g(expected[1][-1])}")
-            continue
+        for line, (name, values) in zip(lines, expected.items(), strict=True):
+            assert line.get_label() == name
+            np.testing.assert_allclose(line.get_xydata(), values, rtol=1e-12)
+            seen = [value for _, value in values if np.isfinite(value)]
+            assert f"from {g(seen[0])} to {g(seen[-1])}, lowest {g(min(seen))}" in label
         assert [mark.get_xdata()[0] for mark in marks] == [17]  # where the run went on
-        assert f": from {g(expected[0][0])} to {g(expected[0][-1])}, lowest {g(np.nanmin(expected[0]))}, " in label
 
 
-def test_held_out_loss(report):
-    shown, drawn, _ = report
-    evaluated = {line["step"]: line for line in LINES if line["step"] in EVALUATED}
-    found, heads = shown["held_out_loss"], [f"step {step}" for step in COMPARED]
-    assert found.keys() == {"charts", "by_task", "by_robot"} and len(found["charts"]) == 2
-    said = "Held-out loss over steps: from 0.5 to 0.45, lowest 0.4; 1 of 4 times without rows that could not be read"
-    training, held_out = drawn[said][0].lines
-    assert training.get_xydata().tolist() == [[line["step"], line["loss"]] for line in LINES]
-    assert held_out.get_xydata().tolist() == [[step, loss] for step, loss in EVALUATED.items()]
-    (axes,) = drawn[f"Held-out loss by flow time, at {', '.join(heads)}"]
-    for line, step in zip(axes.lines, COMPARED, strict=True):
+def test_a_list_is_drawn_over_its_places_as_it_was_first_and_last(report):
+    _, drawn, _ = report
+    ((axes,),) = (
+        axes for label, axes in drawn.items() if label.startswith("eval_loss_by_time over time: step 10 from ")
+    )
+    by_time = {line["step"]: line["eval_loss_by_time"] for line in LINES if "eval_loss_by_time" in line}
+    assert [line.get_label() for line in axes.lines] == ["step 10", "step 47"] and axes.get_xlabel() == "time"
+    for line, step in zip(axes.lines, (10, 47), strict=True):
         np.testing.assert_allclose(line.get_xdata(), np.arange(0.05, 1, 0.1))
-        np.testing.assert_allclose(line.get_ydata(), [np.nan, *evaluated[step]["eval_loss_by_time"][1:]])
-
-    def rows(key, names):
-        return [[name, *(g(evaluated[step][key][name]) for step in COMPARED)] for name in names]
-
-    by_task = [evaluated[step]["eval_loss_by_task"] for step in COMPARED]
-    risen = sorted(TASKS, key=lambda task: by_task[1][task] - by_task[2][task])
-    assert found["by_task"] == (["instruction", *heads], rows("eval_loss_by_task", risen))
-    assert found["by_robot"] == (["robot", *heads], rows("eval_loss_by_robot", ROBOTS))
+        np.testing.assert_allclose(line.get_ydata(), [np.nan, *by_time[step][1:]])
 
 
 def test_held_out_errors(report):
@@ -252,7 +240,7 @@ def test_the_closed_loop(report):
 
 def test_nothing_else_on_the_page_is_a_number_of_the_run(report):
     shown, drawn, _ = report
-    compared = {"key_figures", "facts", "charts", "metrics", "held_out", "closed_loop", "held_out_loss"}
+    compared = {"key_figures", "facts", "charts", "held_out", "closed_loop"}
     others = {"title", "subtitle", "written", "missing", "held_out_expected", "attempts", "skipped", "looks", "plan"}
     assert shown.keys() == compared | others | {"config", "values"} and shown["values"] is None
-    assert shown["subtitle"] == "Step 47 of 60." and len(drawn) == len(curves()) + 2 + len(ROBOTS) + 1
+    assert shown["subtitle"] == "Step 47 of 60." and len(drawn) == len(CHARTS) + 1 + len(ROBOTS) + 1

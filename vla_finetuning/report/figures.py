@@ -11,6 +11,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import itertools
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
@@ -52,7 +54,6 @@ _STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 9,
     "figure.facecolor": "none",
-    "figure.figsize": (WIDTH, HEIGHT),
     "axes.facecolor": "none",
     "font.size": 9,
     "grid.color": GRID,
@@ -101,6 +102,17 @@ def _styled() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _chart(xlabel: str, ylabel: str = "", height: float = HEIGHT) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a figure of one chart and its axes, in the page's style. `height`: inches."""
+    with _styled():
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_xlabel(plain(xlabel))
+        axes.set_ylabel(plain(ylabel))
+        yield figure, axes
+
+
 def line_chart(
     lines: Mapping[str, tuple[np.ndarray, np.ndarray]],
     *,
@@ -113,24 +125,22 @@ def line_chart(
     """Lines over one x axis. Values that are not finite leave a gap.
 
     Args:
-        lines: `{name: (x, y)}`, at most three; one line needs no legend.
+        lines: `{name: (x, y)}`, told apart up to nine; one line needs no legend.
         marks: x of vertical lines.
     """
-    with _styled():
-        figure = Figure(layout="constrained")
-        axes = figure.add_subplot()
-        for (name, (x, y)), colour in zip(lines.items(), (BLUE, ORANGE, INK), strict=False):
+    with _chart(xlabel, ylabel) as (figure, axes):
+        looks = itertools.cycle(itertools.product(("-", "--", ":"), (BLUE, ORANGE, INK)))
+        for (name, (x, y)), (dashes, colour) in zip(lines.items(), looks, strict=False):
             x, y = _thin(x, y)
             alone = "o" if len(x) < 3 else None
-            axes.plot(x, y, color=colour, label=plain(name), marker=alone, markersize=3, clip_on=False)
-        if log:
-            axes.set_yscale("log")
+            axes.plot(x, y, dashes, color=colour, label=plain(name, 40), marker=alone, markersize=3, clip_on=False)
         for mark in marks:
             axes.axvline(mark, color=RED, linewidth=1, linestyle=(0, (3, 3)))
         if from_zero:
             axes.set_ylim(0, None if any(np.nanmax(y, initial=0) > 0 for _, y in lines.values()) else 1)
         if log:
             # Plain numbers: matplotlib's own labels here are formulas.
+            axes.set_yscale("log")
             low, high = axes.get_ylim()
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 30 * low else (1,)))
             axes.yaxis.set_minor_formatter(NullFormatter())
@@ -143,8 +153,6 @@ def line_chart(
         if len(places) == 1:
             axes.set_xticks(places)
             axes.set_yticks(np.unique([float(v) for _, y in lines.values() for v in y if np.isfinite(v)]))
-        axes.set_xlabel(plain(xlabel))
-        axes.set_ylabel(plain(ylabel))
         if len(lines) > 1:
             axes.legend()
         return figure
@@ -154,49 +162,49 @@ def interval_chart(
     x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, *, xlabel: str, ylabel: str
 ) -> Figure:
     """Percentages with their intervals, (N,) each, over x."""
-    with _styled():
-        figure = Figure(layout="constrained")
-        axes = figure.add_subplot()
-        axes.errorbar(
-            x, y, np.maximum(0, [y - low, high - y]), color=BLUE, ecolor=MUTED, elinewidth=1.2, capsize=3, marker="o",
-            markersize=3.5, clip_on=False,
-        )  # fmt: skip
+    look: dict[str, Any] = {"color": BLUE, "ecolor": MUTED, "elinewidth": 1.2, "capsize": 3, "marker": "o"}
+    with _chart(xlabel, ylabel) as (figure, axes):
+        axes.errorbar(x, y, np.maximum(0, [y - low, high - y]), **look, markersize=3.5, clip_on=False)
         axes.set_ylim(0, 100)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if len(x) == 1:
             axes.set_xticks(x)
-        axes.set_xlabel(plain(xlabel))
-        axes.set_ylabel(plain(ylabel))
         return figure
 
 
 def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
     """Return how many of the values (N,) fall into each of at most 24 bins."""
-    with _styled():
-        figure = Figure(layout="constrained")
-        axes = figure.add_subplot()
-        bins = max(1, min(24, len(np.unique(values))))
-        axes.hist(values, bins=bins, color=BLUE, rwidth=0.9)
+    with _chart(xlabel, ylabel) as (figure, axes):
+        axes.hist(values, bins=max(1, min(24, len(np.unique(values)))), color=BLUE, rwidth=0.9)
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.set_xlabel(plain(xlabel))
-        axes.set_ylabel(plain(ylabel))
         return figure
 
 
-def bars(counts: Sequence[tuple[str, int]], *, xlabel: str) -> Figure:
+def _rows(axes: Axes, names: Sequence[str], top: float) -> None:
+    """Make each name a row, the first on top, with a grid across them."""
+    axes.set_yticks(range(len(names)), [plain(name, 32) for name in names])
+    axes.set_ylim(len(names) - 0.4, top)
+    axes.grid(True, axis="x")
+    axes.grid(False, axis="y")
+
+
+def bars(counts: Sequence[tuple[str, float]], *, xlabel: str) -> Figure:
     """(name, count) pairs as horizontal bars, first on top. Their counts stand beside them."""
-    with _styled():
-        figure = Figure(figsize=(WIDTH, 0.75 + 0.24 * len(counts)), layout="constrained")
-        axes = figure.add_subplot()
+    with _chart(xlabel, height=0.75 + 0.24 * len(counts)) as (figure, axes):
         drawn = axes.barh(range(len(counts)), [count for _, count in counts], color=BLUE)
-        axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
-        axes.set_yticks(range(len(counts)), [plain(name, 32) for name, _ in counts])
-        axes.set_ylim(len(counts) - 0.4, -0.6)
+        axes.bar_label(drawn, fmt="{:,g}", padding=3)
         axes.margins(x=0.12)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.grid(True, axis="x")
-        axes.grid(False, axis="y")
-        axes.set_xlabel(plain(xlabel))
+        _rows(axes, [name for name, _ in counts], -0.6)
+        return figure
+
+
+def stack(parts: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str) -> Figure:
+    """Values (N,) of each part on top of each other, over 0 to N - 1."""
+    with _chart(xlabel, ylabel) as (figure, axes):
+        places = np.arange(len(next(iter(parts.values()))))
+        axes.stackplot(places, *parts.values(), labels=[plain(name) for name in parts], step="mid")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
         return figure
 
 
@@ -264,36 +272,21 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
     known = np.isfinite(scaled).all(axis=1)
     widest = float(np.abs(scaled[known]).max(initial=0))
     edge = 1.15 * limit if widest > limit else max(1.5, 1.1 * widest)
-    with _styled():
-        figure = Figure(figsize=(WIDTH, 0.75 + 0.24 * len(names)), layout="constrained")
-        axes = figure.add_subplot()
+    with _chart("normalised value (q01 = −1, q99 = 1)", height=0.75 + 0.24 * len(names)) as (figure, axes):
         y = np.arange(len(names))[known]
         scaled = scaled[known]
         minimum, mean, maximum = np.clip(scaled, -edge, edge).T
         axes.hlines(y, minimum, maximum, color=MUTED, linewidth=1.2)
         axes.hlines(y, -1, 1, color=BLUE, linewidth=6, alpha=0.9)
         axes.plot(mean, y, "o", color=INK, markersize=3.5)
-        for column, marker, align in ((0, "<", "left"), (2, ">", "right")):
+        for column, marker, align, sign in ((0, "<", "left", -1), (2, ">", "right", 1)):
             out = np.abs(scaled[:, column]) > limit
-            side = -edge if column == 0 else edge
-            axes.plot(np.full(out.sum(), side), y[out], marker, color=RED, markersize=6, clip_on=False)
+            axes.plot(np.full(out.sum(), sign * edge), y[out], marker, color=RED, markersize=6, clip_on=False)
+            beside: dict[str, Any] = {"xytext": (-6 * sign, 5), "textcoords": "offset points", "ha": align}
             for row, value in zip(y[out], scaled[out, column], strict=True):
-                shift = (6, 5) if column == 0 else (-6, 5)
-                axes.annotate(
-                    f"{value:.3g}",
-                    (side, row),
-                    xytext=shift,
-                    textcoords="offset points",
-                    ha=align,
-                    color=RED,
-                    fontsize=8,
-                )
+                axes.annotate(f"{value:.3g}", (sign * edge, row), **beside, color=RED, fontsize=8)
         axes.set_xlim(-edge, edge)
-        axes.set_ylim(len(names) - 0.4, -0.8)
-        axes.set_yticks(np.arange(len(names)), [_shorten(plain(name)) for name in names])
-        axes.grid(True, axis="x")
-        axes.grid(False, axis="y")
-        axes.set_xlabel("normalised value (q01 = −1, q99 = 1)")
+        _rows(axes, [_shorten(plain(name)) for name in names], -0.8)
         return figure
 
 

@@ -20,13 +20,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from util import COMMON_METRICS
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.mirror import address, as_path, pull, synced
@@ -34,10 +34,10 @@ from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan.record import errors_by_robot
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented, config_of
+from vla_finetuning.report.charts import metric_charts
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
 from vla_finetuning.report.episode_scores import Score
 from vla_finetuning.report.figures import Chunk, plain
-from vla_finetuning.report.held_out_loss import held_out_loss
 from vla_finetuning.report.loop import closed_loop, score_row, shown_films
 from vla_finetuning.report.values import advantages_chart, values_section
 from vla_finetuning.run.checkpoint import checkpoints
@@ -54,7 +54,6 @@ from vla_finetuning.run.polling import polling
 from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
-PACKAGES = ("ray", "lerobot", "torch", "av")
 POLL_S = 2.0
 # A page stays readable, and small, whatever the run and the dataset are.
 MAX_DIMENSIONS, STRIPS_PER_FIGURE, EXAMPLES, TABLE_ROWS, MAX_DATASETS = 32, 8, 3, 20, 4
@@ -194,9 +193,8 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
     lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
     metrics = columns(lines)
-    evaluation = read_json(output_dir / EVALUATION_NAME) or None
+    evaluation = read_json(output_dir / EVALUATION_NAME)
     starts = attempts(output_dir)
-    names = facts.get("action_names")
     total = facts.get("steps") or config.get("steps")
     done = int(metrics["step"][-1]) if metrics else 0
     return page_template("report.html").render(
@@ -208,12 +206,10 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         missing=[
             name for name, found in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not found
         ],
-        charts=[*_training_charts(metrics, starts), *loss_by_robot(lines)],
-        metrics=_metrics_table(metrics),
-        held_out=[] if evaluation is None else _held_out_of_each(evaluation, names, facts),
-        closed_loop=closed_loop(evaluation or {}, output_dir),
+        charts=metric_charts(lines, [one["resumed_from_step"] for one in starts[1:]]),
+        held_out=list(_held_out(evaluation, facts)) if evaluation else [],
+        closed_loop=closed_loop(evaluation, output_dir),
         values=values_section(output_dir),
-        held_out_loss=held_out_loss(lines),
         held_out_expected=bool((config.get("dataset") or {}).get("eval_split")),
         attempts=starts,
         skipped=_skipped(output_dir),
@@ -232,95 +228,52 @@ def _subtitle(done: int, total: int | None) -> str:
 
 
 def _key_figures(
-    config: Mapping[str, Any], metrics: Metrics, evaluation: Mapping[str, Any] | None, done: int, total: int | None
+    config: Mapping[str, Any], metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
 ) -> list[tuple[str, str]]:
     """Return the figures that a reader looks for first: (name, value)."""
     found = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
     if metrics:
         found.append(("loss", _g(metrics["loss"][-1])))
-    if evaluation is not None:
-        for robot, of in errors_by_robot(evaluation).items():
-            trained, whose = of["trained"], f", {robot}" if robot else ""
-            if baseline := trained["mean_action"]["mse"]:
-                found.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
-        for name, tried in evaluation.get("closed_loop", {}).items():
-            robot, _, condition = name.rpartition("/")
-            if condition == "trained" and tried["episodes"]:
-                whose = f", {robot}" if robot else ""
-                unknown = f", {tried['errors']} not played to the end" if tried.get("errors") else ""
-                found.append((f"success in the loop{whose}{unknown}", f"{tried['successes'] / tried['episodes']:.0%}"))
+    for robot, errors in errors_by_robot(evaluation).items() if evaluation else ():
+        trained, whose = errors["trained"], f", {robot}" if robot else ""
+        if baseline := trained["mean_action"]["mse"]:
+            found.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
+    for name, tried in evaluation.get("closed_loop", {}).items():
+        robot, _, condition = name.rpartition("/")
+        if condition == "trained" and tried["episodes"]:
+            whose = f", {robot}" if robot else ""
+            unknown = f", {tried['errors']} not played to the end" if tried.get("errors") else ""
+            found.append((f"success in the loop{whose}{unknown}", f"{tried['successes'] / tried['episodes']:.0%}"))
     if metrics:
         seconds, samples, waited = _totals(metrics)
-        found.append(("samples / s", _g(samples / seconds, 3)))
-        found.append(("waiting for data", f"{waited / seconds:.0%}"))
+        found += [("samples / s", _g(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
         if cost := _cost(config, samples / seconds):
             found.append(("cost of 1000 samples", _g(cost, 3)))
     return found
 
 
 def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
-    """The summary's lines."""
-    lines = []
-    for dataset in facts.get("datasets", []):
-        robot = f", robot {plain(dataset['robot_type'])}" if dataset["robot_type"] else ""
-        lines.append(("Dataset", plain(dataset["name"], 300)))
-        lines.append(
-            (
-                "",
-                f"{dataset['episodes']:,} episodes, {dataset['frames']:,} frames at {dataset['fps']} fps{robot}; "
-                f"trains on {dataset['train_episodes']:,} episodes, {dataset['eval_episodes']:,} held out",
-            )
-        )
-    if policy := facts.get("policy"):
-        revision = f" @ {policy['revision'][:12]}" if policy["revision"] else ""
-        lines.append(("Policy", f"{policy['type']} from {plain(policy['base'], 300)}{revision}"))
-        if policy["parameters"]:
-            lines.append(("", f"{policy['parameters']:,} parameters, {policy['trainable']:,} of them train"))
-    scaling = config.get("scaling") or {}
-    if scaling:
-        batch = [config["batch_size"], config["grad_accum"], scaling["num_workers"]]
-        lines.append(
-            (
-                "Batch",
-                f"{batch[0]} rows × {_count(batch[1], 'micro-step')} × {_count(batch[2], 'worker')} = "
-                f"{math.prod(batch):,} a step",
-            )
-        )
-    if mixing := facts.get("mixing"):
-        lines.append(
-            (
-                "Shuffling",
-                f"windows of {_count(mixing['window_rows'], 'row')}; a global batch has rows of about "
-                f"{mixing['episodes']:.1f} episodes, of {mixing['episodes_at_random']:.1f} if all rows were shuffled",
-            )
-        )
-        if mixing["advice"]:
-            lines.append(("", f"poorly mixed: {mixing['advice']}"))
+    """Return what the plan could not say: on which hardware and versions it ran, how long it took, what it cost."""
+    lines, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
     if hardware := facts.get("hardware"):
         kind = "GPU" if facts["use_gpu"] else "CPU"
         gpus = f", {hardware['gpus']:g} GPUs ({', '.join(hardware['gpu_types'])})" if hardware["gpus"] else ""
-        lines.append(
-            (
-                "Hardware",
-                f"{scaling.get('num_workers', '?')} {kind} workers; cluster of {_count(hardware['nodes'], 'node')}: "
-                f"{hardware['cpus']:g} CPUs{gpus}, {_bytes(hardware['memory_bytes'])} of memory",
-            )
-        )
+        cluster = f"cluster of {hardware['nodes']} nodes: {hardware['cpus']:g} CPUs{gpus}"
+        memory = f"{hardware['memory_bytes'] / 2**30:.3g} GiB of memory"
+        lines.append(("Hardware", f"{workers} {kind} workers; {cluster}, {memory}"))
     if attention := facts.get("attention"):
-        kernels = sorted(set(attention["backends"].values()))
-        many = _count(len(attention["backends"]), "shape")
-        lines.append(("Attention", f"{', '.join(kernels)}; compared with eager attention at {many} before the start"))
+        kernels, many = ", ".join(sorted(set(attention["backends"].values()))), len(attention["backends"])
+        lines.append(("Attention", f"{kernels}; compared with eager attention at {many} shapes before the start"))
         lines += [("", f"not used: {plain(reason, 300)}") for reason in attention["refused"]]
     if versions := facts.get("versions"):
-        short = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", version) for name, version in versions.items()}
-        lines.append(("Versions", ", ".join(f"{name} {version}" for name, version in short.items())))
+        text = ", ".join(f"{name} {version}" for name, version in versions.items())
+        lines.append(("Versions", re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", text)))
     if metrics:
         seconds, samples, _ = _totals(metrics)
         lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
         price = config.get("price_per_gpu_hour")
         if price and (cost := _cost(config, samples / seconds)):
-            gpus = _count(scaling["num_workers"], "GPU")
-            lines.append(("Cost", f"{_g(cost, 3)} per 1000 samples, at {price:g} per GPU hour and {gpus}"))
+            lines.append(("Cost", f"{_g(cost, 3)} per 1000 samples, at {price:g} per hour of each of {workers} GPUs"))
         elif price:
             lines.append(("Cost", "not known: the run has a price per GPU hour and no GPU"))
         else:
@@ -343,117 +296,39 @@ def _cost(config: Mapping[str, Any], samples_per_s: float) -> float | None:
     return price * scaling["num_workers"] / 3600 / samples_per_s * 1000
 
 
-def _training_charts(metrics: Metrics, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Everything that is logged, over steps; what has no value anywhere is a sentence instead."""
-    if not metrics:
-        return []
-    wait = {"wait": metrics["data_wait_s"] / np.maximum(metrics["step_s"], 1e-9) * 100} if "step_s" in metrics else {}
-    gib = {name: metrics[name] / 2**30 for name in ("peak_memory_bytes", "spilled_bytes") if name in metrics}
-    mfu = {"mfu": metrics["mfu"] * 100} if "mfu" in metrics else {}
-    known = metrics | wait | gib | mfu
-    restarts = [a["resumed_from_step"] for a in starts[1:]]
-    charts = []
-    of_policy = [key for key in metrics if key not in COMMON_METRICS]
-    for key, title, axis, zero in (
-        ("loss", "Loss", "loss", False),
-        *((key, f"{key}, as LeRobot names it", key, False) for key in of_policy),
-        ("lr", "Learning rate", "learning rate", True),
-        ("grad_norm", "Gradient norm before clipping", "gradient norm", False),
-        ("samples_per_s", "Throughput", "samples / s", True),
-        ("wait", "Waiting for data", "share of the step / %", True),
-        ("mfu", "Model FLOP utilisation", "of the peak / %", True),
-        ("peak_memory_bytes", "Peak GPU memory", "GiB", True),
-        ("spilled_bytes", "Spilled to disk since the cluster started", "GiB", True),
-    ):
-        y = known.get(key)
-        if y is None or not np.isfinite(y).any():
-            charts.append({"title": title, "absent": "not measured in this run"})
-            continue
-        seen = y[np.isfinite(y)]
-        log = not zero and seen.min() > 0 and seen.max() > 30 * seen.min()
-        chart = figures.line_chart(
-            {title: (metrics["step"], y)}, xlabel="step", ylabel=axis, log=log, from_zero=zero, marks=restarts
-        )
-        spoken = f"{title} over steps: from {_g(seen[0])} to {_g(seen[-1])}, lowest {_g(seen.min())}, {axis}"
-        charts.append({"title": title, "svg": figures.to_svg(chart, spoken)})
-    return charts
+def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each robot's errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
+    fps = next((dataset["fps"] for dataset in facts.get("datasets") or ()), None)
+    for robot, errors in errors_by_robot(evaluation).items():
+        known = {"action_names": facts.get("action_names"), "fps": fps, **(facts.get("robots") or {}).get(robot, {})}
+        trained, untrained = errors["trained"], errors.get("untrained") or {}
+        baseline, size = trained["mean_action"]["mse"], len(trained["policy"]["mae"])
+        names = known["action_names"] or []
+        names = names if len(names) == size else [f"{ACTION}[{i}]" for i in range(size)]
 
+        def mse(error: Mapping[str, Any], baseline: float = baseline) -> tuple[str, str]:
+            return _g(error["mse"]), _g(error["mse"] / baseline, 3) if baseline else "–"
 
-def loss_by_robot(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A chart of each robot's training loss, from the lines of `metrics.jsonl`; none where there is one robot."""
-    told = [line for line in lines if line.get("loss_by_robot")]
-    if not told:
-        return []
-    steps = np.array([line["step"] for line in told], float)
-    curves = {
-        robot: (steps, np.array([np.nan if (v := line["loss_by_robot"].get(robot)) is None else v for line in told]))
-        for robot in told[-1]["loss_by_robot"]
-    }
-    last = ", ".join(f"{robot} {_g(values[-1])}" for robot, (_, values) in curves.items())
-    chart = figures.line_chart(curves, xlabel="step", ylabel="loss")
-    return [{"title": "Loss by robot", "svg": figures.to_svg(chart, f"Loss by robot over steps; at last {last}")}]
-
-
-def _metrics_table(metrics: Metrics) -> list[list[str]] | None:
-    if not metrics:
-        return None
-    keys = [key for key in ("step", "epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", "data_wait_s")]
-    keys = [key for key in keys if key in metrics]
-    rows = np.unique(np.linspace(0, len(metrics["step"]) - 1, TABLE_ROWS).round().astype(int))
-    return [keys, *([_g(metrics[key][row]) for key in keys] for row in rows)]
-
-
-def _held_out_of_each(
-    evaluation: Mapping[str, Any], names: list[str] | None, facts: Mapping[str, Any]
-) -> list[tuple[str, dict[str, Any]]]:
-    of_robots = facts.get("robots") or {}
-    return [
-        (
+        named = {"mean action": trained["mean_action"], "before training": untrained.get("policy")}
+        named |= {"trained": trained["policy"], "trained, with another instruction": trained["other_instruction"]}
+        by_task = [(task, e) for task, e in trained.get("by_task", {}).items() if e["policy"] is not None]
+        by_task.sort(key=lambda item: -item[1]["policy"]["mse"])
+        worst = by_task[0][1]["policy"]["mse"] if by_task else 0.0
+        mae = zip(names, trained["policy"]["mae"], trained["mean_action"]["mae"], strict=True)
+        yield (
             robot,
-            _held_out(
-                of,
-                of_robots.get(robot, {}).get("action_names", names),
-                of_robots.get(robot, {}).get("fps") or next((d["fps"] for d in facts.get("datasets") or ()), None),
-            ),
+            {
+                "frames": trained["frames"],
+                "errors": [(name, *mse(error)) for name, error in named.items() if error is not None],
+                "by_task": [
+                    (task, e["frames"], *mse(e["policy"]), _bar(e["policy"]["mse"], worst))
+                    for task, e in by_task[:TABLE_ROWS]
+                ],
+                "tasks": len(by_task),
+                "by_dimension": [(figures.with_unit(name), _g(policy, 3), _g(mean, 3)) for name, policy, mean in mae],
+                "chunks": _chunk_figures(trained.get("examples", []), names, known["fps"]),
+            },
         )
-        for robot, of in errors_by_robot(evaluation).items()
-    ]
-
-
-def _held_out(evaluation: Mapping[str, Any], names: list[str] | None, fps: float | None) -> dict[str, Any]:
-    """Errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
-    trained, untrained = evaluation["trained"], evaluation.get("untrained") or {}
-    baseline = trained["mean_action"]["mse"]
-    named = [
-        ("mean action", trained["mean_action"]),
-        ("before training", untrained.get("policy")),
-        ("trained", trained["policy"]),
-        ("trained, with another instruction", trained["other_instruction"]),
-    ]
-
-    def relative(mse: float) -> str:
-        return _g(mse / baseline, 3) if baseline else "–"
-
-    size = len(trained["policy"]["mae"])
-    if names is None or len(names) != size:
-        names = [f"{ACTION}[{i}]" for i in range(size)]
-    by_task = {task: e for task, e in trained.get("by_task", {}).items() if e["policy"] is not None}
-    worst_first = sorted(by_task.items(), key=lambda item: -item[1]["policy"]["mse"])
-    worst = worst_first[0][1]["policy"]["mse"] if worst_first else 0.0
-    return {
-        "frames": trained["frames"],
-        "errors": [(name, _g(e["mse"]), relative(e["mse"])) for name, e in named if e is not None],
-        "by_task": [
-            (task, e["frames"], _g(e["policy"]["mse"]), relative(e["policy"]["mse"]), _bar(e["policy"]["mse"], worst))
-            for task, e in worst_first[:TABLE_ROWS]
-        ],
-        "tasks": len(by_task),
-        "by_dimension": [
-            (figures.with_unit(name), _g(policy, 3), _g(mean, 3))
-            for name, policy, mean in zip(names, trained["policy"]["mae"], trained["mean_action"]["mae"], strict=True)
-        ],
-        "chunks": _chunk_figures(trained.get("examples", []), names, fps),
-    }
 
 
 def _chunk_figures(examples: list[dict[str, Any]], names: list[str], fps: float | None) -> list[dict[str, str]]:
@@ -461,14 +336,26 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], fps: float 
         return []
     chosen = [examples[i] for i in np.unique(np.linspace(0, len(examples) - 1, EXAMPLES).round().astype(int))]
     chunks = [figures.example_chunk(example, fps) for example in chosen]
-    drawn = []
-    for first in range(0, min(len(names), MAX_DIMENSIONS), STRIPS_PER_FIGURE):
-        part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
+
+    def draw(part: slice) -> figures.Figure:
         some = [Chunk(c.title, c.recorded[:, part], c.predicted[:, part]) for c in chunks]
-        spoken = "Predicted and recorded actions of " + ", ".join(names[part])
-        title = "Recorded and predicted" + _which(part, len(names))
-        drawn.append({"title": title, "svg": figures.to_svg(figures.chunk_strips(some, names[part], fps), spoken)})
+        return figures.chunk_strips(some, names[part], fps)
+
+    drawn = _in_parts("Recorded and predicted", "Predicted and recorded actions of", names, draw)
     drawn[0]["instructions"] = "; ".join(dict.fromkeys(f"“{plain(e['task'])}”" for e in chosen))
+    return drawn
+
+
+def _in_parts(
+    title: str, spoken: str, names: Sequence[str], draw: Callable[[slice], figures.Figure]
+) -> list[dict[str, str]]:
+    """Draw a few dimensions a figure, MAX_DIMENSIONS in all."""
+    drawn, count = [], len(names)
+    for first in range(0, min(count, MAX_DIMENSIONS), STRIPS_PER_FIGURE):
+        part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
+        which = f" ({first + 1} to {min(part.stop, count)} of {count})" if count > STRIPS_PER_FIGURE else ""
+        svg = figures.to_svg(draw(part), f"{spoken} {', '.join(names[part])}")
+        drawn.append({"title": title + which, "svg": svg})
     return drawn
 
 
@@ -491,26 +378,15 @@ def _draw_look(look: Look) -> dict[str, Any]:
     lengths_s = meta.episode_length / meta.fps
     curves = []
     for key, values in look.curves.items():
-        names = dimension_names(meta, key)
-        for first in range(0, min(len(names), MAX_DIMENSIONS), STRIPS_PER_FIGURE):
-            part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
-            drawn = figures.strips(look.time_s, values[:, part], names[part])
-            curves.append(
-                {
-                    "title": plain(key) + _which(part, len(names)),
-                    "svg": figures.to_svg(drawn, f"{key} over time in episode {look.shown}: {', '.join(names[part])}"),
-                }
-            )
+        names, spoken = dimension_names(meta, key), f"{key} over time in episode {look.shown}:"
+        draw = partial(_strips, look.time_s, values, names)
+        curves += _in_parts(plain(key), spoken, names, draw)
     ranges = []
     for key, found in look.ranges.items():
-        scaled = scaled_ranges(found)
-        drawable = np.isfinite(scaled).all(axis=1)
-        drawable[MAX_DIMENSIONS:] = False
+        scaled = scaled_ranges(found[:MAX_DIMENSIONS])
         svg = None
-        if drawable.any():
-            chart = figures.ranges(
-                scaled[drawable], [r.name for r, d in zip(found, drawable, strict=True) if d], limit=OUTLIER
-            )
+        if np.isfinite(scaled).all(axis=1).any():
+            chart = figures.ranges(scaled, [r.name for r in found[:MAX_DIMENSIONS]], limit=OUTLIER)
             svg = figures.to_svg(chart, f"Normalisation ranges of {key}; the table has the numbers")
         rows = [(plain(r.name), *(_g(v) for v in r[1:]), r.outliers) for r in found[:MAX_DIMENSIONS]]
         ranges.append({"key": key, "svg": svg, "rows": rows, "outliers": sum(r.outliers for r in found)})
@@ -572,17 +448,8 @@ def _g(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def _bytes(count: float) -> str:
-    return f"{_g(count / 2**30, 3)} GiB"
-
-
-def _count(number: float, thing: str) -> str:
-    return f"{number:g} {thing}{'s' * (number != 1)}"
-
-
-def _which(part: slice, count: int) -> str:
-    """Return which of `count` dimensions a figure shows, if not all."""
-    return "" if count <= STRIPS_PER_FIGURE else f" ({part.start + 1} to {min(part.stop, count)} of {count})"
+def _strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str], part: slice) -> figures.Figure:
+    return figures.strips(time_s, values[:, part], names[part])
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,89 @@
+"""Charts of `metrics.jsonl` by one rule: every key with numbers is a chart over steps, under its own name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.report import figures
+
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]
+# What a key's name says of its unit, the longest first: the axis, and the factor from the key's unit to it.
+UNITS = {
+    "_bytes_per_s": ("GiB / s", 2.0**-30),
+    "_per_s": ("per second", 1.0),
+    "_bytes": ("GiB", 2.0**-30),
+    "_s": ("s", 1.0),
+}
+# Keys that are curves in the chart of the key KEY.
+BESIDE = ("eval_{}", "{}_low", "{}_high")
+# Of a dict with more names, those with the largest last values are drawn.
+MOST_CURVES = 9
+
+
+def metric_charts(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = ()) -> list[dict[str, str]]:
+    """Draw every key of a run's log lines but `step`, in the order in which keys appear.
+
+    A dict is a curve for each of its names. A list is drawn over its places, as it was first and last.
+
+    Args:
+        marks: steps to mark by vertical lines.
+    Returns:
+        {"title", "svg"} of each key; {"title", "absent"} of one without numbers, or with nothing but zeros.
+    """
+    keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
+    beside = {pattern.format(key): key for key in keys for pattern in BESIDE}
+    drawn = []
+    for key in keys:
+        if key not in beside:
+            curves, over = _curves(lines, key)
+            for pattern in BESIDE:
+                curves |= _curves(lines, pattern.format(key), pattern)[0]
+            drawn.append({"title": key, **_draw(key, curves, over, marks)})
+    return drawn
+
+
+def _curves(lines: Sequence[Mapping[str, Any]], key: str, named: str = "{}") -> tuple[Curves, str]:
+    """Return the curves of a key, those of a dict `named` by its names; and what they are drawn over."""
+    known = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float | dict | list)]
+    last = known[-1][1] if known else None
+    if isinstance(last, list):
+        places = (np.arange(len(last)) + 0.5) / len(last)
+        curves = {f"step {step}": (places, _floats(values)) for step, values in (known[0], known[-1])}
+        return curves, key.rpartition("_by_")[2]  # the flow time of `eval_loss_by_time`
+    steps = np.array([step for step, _ in known], float)
+    if not isinstance(last, dict):
+        return ({key: (steps, _floats([value for _, value in known]))} if known else {}), "steps"
+    largest = sorted(last, key=lambda name: -math.inf if last[name] is None else -last[name])[:MOST_CURVES]
+    shown = [name for name in last if name in largest]
+    return {named.format(name): (steps, _floats([of.get(name) for _, of in known])) for name in shown}, "steps"
+
+
+def _floats(values: Sequence[float | None]) -> np.ndarray:
+    return np.array([math.nan if value is None else value for value in values], float)
+
+
+def _draw(key: str, curves: Curves, over: str, marks: Sequence[float]) -> dict[str, str]:
+    axis, factor = next((unit for suffix, unit in UNITS.items() if key.endswith(suffix)), (key, 1.0))
+    curves = {name: (x, factor * y) for name, (x, y) in curves.items()}
+    values = np.concatenate([y[np.isfinite(y)] for _, y in curves.values()] or [np.zeros(0)])
+    if not len(values) or not values.any():
+        return {"absent": "0 throughout" if len(values) else "not measured in this run"}
+    unit = axis != key
+    chart = figures.line_chart(
+        curves,
+        xlabel="step" if over == "steps" else over,
+        ylabel=axis,
+        log=not unit and values.min() > 0 and values.max() > 30 * values.min(),
+        from_zero=unit,
+        marks=marks if over == "steps" else (),
+    )
+    told = [
+        f"{name if len(curves) > 1 else ''} from {seen[0]:.4g} to {seen[-1]:.4g}, lowest {seen.min():.4g}".strip()
+        for name, (_, y) in curves.items()
+        if len(seen := y[np.isfinite(y)])
+    ]
+    return {"svg": figures.to_svg(chart, f"{key} over {over}: {'; '.join(told)}{f', {axis}' if unit else ''}")}
