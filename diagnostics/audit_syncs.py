@@ -309,6 +309,7 @@ def _run_loop(
     replaced = (
         (feed, "with_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
         (attempt, "log_to", lambda folder: None),
+        (attempt, "enable_gpu_perf_flags", lambda *_: None),  # they would stay
         (callbacks, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
         (state, "check_attention", lambda *_: None),  # before the first step, and by what it reads
         (DeviceMetrics, "gather", gather_unrecorded),
@@ -381,7 +382,7 @@ class _CudaWatch(_Watch):
 def _audit_on(run: Run, device: torch.device) -> Audit:
     watch = _CudaWatch(device.type)
     waits = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"))
-    with _kept_flags(), watch.listening():
+    with watch.listening():
         stand_ins = [(owner, name, watch.recorded(getattr(owner, name))) for owner, name in waits]
         _run_loop(run, device, watch, _MadeUpShard(run), stand_ins=stand_ins)
     return Audit(
@@ -392,20 +393,6 @@ def _audit_on(run: Run, device: torch.device) -> Audit:
         "device, noise, forward, backward, clipping, optimizer, log window",
         "collectives between workers; kernels that wait without telling PyTorch",
     )
-
-
-@contextlib.contextmanager
-def _kept_flags() -> Iterator[None]:
-    """Afterwards this process's flags are what they were before `enable_gpu_perf_flags`."""
-    cudnn = torch.backends.cudnn
-    precision, benchmark, tf32 = torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.allow_tf32
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
-        cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
 
 
 # ---- without CUDA -------------------------------------------------------------------------------------------------
@@ -548,7 +535,6 @@ def _audit_without_cuda(run: Run) -> Audit:
     stand_ins = [
         *watch.stand_ins(),
         (state, "build_model", lambda *_: built),
-        (attempt, "enable_gpu_perf_flags", lambda *_: None),
         (Tensor, "backward", backward),
     ]
     shard = _MadeUpShard(run)

@@ -6,13 +6,7 @@ takes the flags of `vla.py` and runs that program's training step with each way 
 (`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches of the run's
 data, read once beforehand.
 On GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. A strategy whose
-plan (`--dry_run`) does not fit is left out. Own flags, each also an environment variable in capitals:
-
-    --compare_steps N               measured steps of each, after 3 to warm up (20)
-    --strategies A,B                which (ddp,fsdp2,fsdp2_reshard,hsdp)
-    --compare_memory_gb X           what a GPU is taken to have, at most, for the largest batch (all it has)
-    --compare_strategies_json PATH  the result for scripts
-    --html PATH                     the result as a page
+plan (`--dry_run`) does not fit is left out.
 
 Exit status: 0 done, 1 the run failed, 2 it could not start.
 """
@@ -25,21 +19,19 @@ import itertools
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-import vla
 from diagnostics.report import Environment, Record, Report, time_line
-from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run
-from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
+from diagnostics.tool import Options, Result, count, host_batches, rank_path, run_tool, run_workers, scratch_run
+from util import Batch, Draws, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run
@@ -54,6 +46,7 @@ from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import RayWorker, Worker
 
+Noise = Callable[[int], Draws]
 WARMUP_STEPS = 3
 BATCHES = 4
 # Of a GPU's memory, what a batch may be predicted to take: allocators leave gaps.
@@ -63,9 +56,9 @@ FILL = 0.95
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
     options = Options(json="compare_strategies_json")
-    options.add("compare_steps", count, 20, "measured steps of each")
-    options.add("strategies", _strategies, list(get_args(Strategy)), "which to compare")
-    options.add("compare_memory_gb", float, None, "what a GPU is taken to have, at most")
+    options.add("compare_steps", count, 20, "measured steps of each, after 3 to warm up (20)")
+    options.add("strategies", _strategies, list(get_args(Strategy)), "which to compare, with commas (all)")
+    options.add("compare_memory_gb", float, None, "what a GPU is taken to have, at most, for the largest batch (all)")
     return options.parse_known_args(argv)
 
 
@@ -139,9 +132,10 @@ def table(report: StrategiesReport) -> str:
         first_s = first_s or step_s
         peaks = [s.peak_bytes for s in own if s.peak_bytes is not None]
         peak = f"{max(peaks) / gib:10.2f}" if peaks else f"{'-':>10}"
+        largest = "-" if own[0].largest_batch is None else own[0].largest_batch
         lines.append(
             f"{own[0].strategy:16}{step_s:9.4f}{report.global_batch_size / step_s:11.1f}{step_s / first_s:9.2f}x"
-            f"{max(s.state_bytes for s in own) / gib:11.4f}{planned}{peak}{_or_dash(own[0].largest_batch):>15}"
+            f"{max(s.state_bytes for s in own) / gib:11.4f}{planned}{peak}{largest:>15}"
             f"{_apart(report, own[0].strategy):14.1e}"
         )
     on_gpus = any(s.largest_batch is not None for s in report.ranks[0].spreadings)
@@ -157,10 +151,6 @@ def table(report: StrategiesReport) -> str:
             "losses apart: from the first strategy's, relative, at most over all steps and ranks",
         ]
     )
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def charts(report: StrategiesReport) -> list[tuple[str, str]]:
@@ -189,7 +179,7 @@ def compare_loop(loop_config: dict[str, Any]) -> None:
     options: Namespace = loop_config["options"]
     worker = RayWorker()
     result = compare(run, options.strategies, options.compare_steps, worker, options.compare_memory_gb)
-    _rank_path(run, worker.rank).write_text(result.model_dump_json())
+    rank_path(run, worker.rank).write_text(result.model_dump_json())
 
 
 def compare(
@@ -246,21 +236,18 @@ def _measure(
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    feed, step_s, losses = itertools.cycle(batches), [], []
-    for step in range(WARMUP_STEPS + steps):
+
+    def step(
+        feed: Iterator[Batch], number: int, grad_accum: int, mean_over: int, draws: Callable[[int], Any]
+    ) -> Tensor:
+        settings = {"autocast": autocast, "device": device, "mean_over": mean_over, "draws": draws}
+        return train_step(model, optimizer, feed, step=number, grad_accum=grad_accum, **settings).loss
+
+    feed, step_s, losses, accum = itertools.cycle(batches), [], [], run.config.grad_accum
+    for number in range(WARMUP_STEPS + steps):
         start = time.perf_counter()
-        result = train_step(
-            model,
-            optimizer,
-            feed,
-            step=step,
-            grad_accum=run.config.grad_accum,
-            mean_over=run.config.grad_accum,
-            draws=noise_for(run.policy, step, dealt, device),
-            autocast=autocast,
-            device=device,
-        )
-        losses.append(result.loss.item())  # and the device is waited for
+        loss_of_step = step(feed, number, accum, accum, noise_for(run.policy, number, dealt, device))
+        losses.append(loss_of_step.item())  # and the device is waited for
         step_s.append(time.perf_counter() - start)
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
@@ -271,17 +258,8 @@ def _measure(
             batch = {key: value[torch.arange(rows, device=device) % len(value)] for key, value in batches[0].items()}
             many = rows * run.config.train.noise_draws
             draws = family_of(run.policy.config).draw(run.policy.config, many, 0, 0, device)
-            train_step(
-                model,
-                optimizer,
-                itertools.repeat(batch),
-                step=0,
-                grad_accum=min(run.config.grad_accum, 2),  # from the second on, gradients are there from the start
-                mean_over=1,
-                draws=lambda micro: draws,
-                autocast=autocast,
-                device=device,
-            )
+            # From the second micro-batch on, gradients are there from the start.
+            step(itertools.repeat(batch), 0, min(accum, 2), 1, lambda micro: draws)
         return _agreed(torch.cuda.max_memory_allocated(device), dist.ReduceOp.MAX, device)
 
     largest: int | None = None
@@ -343,34 +321,21 @@ def _forget(device: torch.device) -> None:
         dist.barrier()
 
 
-def _rank_path(run: Run, rank: int) -> Path:
-    return run.job.output_dir / f"strategies-{rank}.json"
-
-
 # ---- the driver ---------------------------------------------------------------------------------------------------
 
 
 def profile(run: Run, options: Namespace) -> StrategiesReport:
     """Compare on the Ray cluster, which is started if there is none."""
-    started_ray = not ray.is_initialized()
-    try:
-        with scratch_run(run) as scratch:
-            scratch, data_options = on_cluster(scratch)
-            vla.make_trainer(scratch, data_options, compare_loop, options=options).fit()
-            ranks = [
-                RankStrategies.model_validate_json(_rank_path(scratch, rank).read_bytes())
-                for rank in range(run.config.scaling.num_workers)
-            ]
-            return StrategiesReport(
-                environment=ranks[0].environment,
-                config=run.config.to_json(),
-                world_size=len(ranks),
-                global_batch_size=run.config.global_batch_size,
-                ranks=ranks,
-            )
-    finally:
-        if started_ray:
-            ray.shutdown()
+    with scratch_run(run) as scratch:
+        scratch, data_options = on_cluster(scratch)
+        ranks = run_workers(scratch, data_options, RankStrategies, compare_loop, options=options)
+        return StrategiesReport(
+            environment=ranks[0].environment,
+            config=run.config.to_json(),
+            world_size=len(ranks),
+            global_batch_size=run.config.global_batch_size,
+            ranks=ranks,
+        )
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:

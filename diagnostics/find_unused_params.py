@@ -4,13 +4,7 @@
 
 takes the flags of `vla.py`, runs that program's training step on several batches of its data in this process, without
 Ray, and looks at the gradients. DDP refuses a parameter that trains and gets no gradient, unless it may search for it
-in every step. Own flags, each also an environment variable in capitals:
-
-    --unused_batches N       batches to look at (4)
-    --include_zero_grad      list parameters too whose gradient is zero in all of them
-    --fail_if_unused         exit status 1 if a parameter that trains is without a gradient in any of them
-    --unused_json PATH       the result for scripts
-    --html PATH              the result as a page
+in every step.
 
 Exit status: 0 done, 1 see above, or the step failed, 2 it could not start.
 """
@@ -24,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-import ray
 import torch
 from torch import Tensor
 
@@ -82,9 +75,9 @@ class UnusedReport(Report):
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
     options = Options(json="unused_json")
-    options.add("unused_batches", count, 4, "batches to look at")
-    options.add("include_zero_grad", truth, False, "list zero gradients")
-    options.add("fail_if_unused", truth, False, "exit status 1 if there are any")
+    options.add("unused_batches", count, 4, "batches to look at (4)")
+    options.add("include_zero_grad", truth, False, "list parameters too whose gradient is zero in all of them")
+    options.add("fail_if_unused", truth, False, "exit status 1 if a parameter that trains lacks a gradient")
     return options.parse_known_args(argv)
 
 
@@ -113,8 +106,8 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
     """Run the training step on the run's first batches, one optimizer step each, and classify every parameter."""
     device = torch.device("cuda" if run.job.use_gpu else "cpu")
     loss, autocast = build_model(run.policy, device)
-    made = build_optimizer(run.policy, loss, run.job.steps)
-    inspector = _Inspector(**{of.name: getattr(made, of.name) for of in fields(TrainableOptimizer)})
+    optimizer = build_optimizer(run.policy, loss, run.job.steps)
+    inspector = _Inspector(**{of.name: getattr(optimizer, of.name) for of in fields(TrainableOptimizer)})
     # One worker, one micro-batch a step.
     alone = replace(run.config.scaling, num_workers=1, min_workers=None)
     run = with_config(run, replace(run.config, grad_accum=1, scaling=alone))
@@ -159,13 +152,13 @@ def table(report: UnusedReport, run: Run, include_zero_grad: bool) -> str:
     """The result, grouped by module; `used` in numbers only."""
     step = f"{report.batches} batches of {run.config.batch_size} rows, --train.mode={run.config.train.mode}"
     lines = [f"{run.policy.config.type}, {run.policy.base['path']}: {step}"]
-    shown: list[Fate] = ["unused", "sometimes", *(["zero"] if include_zero_grad else []), "frozen"]  # type: ignore[list-item]
-    for fate in (*shown, "used"):
-        found = report.of(fate)  # type: ignore[arg-type]
-        lines += ["", f"{MEANING[fate]}: {_numbers(found)}"]  # type: ignore[index]
-        if fate in shown:
+    listed: list[Fate] = ["unused", "sometimes", *(["zero"] if include_zero_grad else []), "frozen"]  # type: ignore[list-item]
+    for fate in (*listed, "used"):
+        members = report.of(fate)  # type: ignore[arg-type]
+        lines += ["", f"{MEANING[fate]}: {_numbers(members)}"]  # type: ignore[index]
+        if fate in listed:
             lines += [
-                f"  {module or '(everything)'}: {_numbers(members)}" for module, members in _groups(report, found)
+                f"  {module or '(everything)'}: {_numbers(members)}" for module, members in _groups(report, members)
             ]
     if not include_zero_grad and (zero := report.of("zero")):
         lines += ["", f"{_numbers(zero)} had a gradient of zero throughout: --include_zero_grad lists them."]
@@ -177,14 +170,14 @@ def _numbers(parameters: Sequence[Parameter]) -> str:
     return f"{tensors} tensor{'' if tensors == 1 else 's'}, {sum(p.size for p in parameters):,} parameters"
 
 
-def _groups(report: UnusedReport, found: Sequence[Parameter]) -> Iterator[tuple[str, list[Parameter]]]:
-    """`found` by the largest modules that hold nothing else."""
+def _groups(report: UnusedReport, members: Sequence[Parameter]) -> Iterator[tuple[str, list[Parameter]]]:
+    """Yield parameters by the largest modules that have no others."""
     inside = Counter(prefix for p in report.parameters for prefix in _prefixes(p.name))
-    chosen = Counter(prefix for p in found for prefix in _prefixes(p.name))
+    chosen = Counter(prefix for p in members for prefix in _prefixes(p.name))
     groups: dict[str, list[Parameter]] = {}
-    for parameter in found:
-        whole = next(prefix for prefix in _prefixes(parameter.name) if chosen[prefix] == inside[prefix])
-        groups.setdefault(whole, []).append(parameter)
+    for parameter in members:
+        module = next(prefix for prefix in _prefixes(parameter.name) if chosen[prefix] == inside[prefix])
+        groups.setdefault(module, []).append(parameter)
     yield from groups.items()
 
 
@@ -195,30 +188,23 @@ def _prefixes(name: str) -> list[str]:
 
 
 def advice(report: UnusedReport, run: Run) -> list[str]:
-    """Return what to do about what was found."""
+    """Return what to do about the parameters that DDP refuses."""
     if not report.unreached:
         return ["Every parameter that trains got a gradient in every batch: DDP need not search."]
-    said = []
     family = family_of(run.policy.config)
     if family.modes:
-        said.append(
+        return [
             f"What a {family.type} never uses is frozen by trainable.choose_trainable: these are parts that its family "
             "does not know; add them to its `parts`, or set `reaches_all = False` in its loss to have DDP search for "
             "them in every step: several workers need one or the other."
-        )
-    elif report.of("unused"):
-        names = run.policy.config.__dataclass_fields__
-        freezes = [f"--policy.{n}" for n in names if "freeze" in n or (n.startswith("train_") and n.endswith("_only"))]
-        said.append(
-            "Freeze what is never used"
-            + (f": the policy has {', '.join(freezes)}." if freezes else "; the policy has no option for it.")
-        )
-    if not family.modes:
-        said.append(
-            f"DDP searches for them in every step of a {family.type}, as lerobot-train has it do, so several workers "
-            "can train this."
-        )
-    return said
+        ]
+    names = run.policy.config.__dataclass_fields__
+    freezes = [f"--policy.{n}" for n in names if "freeze" in n or (n.startswith("train_") and n.endswith("_only"))]
+    options = f": the policy has {', '.join(freezes)}." if freezes else "; the policy has no option for it."
+    return [f"Freeze what is never used{options}"] * bool(report.of("unused")) + [
+        f"DDP searches for them in every step of a {family.type}, as lerobot-train has it do, so several workers can "
+        "train this."
+    ]
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
@@ -243,14 +229,9 @@ def _with_stats(run: Run) -> Run:
     """Statistics that are missing are computed, which takes a pass over the data, and Ray."""
     if not any(robot.missing_stats for robot in run.robots):
         return run
-    started_ray = not ray.is_initialized()
-    try:
-        with scratch_run(run) as scratch:
-            join_cluster(scratch)
-            return with_stats(scratch)
-    finally:
-        if started_ray:
-            ray.shutdown()
+    with scratch_run(run) as scratch:
+        join_cluster(scratch)
+        return with_stats(scratch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,14 +4,7 @@
     python -m diagnostics.profile_dataloader --preset demo --against step.json
 
 takes the flags of `vla.py` and pulls batches through that program's own `vla.build_dataset` and `feed`, in as many
-workers at once, without a model. Then one read task does its work stage by stage, on the CPU's clock. Own flags, each
-also an environment variable in capitals:
-
-    --profile_batches N            batches per worker (300)
-    --profile_warmup N             batches per worker before those (20)
-    --against PATH                 a result of profile_step: says which side is the bottleneck, and what would balance
-    --profile_dataloader_json PATH the result for scripts
-    --html PATH                    the result as a page
+workers at once, without a model. Then one read task does its work stage by stage, on the CPU's clock.
 
 The rate counts rows that were read after the warm-up, over the time until the last of them has arrived: what lay in
 buffers when the clock started does not count, and nothing is left in them when it stops. Exit status: 0 done, 1 the run
@@ -22,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +30,8 @@ import torch
 import vla
 from diagnostics.report import Environment, Record, Report, Spread, shares, time_line
 from diagnostics.step_report import StepReport
-from diagnostics.tool import Options, Result, count, run_tool, scratch_run
+from diagnostics.tool import Options, Result, count, rank_path, run_tool, run_workers, scratch_run
+from diagnostics.watch import ClusterWatch
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 from vla_finetuning.data import image_cache, number_cache
 from vla_finetuning.data import rows as lerobot_rows
@@ -49,7 +42,7 @@ from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.processors import Prepare
-from vla_finetuning.run.progress import log_to, object_store
+from vla_finetuning.run.progress import log_to
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.feed import feed
 from vla_finetuning.training.stream import LazyPickle, RankSchedule, TrainingData
@@ -91,22 +84,23 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (NumpyToTorchCollate, "__call__", "collate"),
 )
 STAGED_TASKS = 2
-POLL_S = 0.25
 PRODUCED = "produced_s"
 # Rates this near to each other are balanced.
 BALANCED = 1.05
+# Options that two results must have in common.
+COMPARED = ("batch_size", "dataset", "policy_path", "policy_type")
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
     options = Options(json="profile_dataloader_json")
-    options.add("profile_batches", count, 300, "batches per worker")
-    options.add("profile_warmup", count, 20, "batches before those")
-    options.add("against", Path, None, "a result of profile_step")
-    found, rest = options.parse_known_args(argv)
-    if found.against:  # a wrong file is refused before a dataset is made or read
-        found.against = StepReport.read(found.against)
-    return found, rest
+    options.add("profile_batches", count, 300, "batches per worker (300)")
+    options.add("profile_warmup", count, 20, "batches per worker before those (20)")
+    options.add("against", Path, None, "a result of profile_step: which side is the bottleneck")
+    options, rest = options.parse_known_args(argv)
+    if options.against:  # a wrong file is refused before a dataset is made or read
+        options.against = StepReport.read(options.against)
+    return options, rest
 
 
 # ---- the result ---------------------------------------------------------------------------------------------------
@@ -227,43 +221,42 @@ def table(report: LoaderReport) -> str:
 
 def charts(report: LoaderReport) -> list[tuple[str, str]]:
     """Return what the CPUs do, and every wait for a batch."""
-    drawn = [("CPU time by stage", shares({str(stage): s for stage, s in report.stages.items() if s}))]
+    figures = [("CPU time by stage", shares({str(stage): s for stage, s in report.stages.items() if s}))]
     for rank in report.ranks:
-        drawn.append((f"Rank {rank.rank}: every fetch, in milliseconds", time_line({"data_wait": rank.fetch_s})))
-    return drawn
+        figures.append((f"Rank {rank.rank}: every fetch, in milliseconds", time_line({"data_wait": rank.fetch_s})))
+    return figures
 
 
 def balance(loader: LoaderReport, step: StepReport) -> list[str]:
     """Return which side is the bottleneck, by how much, and how many CPUs per worker would balance them."""
-    wanted = step.global_batch_size / (step.untouched_s - step.exposed_wait_s)
-    given, per_cpu = loader.rows_per_s, loader.rows_per_s / loader.data_cpus if loader.data_cpus > 0 else None
-    said = [
-        f"The step, never waiting, takes {wanted:.1f} rows/s; the data engine gives {given:.1f} rows/s. (The step was "
-        f"measured waiting {step.exposed_wait_s / step.untouched_s:.0%} of its time.)"
+    step_rate = step.global_batch_size / (step.untouched_s - step.exposed_wait_s)
+    loader_rate, per_cpu = loader.rows_per_s, loader.rows_per_s / loader.data_cpus if loader.data_cpus > 0 else None
+    sentences = [
+        f"The step, never waiting, takes {step_rate:.1f} rows/s; the data engine gives {loader_rate:.1f} rows/s. "
+        f"(The step was measured waiting {step.exposed_wait_s / step.untouched_s:.0%} of its time.)"
     ]
-    kind = "GPU" if step.ranks[0].peak_allocated_bytes is not None else "worker"
-    if given * BALANCED < wanted:
-        said.append(f"The data engine is the bottleneck: the step could take {wanted / given:.2f}x as much.")
-    elif given > wanted * BALANCED:
-        said.append(f"The step is the bottleneck: the data engine could feed {given / wanted:.2f}x as much.")
+    holder = "GPU" if step.ranks[0].peak_allocated_bytes is not None else "worker"
+    if loader_rate * BALANCED < step_rate:
+        sentences.append(
+            f"The data engine is the bottleneck: the step could take {step_rate / loader_rate:.2f}x as much."
+        )
+    elif loader_rate > step_rate * BALANCED:
+        sentences.append(
+            f"The step is the bottleneck: the data engine could feed {loader_rate / step_rate:.2f}x as much."
+        )
     else:
-        said.append("They are balanced.")
+        sentences.append("They are balanced.")
     if per_cpu is not None:
-        needed = wanted / per_cpu / step.world_size
-        said.append(
-            f"{needed:.2f} CPUs for data per {kind} would balance them, besides what the workers hold; there are "
+        needed = step_rate / per_cpu / step.world_size
+        sentences.append(
+            f"{needed:.2f} CPUs for data per {holder} would balance them, besides what the workers hold; there are "
             f"{loader.data_cpus / loader.world_size:.2f}."
         )
-    differing = [
-        key
-        for key in ("batch_size", "dataset", "policy_path", "policy_type")
-        if loader.config.get(key) != step.config.get(key)
-    ]
-    if differing or loader.environment.cpu != step.environment.cpu or loader.world_size != step.world_size:
-        names = [*differing, *(["cpu"] if loader.environment.cpu != step.environment.cpu else [])]
-        names += ["workers"] if loader.world_size != step.world_size else []
-        said.append(f"Beware: the two results differ in {', '.join(names)}.")
-    return said
+    differs = {key: loader.config.get(key) != step.config.get(key) for key in COMPARED}
+    differs |= {"cpu": loader.environment.cpu != step.environment.cpu, "workers": loader.world_size != step.world_size}
+    if any(differs.values()):
+        sentences.append(f"Beware: the two results differ in {', '.join(name for name in differs if differs[name])}.")
+    return sentences
 
 
 # ---- in every worker ----------------------------------------------------------------------------------------------
@@ -348,11 +341,7 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
         copy_s=copies[warmup:] if copies else None,
         produced_at_s=produced[warmup:],
     )
-    _rank_path(run, rank).write_text(fetches.model_dump_json())
-
-
-def _rank_path(run: Run, rank: int) -> Path:
-    return run.job.output_dir / f"fetches-{rank}.json"
+    rank_path(run, rank).write_text(fetches.model_dump_json())
 
 
 # ---- the stages, in one read task ---------------------------------------------------------------------------------
@@ -382,13 +371,6 @@ class StageClock:
             self.cpu_s[self._stack[-1]] += now - self._since
         self._since = now
 
-    def watched(self, function: Callable[..., Any], name: Stage) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            with self.stage(name):
-                return function(*args, **options)
-
-        return run
-
 
 def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stage, float]:
     """CPU seconds per 1000 rows of each stage, by doing the work of a few of the run's read tasks in this process.
@@ -402,7 +384,7 @@ def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stag
     with contextlib.ExitStack() as stack:
         clock = StageClock()
         for owner, name, stage in FUNCTIONS:
-            stack.enter_context(mock.patch.object(owner, name, clock.watched(getattr(owner, name), stage)))
+            stack.enter_context(mock.patch.object(owner, name, clock.stage(stage)(getattr(owner, name))))
         for number, task in enumerate(chosen):
             if number == 1:
                 rows = 0
@@ -425,36 +407,6 @@ def _to_numpy(block: Any) -> Columns:
 # ---- the driver ---------------------------------------------------------------------------------------------------
 
 
-class ClusterWatch:
-    """Looks at the cluster while the block runs: the most its object stores held, what they spilled, and its CPUs.
-
-    These may grow meanwhile: nodes that only decode are started when there is work for them.
-    """
-
-    def __init__(self) -> None:
-        self.peak_bytes = self.spilled_bytes = 0
-        self.cpus = 0.0
-
-    def __enter__(self) -> ClusterWatch:
-        self._spilled_before = object_store().spilled_bytes_total
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.spilled_bytes = object_store().spilled_bytes_total - self._spilled_before
-
-    def _look(self) -> None:
-        while True:
-            self.peak_bytes = max(self.peak_bytes, object_store().object_store_bytes_used)
-            self.cpus = max(self.cpus, ray.cluster_resources().get("CPU", 0.0))
-            if self._stop.wait(POLL_S):
-                return
-
-
 def pulled_run(run: Run, options: Namespace) -> Run:
     """The run, as long as the batches that are wanted."""
     steps = options.profile_warmup + options.profile_batches
@@ -464,27 +416,18 @@ def pulled_run(run: Run, options: Namespace) -> Run:
 
 def profile(run: Run, options: Namespace) -> LoaderReport:
     """Profile the data engine of a resolved run on the Ray cluster, which is started if there is none."""
-    started_ray = not ray.is_initialized()
-    try:
-        with scratch_run(run) as scratch:
-            pulled = pulled_run(scratch, options)
-            pulled, data_options = on_cluster(pulled)
-            data = vla.build_dataset(pulled.rows, pulled.policy, pulled.job.checkpoints_dir)
-            stamped = replace(data, prepare=LazyPickle(Stamped(data.prepare)))
-            trainer = vla.make_trainer(pulled, data_options, pull_loop, stamped, warmup=options.profile_warmup)
-            with ClusterWatch() as watched:
-                trainer.fit()
-            data_cpus = watched.cpus - run.config.scaling.num_workers * run.config.scaling.cpus_per_worker
-            ranks = [
-                RankFetches.model_validate_json(_rank_path(pulled, rank).read_bytes())
-                for rank in range(run.config.scaling.num_workers)
-            ]
-            staged = ray.remote(time_stages).options(num_cpus=run.config.scaling.cpus_per_read_task)
-            stages = ray.get(staged.remote(data, pulled.rows.last_row, run.config.batch_size))
-            return summarise(run, options, ranks, stages, data_cpus, watched)
-    finally:
-        if started_ray:
-            ray.shutdown()
+    scaling = run.config.scaling
+    with scratch_run(run) as scratch:
+        pulled, data_options = on_cluster(pulled_run(scratch, options))
+        data = vla.build_dataset(pulled.rows, pulled.policy, pulled.job.checkpoints_dir)
+        stamped = replace(data, prepare=LazyPickle(Stamped(data.prepare)))
+        with ClusterWatch() as watch:
+            warmup = options.profile_warmup
+            ranks = run_workers(pulled, data_options, RankFetches, pull_loop, data=stamped, warmup=warmup)
+        data_cpus = watch.cpus - scaling.num_workers * scaling.cpus_per_worker
+        staged = ray.remote(time_stages).options(num_cpus=scaling.cpus_per_read_task)
+        stages = ray.get(staged.remote(data, pulled.rows.last_row, run.config.batch_size))
+        return summarise(run, options, ranks, stages, data_cpus, watch)
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:

@@ -1,4 +1,4 @@
-"""The clock that `profile_step` has the training loop tell what it does: when phases begin and how long they take."""
+"""The clock that `profile_step` has the training loop tell what it does: CUDA events at marks, PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -77,10 +77,9 @@ class StepClock(Callback, Clock):
         self._started = 0.0  # the block of steps, or the first step
         self._marks: list[_Mark] = []
         self._marked: dict[Pass, list[list[_Mark]]] = {"timed": [], "synchronized": [], "checkpoint": []}
-        self._profiler: torch.profiler.profile | None = None
-        self._ranges = contextlib.ExitStack()
-        self._watch = contextlib.ExitStack()
-        self._travelled: list[tuple[float, float]] = []
+        self._profiled = contextlib.ExitStack()  # PyTorch's profiler, while it runs
+        self._range = contextlib.ExitStack()  # the phase that it is told of
+        self._communication: list[tuple[float, float]] = []
         self.block_step_s: dict[Pass, list[float]] = {}
 
     def on_step_begin(self, state: Any, batches: Iterator[Any]) -> Iterator[Any]:
@@ -91,11 +90,14 @@ class StepClock(Callback, Clock):
             if self._device.type == "cuda":
                 self._stream = torch.cuda.current_stream(self._device)
             self._started = time.perf_counter()
-        self._pass = self._passes[self._steps]
+        before, self._pass = self._pass, self._passes[self._steps]
         self._steps += 1
-        self._trace(self._pass == "traced")
+        if before == "traced" != self._pass:
+            self._profiled.close()
+        if self._pass == "traced" != before and self._trace_path is not None:
+            self._profiled.enter_context(self._profile(self._write_trace))
         if self._pass == "communication":
-            self._watch.enter_context(self._watching_communication())
+            self._profiled.enter_context(self._profile(self._see_communication))
         self.mark("other")
         return batches
 
@@ -109,33 +111,17 @@ class StepClock(Callback, Clock):
     def mark(self, phase: Phase) -> None:
         if self._pass in self._marked:
             self._note(phase)
-        elif self._profiler is not None:
-            self._ranges.close()
-            self._ranges.enter_context(torch.profiler.record_function(phase))
-
-    def _trace(self, wanted: bool) -> None:
-        """Have PyTorch's profiler run, or end it and write what it saw."""
-        if wanted and self._profiler is None and self._trace_path is not None:
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        elif not wanted and self._profiler is not None and self._trace_path is not None:
-            self._profiler.stop()
-            with tempfile.TemporaryDirectory(prefix="trace-") as folder:  # PyTorch writes to a disk alone
-                written = Path(folder, "trace.json")
-                self._profiler.export_chrome_trace(str(written))
-                self._trace_path.write_bytes(written.read_bytes())
-            self._profiler = None
+        elif self._pass == "traced":
+            self._range.close()
+            self._range.enter_context(torch.profiler.record_function(phase))
 
     def _note(self, phase: Phase | None) -> None:
         event = side = None
         if self._device.type == "cuda":
             if self._pass == "timed":
-                event = torch.cuda.Event(enable_timing=True)
-                event.record(self._stream)
                 current = torch.cuda.current_stream(self._device)
-                if current != self._stream:
-                    side = torch.cuda.Event(enable_timing=True)
-                    side.record(current)
+                event = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+                side = None if current == self._stream else current.record_event(torch.cuda.Event(enable_timing=True))
             else:
                 torch.cuda.synchronize(self._device)
         self._marks.append(_Mark(phase, time.perf_counter(), event, side))
@@ -145,8 +131,9 @@ class StepClock(Callback, Clock):
             self._note(None)
             self._marked[self._pass].append(self._marks)
             self._marks = []
-        self._ranges.close()
-        self._watch.close()
+        self._range.close()
+        if self._pass == "communication":
+            self._profiled.close()
         if self._steps % self._block_steps == 0:
             now = time.perf_counter()
             if self._pass in MEASURED:
@@ -154,33 +141,39 @@ class StepClock(Callback, Clock):
             self._started = now
 
     @contextlib.contextmanager
-    def _watching_communication(self) -> Iterator[None]:
+    def _profile(self, use: Callable[[torch.profiler.profile], None]) -> Iterator[None]:
         with torch.profiler.profile() as profiler:
             yield
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        seen = travelling(profiler.events(), self._device)
+        use(profiler)
+
+    def _write_trace(self, profiler: torch.profiler.profile) -> None:
+        assert self._trace_path is not None
+        with tempfile.TemporaryDirectory(prefix="trace-") as folder:  # PyTorch writes to a disk alone
+            written = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(written))
+            self._trace_path.write_bytes(written.read_bytes())
+
+    def _see_communication(self, profiler: torch.profiler.profile) -> None:
         # In every step something travels. Gloo's threads say so when they get to it, on a busy machine too late.
-        if seen[0] > 0:
-            self._travelled.append(seen)
+        if (seen := travelling(profiler.events(), self._device))[0] > 0:
+            self._communication.append(seen)
 
     def times(self, name: Pass) -> Times | None:
         """The phases of the steps of a pass; None if there were none."""
         steps = [_phases(marks) for marks in self._marked[name]]
         if not steps:
             return None
-        exposed, full = zip(*steps, strict=True)
-        phases = [phase for phase in get_args(Phase) if any(phase in step for step in exposed)]
-        return Times(
-            exposed={phase: [step.get(phase, 0.0) for step in exposed] for phase in phases},
-            full={phase: [step.get(phase, 0.0) for step in full] for phase in phases},
-        )
+        phases = [phase for phase in get_args(Phase) if any(phase in exposed for exposed, _ in steps)]
+        exposed, full = ({p: [step[i].get(p, 0.0) for step in steps] for p in phases} for i in (0, 1))
+        return Times(exposed=exposed, full=full)
 
     def communication(self) -> Communication | None:
         """Return the communication of the steps in which the profiler saw it; None if there was none."""
-        if not self._travelled:
+        if not self._communication:
             return None
-        total, hidden = zip(*self._travelled, strict=True)
+        total, hidden = zip(*self._communication, strict=True)
         return Communication(total_s=list(total), hidden_s=list(hidden))
 
 
@@ -193,29 +186,23 @@ def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, floa
     """
     if device.type == "cuda":
         # The names that FSDP gives to parts of a step have times on the device too, where they are no work.
-        on_device = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        work = [(event, "nccl" in event.name.lower()) for event in on_device]
-        gloos_threads = set()
+        events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        collectives = [event for event in events if "nccl" in event.name.lower()]
+        others = [event for event in events if "nccl" not in event.name.lower()]
     else:
-        work = [
-            (event, event.name.startswith("gloo:")) for event in events if event.name.startswith(("aten::", "gloo:"))
-        ]
+        events = list(events)
+        collectives = [event for event in events if event.name.startswith("gloo:")]
         # What Gloo's own threads compute is part of the collective.
-        gloos_threads = {event.thread for event, is_collective in work if is_collective}
-    collectives = _spans(event for event, is_collective in work if is_collective)
-    others = _spans(event for event, is_collective in work if not is_collective and event.thread not in gloos_threads)
+        threads = {event.thread for event in collectives}
+        others = [event for event in events if event.name.startswith("aten::") and event.thread not in threads]
     total = _covered(collectives)
-    hidden = total + _covered(others) - _covered(np.concatenate([collectives, others]))
+    hidden = total + _covered(others) - _covered([*collectives, *others])
     return 1e-6 * total, 1e-6 * max(0.0, hidden)
 
 
-def _spans(events: Iterable[Any]) -> np.ndarray:
-    """(n, 2), microseconds."""
-    return np.array([(event.time_range.start, event.time_range.end) for event in events], float).reshape(-1, 2)
-
-
-def _covered(spans: np.ndarray) -> float:
-    """Return how much of the line is in at least one of the intervals, (n, 2)."""
+def _covered(events: Iterable[Any]) -> float:
+    """Return the microseconds in which at least one of the events is under way."""
+    spans = np.array([(event.time_range.start, event.time_range.end) for event in events], float).reshape(-1, 2)
     start, end = spans[np.argsort(spans[:, 0])].T
     end = np.maximum.accumulate(end)
     before = np.concatenate([start[:1], end[:-1]])

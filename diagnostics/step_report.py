@@ -1,4 +1,4 @@
-"""What `profile_step` finds, as its JSON holds it, and whether two results differ by more than their own spread."""
+"""What `profile_step` finds: its JSON, its table and what that says; and whether two results differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
-from diagnostics.report import Environment, Record, Report, Spread
+from diagnostics.report import Environment, Record, Report, Spread, shares, time_line
 from diagnostics.step_clock import MEASURED, Communication, Pass, Times
 from util import Phase
 from vla_finetuning.plan.resolve import Run
@@ -19,6 +19,23 @@ from vla_finetuning.plan.resolve import Run
 MIN_BLOCKS = 5
 COMMUNICATION_STEPS = 6
 TRACED_STEPS = 3
+# Phases that more is said of where they take more than a share of a step: what they are, and what helps.
+REMEDIES: dict[Phase, tuple[float, str, str]] = {
+    "data_wait": (
+        0.05,
+        "Waiting for data is",
+        "Find out what the data engine can do: python -m diagnostics.profile_dataloader, with the same flags and "
+        "--against this result's JSON.",
+    ),
+    "copy": (0.05, "Copies to the GPU are", "They are not hidden: is the host's memory pinned?"),
+    "optimizer": (
+        0.10,
+        "The optimizer is",
+        "This is normal for little compute; --grad_accum makes it rarer, --train.mode=expert smaller, "
+        "--fused_adamw=true faster.",
+    ),
+    "metrics": (0.05, "Metrics are", "A larger --log_freq makes log steps rarer."),
+}
 
 
 class Settings(Record):
@@ -63,13 +80,9 @@ class Settings(Record):
         plan[self.warmup - traced - 1 : -1] = ["traced"] * traced
         for turn in range(self.steps // self.block_steps):
             first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                plan += [name] * self.block_steps
-        if world > 1:
-            plan += ["communication"] * COMMUNICATION_STEPS
-        if self.checkpoint:
-            plan += ["checkpoint"]
-        return plan
+            plan += [name for name in names[first:] + names[:first] for _ in range(self.block_steps)]
+        plan += ["communication"] * (COMMUNICATION_STEPS if world > 1 else 0)
+        return plan + ["checkpoint"] * self.checkpoint
 
 
 class RankProfile(Record):
@@ -101,6 +114,10 @@ class PhaseSummary(Record):
     slowest_rank: int
     slowest_rank_mean: float
 
+    @property
+    def range(self) -> str:
+        return f"{self.quartiles[0]:.0%} to {self.quartiles[1]:.0%}"
+
 
 class StepReport(Report):
     """What `profile_step` found. `step_s`: each pass's mean step by block, over ranks, which wait for each other."""
@@ -130,6 +147,141 @@ class StepReport(Report):
     def hidden_s(self) -> float:
         """Mean seconds of work in a step that takes none of its time, because other work goes on meanwhile."""
         return sum(phase.full.mean - phase.exposed.mean for phase in self.phases.values())
+
+
+def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> StepReport:
+    passes = ranks[0].block_step_s
+    step_s = {name: np.mean([r.block_step_s[name] for r in ranks], axis=0).tolist() for name in passes}
+    steps_per_s = 1 / float(np.mean(step_s["untouched"]))
+    samples_per_s = steps_per_s * run.config.global_batch_size
+    mfu_per_rate = ranks[0].mfu_per_rate
+    return StepReport(
+        environment=ranks[0].environment,
+        config=run.config.to_json(),
+        settings=settings,
+        world_size=len(ranks),
+        global_batch_size=run.config.global_batch_size,
+        step_s=step_s,
+        phases={phase: _summarise_phase(phase, settings.block_steps, ranks) for phase in ranks[0].timed.full},
+        steps_per_s=steps_per_s,
+        samples_per_s=samples_per_s,
+        mfu=None if mfu_per_rate is None else mfu_per_rate * samples_per_s,
+        ranks=list(ranks),
+    )
+
+
+def _summarise_phase(phase: Phase, block_steps: int, ranks: Sequence[RankProfile]) -> PhaseSummary:
+    # (rank, step)
+    full = np.array([rank.timed.full[phase] for rank in ranks])
+    exposed = np.array([rank.timed.exposed[phase] for rank in ranks])
+    step = np.array([sum(map(np.asarray, rank.timed.exposed.values())) for rank in ranks])
+    # Over blocks and ranks.
+    by_block = [seconds.reshape(-1, block_steps).sum(axis=1) for seconds in (exposed, step)]
+    lower, upper = np.quantile(by_block[0] / by_block[1], (0.25, 0.75))
+    means = full.mean(axis=1)
+    return PhaseSummary(
+        full=Spread.of(full.ravel().tolist()),
+        exposed=Spread.of(exposed.ravel().tolist()),
+        share=float(exposed.sum() / step.sum()),
+        quartiles=(float(lower), float(upper)),
+        slowest_rank=int(means.argmax()),
+        slowest_rank_mean=float(means.max()),
+    )
+
+
+# ---- for people ---------------------------------------------------------------------------------------------------
+
+
+def table(report: StepReport) -> str:
+    """The result for people."""
+    s, config, many, gib = report.settings, report.config, report.world_size > 1, 2**30
+    allocated = [r.peak_allocated_bytes for r in report.ranks if r.peak_allocated_bytes is not None]
+    device = "GPU" if allocated else "CPU"
+    lines = [
+        f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} {device} "
+        f"workers = {report.global_batch_size} rows",
+        f"Measured     {s.steps} steps untouched and {s.steps} timed, in turns of {s.block_steps}, after {s.warmup}",
+        f"On           {report.environment.line()}",
+        "",
+        f"{'phase':20}{'mean ms':>11}{'median':>11}{'p95':>11}{'adds ms':>11}{'share':>8}{'quartiles':>14}"
+        + ("   slowest rank" if many else ""),
+    ]
+    for phase, p in report.phases.items():
+        slowest = f"   {p.slowest_rank}: {1e3 * p.slowest_rank_mean:.2f} ms" if many else ""
+        lines.append(f"{phase:20}{p.full.columns()}{1e3 * p.exposed.mean:11.2f}{p.share:8.1%}{p.range:>14}{slowest}")
+    adds = sum(p.exposed.mean for p in report.phases.values())
+    lines += [
+        f"{'sum':20}{1e3 * (adds + report.hidden_s):11.2f}{'':22}{1e3 * adds:11.2f}{1:8.1%}",
+        "",
+        f"{1e3 * report.untouched_s:.1f} ms untouched, {_beside_untouched(report, 'timed')} with "
+        f"{'events' if allocated else 'clocks'}; phases sum to {1e3 * (adds + report.hidden_s):.1f} ms: "
+        f"{1e3 * report.hidden_s:.1f} ms hidden by overlap",
+    ]
+    if "synchronized" in report.step_s:
+        lines.append(f"{_beside_untouched(report, 'synchronized')} with a synchronize at every phase")
+    if seen := [r.communication for r in report.ranks if r.communication is not None]:
+        travels = "gradients travel" if config["scaling"]["strategy"] == "ddp" else "parameters and gradients travel"
+        total = 1e3 * float(np.mean(np.concatenate([c.total_s for c in seen])))
+        hidden = 1e3 * float(np.mean(np.concatenate([c.hidden_s for c in seen])))
+        lines.append(
+            f"{travels} between workers {total:.1f} ms a step, {hidden:.1f} ms of it hidden behind computation, "
+            f"{total - hidden:.1f} ms not"
+        )
+    mfu = f", MFU {report.mfu:.1%}" if report.mfu is not None else ""
+    lines.append(f"{report.steps_per_s:.2f} steps/s, {report.samples_per_s:.1f} samples/s over all workers{mfu}")
+    if allocated:
+        reserved = max(r.peak_reserved_bytes or 0 for r in report.ranks)
+        lines.append(f"peak memory {max(allocated) / gib:.2f} GiB allocated, {reserved / gib:.2f} GiB reserved per GPU")
+    else:
+        lines.append(f"peak memory {max(r.peak_rss_bytes for r in report.ranks) / gib:.2f} GiB per worker")
+    # The last step of each block is a log step.
+    log_s = float(np.mean([r.timed.exposed["metrics"][s.block_steps - 1 :: s.block_steps] for r in report.ranks]))
+    lines.append(f"a log step takes {_a_step(log_s, config, 'log_freq')}")
+    if checkpoint_s := max((r.checkpoint_s or 0.0 for r in report.ranks), default=0.0):
+        lines.append(f"a checkpoint holds training up for {_a_step(checkpoint_s, config, 'save_freq')}")
+    return "\n".join([*lines, "", *advice(report)])
+
+
+def _a_step(seconds: float, config: dict[str, Any], every: str) -> str:
+    """Return what something costs that happens once in `--every` steps."""
+    per_step = 1e3 * seconds / config[every]
+    return f"{1e3 * seconds:.1f} ms: {per_step:.2f} ms a step, at one in --{every}={config[every]}"
+
+
+def _beside_untouched(report: StepReport, name: Pass) -> str:
+    """A pass's step, and by how much it is longer than an untouched one, with the 95 % interval of that."""
+    blocks, untouched = report.step_s[name], report.step_s["untouched"]
+    mean = f"{1e3 * float(np.mean(blocks)):.1f} ms"
+    if len(blocks) < 2:
+        return mean
+    _, low, high = judge(untouched, blocks)
+    return f"{mean} ({low - 1:+.1%} to {high - 1:+.1%})"
+
+
+def charts(report: StepReport) -> list[tuple[str, str]]:
+    """Return what a step consists of, and every timed step."""
+    figures = [("Shares", shares({phase: p.share for phase, p in report.phases.items()}))]
+    for rank in report.ranks:
+        seconds = {str(phase): values for phase, values in rank.timed.exposed.items()}
+        figures.append((f"Rank {rank.rank}: every timed step, in milliseconds", time_line(seconds)))
+    return figures
+
+
+def advice(report: StepReport) -> list[str]:
+    """Return what the numbers say, in words: first the phases whose share is notable in most blocks,
+    the largest first.
+    """
+    phases = report.phases
+    notable = [phase for phase in REMEDIES if phase in phases and phases[phase].quartiles[0] > REMEDIES[phase][0]]
+    notable.sort(key=lambda phase: -phases[phase].share)
+    if not notable:
+        compute = phases["forward"].share + phases["backward"].share
+        return [f"Forward and backward are {compute:.0%} of a step: the model is what takes the time."]
+    return [
+        f"{REMEDIES[phase][1]} {phases[phase].share:.0%} of a step ({phases[phase].range} in the middle half of the "
+        f"blocks). {REMEDIES[phase][2]}"
+        for phase in notable
+    ]
 
 
 # ---- two results side by side -------------------------------------------------------------------------------------
@@ -168,14 +320,16 @@ def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
 
 def compare(a: StepReport, b: StepReport) -> str:
     """The A/B table: untouched steps and phases, what differs between the runs, and the verdict."""
-    lines = [f"{key:36} A {left}   B {right}" for key, left, right in _differences(a, b)] or ["the same settings"]
+    set_a, right = _set(a), _set(b)
+    lines = [
+        f"{key:36} A {set_a.get(key)}   B {right.get(key)}" for key in set_a | right if set_a.get(key) != right.get(key)
+    ] or ["the same settings"]
     lines += ["", f"{'phase (adds, mean ms)':28}{'A':>10}{'B':>10}{'B - A':>10}{'B / A':>8}"]
     rows = [(p, a.phases[p].exposed.mean, b.phases[p].exposed.mean) for p in a.phases if p in b.phases]
-    for name, left, right in [*rows, ("step, untouched", a.untouched_s, b.untouched_s)]:
-        ratio = f"{right / left:8.2f}" if left else f"{'-':>8}"
-        lines.append(f"{name:28}{1e3 * left:10.2f}{1e3 * right:10.2f}{1e3 * (right - left):+10.2f}{ratio}")
-    steps_a, steps_b = a.step_s["untouched"], b.step_s["untouched"]
-    lines += ["", f"per step: {judge(steps_a, steps_b)}"]
+    for name, a_s, b_s in [*rows, ("step, untouched", a.untouched_s, b.untouched_s)]:
+        ratio = f"{b_s / a_s:8.2f}" if a_s else f"{'-':>8}"
+        lines.append(f"{name:28}{1e3 * a_s:10.2f}{1e3 * b_s:10.2f}{1e3 * (b_s - a_s):+10.2f}{ratio}")
+    lines += ["", f"per step: {judge(a.step_s['untouched'], b.step_s['untouched'])}"]
     if a.global_batch_size != b.global_batch_size:
         rows_a, rows_b = ([s / r.global_batch_size for s in r.step_s["untouched"]] for r in (a, b))
         lines.append(f"per row:  {judge(rows_a, rows_b)}")
@@ -184,22 +338,13 @@ def compare(a: StepReport, b: StepReport) -> str:
     return "\n".join(lines)
 
 
-def _differences(a: StepReport, b: StepReport) -> list[tuple[str, Any, Any]]:
-    """Return what was set, or installed, differently."""
-
-    def flat(report: StepReport) -> dict[str, Any]:
-        environment = report.environment
-        top: dict[str, Any] = {
-            "git revision": environment.git_revision,
-            "gpus": environment.gpus,
-            "cpu": environment.cpu,
-        }
-        top |= {f"{name} version": version for name, version in environment.versions.items()}
-        top |= {f"profile {name}": value for name, value in report.settings.model_dump().items()}
-        for key, value in report.config.items():
-            nested = value if isinstance(value, dict) and key != "rename_map" else None
-            top |= {f"--{key}.{k}": v for k, v in nested.items()} if nested is not None else {f"--{key}": value}
-        return top
-
-    left, right = flat(a), flat(b)
-    return [(key, left.get(key), right.get(key)) for key in left | right if left.get(key) != right.get(key)]
+def _set(report: StepReport) -> dict[str, Any]:
+    """Return what was set, and what is installed, by name."""
+    environment = report.environment
+    flat: dict[str, Any] = {"git revision": environment.git_revision, "gpus": environment.gpus, "cpu": environment.cpu}
+    flat |= {f"{name} version": version for name, version in environment.versions.items()}
+    flat |= {f"profile {name}": value for name, value in report.settings.model_dump().items()}
+    for key, value in report.config.items():
+        nested = value if isinstance(value, dict) and key != "rename_map" else None
+        flat |= {f"--{key}": value} if nested is None else {f"--{key}.{k}": v for k, v in nested.items()}
+    return flat

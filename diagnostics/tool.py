@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import ray
+from ray.data import ExecutionOptions
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
-from diagnostics.report import Report, page
+import vla
+from diagnostics.report import Record, Report, page
 from util import Batch, NumpyToTorchCollate
-from vla_finetuning.mirror import address, as_path, mirror_of, remove
+from vla_finetuning.mirror import address, as_path, mirror_of, pull, push, remove
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
 from vla_finetuning.run import cluster
@@ -58,7 +61,7 @@ def run_tool(
 
     Args:
         argv: the command line; the process's own when absent.
-        doc: what --help says before the flags of `vla.py`.
+        doc: what --help says before the tool's own flags and those of `vla.py`.
         parse_options: returns the tool's own options (`json` and `html` say where to write) and the remaining flags.
         prepare: checks a resolved run, and returns what examines it.
     Returns:
@@ -66,13 +69,13 @@ def run_tool(
     """
     argv = sys.argv[1:] if argv is None else argv
     escape_warnings()
-    if "--help" in argv or "-h" in argv:
-        tell_text(f"{doc}\n{VLA.help()}")
-        return 0
     try:
         options, rest = parse_options(argv)
         config = parse_args(rest)
         examine = prepare(resolve(config, cluster.gpus_found(config.scaling, config.preset)), options)
+    except Help as flags:
+        tell_text(f"{doc}\nOwn flags, each also an environment variable in capitals:\n\n{flags}\n\n{VLA.help()}")
+        return 0
     except (ValueError, OSError, RayError) as error:
         tell_error(root_cause(error))
         return 2
@@ -96,6 +99,10 @@ def run_tool(
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
+class Help(Exception):
+    """The command line asks for help; the message is the tool's own flags, a line each."""
+
+
 class Options(argparse.ArgumentParser):
     """A tool's own flags; what they do not know is left to `vla.py`'s. Mistakes are ValueErrors.
 
@@ -104,6 +111,7 @@ class Options(argparse.ArgumentParser):
 
     def __init__(self, json: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
+        self._lines: list[str] = []
         self.add(json, Path, None, "the result for scripts", "--json", dest="json")
         self.add("profile_html", Path, None, "the result as a page", "--html", dest="html")
 
@@ -121,6 +129,12 @@ class Options(argparse.ArgumentParser):
         metavar = name.rsplit("_")[-1]
         settings = {"type": kind, "default": default, "help": help, "metavar": metavar, **bare, **settings}
         self.add_argument(f"--{name}", *aliases, **settings)
+        self._lines.append(f"    {', '.join([f'--{name}', *aliases]):36}{help}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if {"--help", "-h"} & set(args):
+            raise Help("\n".join(self._lines))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -145,9 +159,10 @@ def count(text: str) -> int:
 def scratch_run(run: Run) -> Iterator[Run]:
     """The run with another folder, beside its own so that all nodes share it too, and gone afterwards.
 
-    It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
+    It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice. Ray, if the
+    block starts it, ends with it.
     """
-    own = run.job.output_dir
+    own, had_ray = run.job.output_dir, ray.is_initialized()
     name = f".{own.name}-{uuid.uuid4().hex[:8]}"
     beside = address(own).rpartition("/")[0]
     if "://" not in beside:  # the bucket itself, or a folder on a disk
@@ -161,6 +176,26 @@ def scratch_run(run: Run) -> Iterator[Run]:
         )
     finally:
         remove(folder)
+        if not had_ray:
+            ray.shutdown()
+
+
+def rank_path(run: Run, rank: int) -> Path:
+    """Return where a worker leaves what it measured, as JSON."""
+    return run.job.output_dir / f"rank-{rank}.json"
+
+
+def run_workers[R: Record](
+    run: Run, data_options: ExecutionOptions, kind: type[R], loop: Callable[[dict[str, Any]], None], **options: Any
+) -> list[R]:
+    """Run `loop` in every worker of a run on its cluster; return what each left at `rank_path`, of a `kind`.
+
+    `options`: of `vla.make_trainer`; `loop` is given those that it does not have.
+    """
+    vla.make_trainer(run, data_options, loop, **options).fit()
+    pull(run.job.output_dir)
+    workers = range(run.config.scaling.num_workers)
+    return [kind.model_validate_json(rank_path(run, rank).read_bytes()) for rank in workers]
 
 
 def with_any_stats(run: Run) -> Run:

@@ -123,7 +123,7 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     report = UnusedReport.read(tmp_path / "unused.json")
     assert report.batches == 1
     drawn = (tmp_path / "unused.html").read_text()
-    assert drawn.startswith("<!doctype html>") and drawn.count("<rect") == 5 and head in drawn
+    assert drawn.startswith("<!doctype html>") and drawn.count("<svg") == 1 and head in drawn
     assert json.loads((tmp_path / "unused.json").read_text())["tool"] == "find_unused_params"
     assert find_unused_params.main([*argv, "--fail_if_unused"]) == 1
     assert not (setting[0] / "run").exists()
@@ -150,7 +150,10 @@ def test_modules_are_as_large_as_they_can_be():
     assert found["b"][0].size == 6
 
 
-def test_wrong_options(capsys):
+def test_help_and_wrong_options(capsys):
+    assert find_unused_params.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "--unused_batches                    batches to look at (4)" in printed and "--batch_size VALUE" in printed
     assert find_unused_params.main(["--unused_batches", "none"]) == 2
     assert "expected a positive number" in capsys.readouterr().err
     assert torch.is_grad_enabled()

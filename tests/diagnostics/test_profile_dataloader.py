@@ -50,7 +50,7 @@ def pull(run, tmp_path, produced_at_s, *argv, before_batch=lambda: None):
     pulled = with_config(pulled, replace(pulled.config, output_dir=str(tmp_path)))
     shard = in_process.Shard(pulled, before_batch, lambda micro, rows: {PRODUCED: np.full(rows, produced_at_s(micro))})
     profile_dataloader.pull(pulled, options.profile_warmup, Worker(torch.device("cpu"), shard))
-    return RankFetches.model_validate_json((tmp_path / "fetches-0.json").read_bytes()), options
+    return RankFetches.model_validate_json((tmp_path / "rank-0.json").read_bytes()), options
 
 
 @pytest.fixture
@@ -137,14 +137,14 @@ def test_the_stages_are_those_of_the_read_tasks(setting):
 
 def test_a_stage_inside_another_is_not_counted_twice(clock):
     stages = StageClock()
-    decode = stages.watched(lambda: clock.spend(4), "decode")
+    decode = stages.stage("decode")(lambda: clock.spend(4))
 
     def shuffle():
         clock.spend(1)
         decode()
         clock.spend(2)
 
-    stages.watched(shuffle, "shuffle")()
+    stages.stage("shuffle")(shuffle)()
     assert {name: seconds for name, seconds in stages.cpu_s.items() if seconds} == {"decode": 4, "shuffle": 3}
 
 
@@ -169,7 +169,7 @@ def step_report(run, tmp_path_factory):
     watched = profile_step.watched_run(run, settings)
     watched = with_config(watched, replace(watched.config, output_dir=str(folder)))
     in_process.train(watched, by=lambda run, worker, **o: profile_step.profile_worker(run, settings, worker, **o))
-    rank = profile_step.RankProfile.model_validate_json((folder / "profile-0.json").read_bytes())
+    rank = profile_step.RankProfile.model_validate_json((folder / "rank-0.json").read_bytes())
     return profile_step.summarise(run, settings, [rank])
 
 

@@ -87,6 +87,6 @@ def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
                 profile_step.profile_worker(run, settings, worker, **options)
 
             in_process.train(watched, by=profile)
-            assert profile_step.RankProfile.model_validate_json((folder / "profile-0.json").read_bytes()).rank == 0
+            assert profile_step.RankProfile.model_validate_json((folder / "rank-0.json").read_bytes()).rank == 0
             assert json.loads((folder / profile_step.TRACE_NAME).read_bytes())["traceEvents"]
         assert [name for name in bucket.names() if "mine" in name] == ["mine/config.json"]

@@ -832,7 +832,7 @@ def test_the_table_and_the_options(found, capsys, monkeypatch):
     assert list(rows) == list(STRATEGIES)
     assert rows["ddp"][3] == "1.00x" and float(rows["ddp"][-1]) == 0 < float(rows["fsdp2"][-1]) < 1e-3
     drawn = page("Strategies", "two cores", compare_strategies.charts(report), "")
-    assert drawn.count("<rect") == 3 * 20
+    assert drawn.count("<svg") == 3
     monkeypatch.setenv("STRATEGIES", "fsdp2,ddp")
     monkeypatch.setenv("COMPARE_STEPS", "3")
     options = compare_strategies.parse_options([])[0]

@@ -35,31 +35,31 @@ def metric_charts(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = (
         {"title", "svg"} of each key; {"title", "absent"} of one without numbers, or with nothing but zeros.
     """
     keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
-    beside = {pattern.format(key): key for key in keys for pattern in BESIDE}
-    drawn = []
+    companions = {pattern.format(key): key for key in keys for pattern in BESIDE}
+    charts = []
     for key in keys:
-        if key not in beside:
+        if key not in companions:
             curves, over = _curves(lines, key)
             for pattern in BESIDE:
                 curves |= _curves(lines, pattern.format(key), pattern)[0]
-            drawn.append({"title": key, **_draw(key, curves, over, marks)})
-    return drawn
+            charts.append({"title": key, **_draw(key, curves, over, marks)})
+    return charts
 
 
 def _curves(lines: Sequence[Mapping[str, Any]], key: str, named: str = "{}") -> tuple[Curves, str]:
     """Return the curves of a key, those of a dict `named` by its names; and what they are drawn over."""
-    known = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float | dict | list)]
-    last = known[-1][1] if known else None
+    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float | dict | list)]
+    last = points[-1][1] if points else None
     if isinstance(last, list):
         places = (np.arange(len(last)) + 0.5) / len(last)
-        curves = {f"step {step}": (places, _floats(values)) for step, values in (known[0], known[-1])}
+        curves = {f"step {step}": (places, _floats(values)) for step, values in (points[0], points[-1])}
         return curves, key.rpartition("_by_")[2]  # the flow time of `eval_loss_by_time`
-    steps = np.array([step for step, _ in known], float)
+    steps = np.array([step for step, _ in points], float)
     if not isinstance(last, dict):
-        return ({key: (steps, _floats([value for _, value in known]))} if known else {}), "steps"
+        return ({key: (steps, _floats([value for _, value in points]))} if points else {}), "steps"
     largest = sorted(last, key=lambda name: -math.inf if last[name] is None else -last[name])[:MOST_CURVES]
-    shown = [name for name in last if name in largest]
-    return {named.format(name): (steps, _floats([of.get(name) for _, of in known])) for name in shown}, "steps"
+    names = [name for name in last if name in largest]
+    return {named.format(name): (steps, _floats([values.get(name) for _, values in points])) for name in names}, "steps"
 
 
 def _floats(values: Sequence[float | None]) -> np.ndarray:
@@ -81,9 +81,9 @@ def _draw(key: str, curves: Curves, over: str, marks: Sequence[float]) -> dict[s
         from_zero=unit,
         marks=marks if over == "steps" else (),
     )
-    told = [
+    texts = [
         f"{name if len(curves) > 1 else ''} from {seen[0]:.4g} to {seen[-1]:.4g}, lowest {seen.min():.4g}".strip()
         for name, (_, y) in curves.items()
         if len(seen := y[np.isfinite(y)])
     ]
-    return {"svg": figures.to_svg(chart, f"{key} over {over}: {'; '.join(told)}{f', {axis}' if unit else ''}")}
+    return {"svg": figures.to_svg(chart, f"{key} over {over}: {'; '.join(texts)}{f', {axis}' if unit else ''}")}

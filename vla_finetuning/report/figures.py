@@ -128,7 +128,8 @@ def line_chart(
         lines: `{name: (x, y)}`, told apart up to nine; one line needs no legend.
         marks: x of vertical lines.
     """
-    with _chart(xlabel, ylabel) as (figure, axes):
+    below = len(lines) > 3  # the legend
+    with _chart(xlabel, ylabel, HEIGHT + 0.18 * below * len(lines)) as (figure, axes):
         looks = itertools.cycle(itertools.product(("-", "--", ":"), (BLUE, ORANGE, INK)))
         for (name, (x, y)), (dashes, colour) in zip(lines.items(), looks, strict=False):
             x, y = _thin(x, y)
@@ -153,7 +154,9 @@ def line_chart(
         if len(places) == 1:
             axes.set_xticks(places)
             axes.set_yticks(np.unique([float(v) for _, y in lines.values() for v in y if np.isfinite(v)]))
-        if len(lines) > 1:
+        if below:
+            figure.legend(loc="outside lower left")
+        elif len(lines) > 1:
             axes.legend()
         return figure
 
@@ -191,8 +194,8 @@ def _rows(axes: Axes, names: Sequence[str], top: float) -> None:
 def bars(counts: Sequence[tuple[str, float]], *, xlabel: str) -> Figure:
     """(name, count) pairs as horizontal bars, first on top. Their counts stand beside them."""
     with _chart(xlabel, height=0.75 + 0.24 * len(counts)) as (figure, axes):
-        drawn = axes.barh(range(len(counts)), [count for _, count in counts], color=BLUE)
-        axes.bar_label(drawn, fmt="{:,g}", padding=3)
+        rectangles = axes.barh(range(len(counts)), [count for _, count in counts], color=BLUE)
+        axes.bar_label(rectangles, fmt="{:,g}", padding=3)
         axes.margins(x=0.12)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         _rows(axes, [name for name, _ in counts], -0.6)
@@ -282,9 +285,9 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
         for column, marker, align, sign in ((0, "<", "left", -1), (2, ">", "right", 1)):
             out = np.abs(scaled[:, column]) > limit
             axes.plot(np.full(out.sum(), sign * edge), y[out], marker, color=RED, markersize=6, clip_on=False)
-            beside: dict[str, Any] = {"xytext": (-6 * sign, 5), "textcoords": "offset points", "ha": align}
+            label: dict[str, Any] = {"xytext": (-6 * sign, 5), "textcoords": "offset points", "ha": align}
             for row, value in zip(y[out], scaled[out, column], strict=True):
-                axes.annotate(f"{value:.3g}", (sign * edge, row), **beside, color=RED, fontsize=8)
+                axes.annotate(f"{value:.3g}", (sign * edge, row), **label, color=RED, fontsize=8)
         axes.set_xlim(-edge, edge)
         _rows(axes, [_shorten(plain(name)) for name in names], -0.8)
         return figure
@@ -313,11 +316,11 @@ def to_svg(figure: Figure, label: str) -> str:
     buffer = io.StringIO()
     with _styled():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    drawn = buffer.getvalue()
-    root = ElementTree.fromstring(drawn)
+    svg = buffer.getvalue()
+    root = ElementTree.fromstring(svg)
     # A page has several figures: names with references get a prefix of their own, other names are removed.
-    prefix = f"f{hashlib.sha256(drawn.encode()).hexdigest()[:8]}-"
-    used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', drawn))
+    prefix = f"f{hashlib.sha256(svg.encode()).hexdigest()[:8]}-"
+    used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', svg))
     for parent in list(root.iter()):
         for child in [child for child in parent if child.tag.endswith(("}metadata", "}style"))]:
             parent.remove(child)
