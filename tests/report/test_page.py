@@ -192,7 +192,7 @@ def test_the_summary_is_the_runs(page):
         # The plan, as it was printed.
         "4 episodes, 43 frames at 10 fps, robot test_arm trains on 2 episodes",
         "2 rows x 1 micro-steps x 4 workers = 8 per step",
-        "4 GPU workers; cluster of 1 nodes: 32 CPUs, 4 GPUs (L4), 64 GiB of memory",
+        "4 GPU workers; cluster of 1 node: 32 CPUs, 4 GPUs (L4), 64 GiB of memory",
         "EFFICIENT_ATTENTION; compared with eager attention at 2 shapes before the start",
         f"not used: {ATTENTION['refused'][0]}",
         f"torch {torch.__version__.partition('+')[0]}",

@@ -272,7 +272,7 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
 
 def test_the_report_shows_curves_beside_frames(finished):
     text = write_report(finished).read_text()
-    assert "Values and labels" in text and "AUROC" in text
+    assert "Values and labels" in text and "auroc_last_held_out" in text
     assert text.count("data:image/webp") == 6  # three episodes of each outcome
     assert "episode 5, failure" in text
 

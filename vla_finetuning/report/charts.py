@@ -51,8 +51,8 @@ def _curves(lines: Sequence[Mapping[str, Any]], key: str, named: str = "{}") -> 
     points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float | dict | list)]
     last = points[-1][1] if points else None
     if isinstance(last, list):
-        places = (np.arange(len(last)) + 0.5) / len(last)
-        curves = {f"step {step}": (places, _floats(values)) for step, values in (points[0], points[-1])}
+        ends = {f"step {step}": _floats(values) for step, values in (points[0], points[-1])}
+        curves = {name: ((np.arange(len(values)) + 0.5) / len(values), values) for name, values in ends.items()}
         return curves, key.rpartition("_by_")[2]  # the flow time of `eval_loss_by_time`
     steps = np.array([step for step, _ in points], float)
     if not isinstance(last, dict):

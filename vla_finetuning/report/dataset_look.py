@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -284,31 +284,26 @@ def told_share(meta: DatasetMetadata, key: str, share: np.ndarray) -> str:
     return f"{share.mean():.1%} ({share.max():.1%} of {dimension_names(meta, key)[int(share.argmax())]})"
 
 
-def wrong_quantiles(meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) -> list[Finding]:
+def wrong_quantiles(meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) -> Iterator[Finding]:
     """Features with more values outside the stored q01..q99 than any data has outside its own."""
-    return [
-        Finding(
-            "statistics",
-            f"{key}: {told_share(meta, key, share)} of the values lie outside q01..q99 of meta/stats.json: the "
-            "statistics are wrong, not the data, as where the quantiles of episodes were averaged (LeRobot does); "
-            "training computes true ones by default (--dataset.statistics)",
-        )
-        for key, share in outside.items()
-        if share.max() > LIMITS["q01", "q99"]
-    ]
+    for key, share in outside.items():
+        if share.max() > LIMITS["q01", "q99"]:
+            yield Finding(
+                "statistics",
+                f"{key}: {told_share(meta, key, share)} of the values lie outside q01..q99 of meta/stats.json: the "
+                "statistics are wrong, not the data, as where the quantiles of episodes were averaged (LeRobot does); "
+                "training computes true ones by default (--dataset.statistics)",
+            )
 
 
-def missing_quantiles(meta: DatasetMetadata) -> list[Finding]:
+def missing_quantiles(meta: DatasetMetadata) -> Iterator[Finding]:
     lacking = [k for k in (STATE, ACTION) if k in meta.features and not {"q01", "q99"} <= meta.stats.get(k, {}).keys()]
-    if not lacking:
-        return []
-    return [
-        Finding(
+    if lacking:
+        yield Finding(
             "quantiles",
             f"meta/stats.json has no quantiles (q01, q99) of {' and '.join(lacking)}, which PI0.5 normalises by: "
             "training computes them first, which reads every parquet file",
         )
-    ]
 
 
 @dataclass
@@ -338,50 +333,35 @@ class _Columns:
     def of(self, episode: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         return self.times[episode], {key: self.values[key][episode] for key in self.keys}
 
-    def not_finite(self) -> list[Finding]:
-        findings = []
+    def not_finite(self) -> Iterator[Finding]:
         for key in self.keys:
             if bad := [e for e, v in self.values.get(key, {}).items() if not np.isfinite(v).all()]:
-                findings.append(Finding("damaged", f"{key} holds NaN or infinity in {_episodes(bad)}: leave them out"))
-        return findings
+                yield Finding("damaged", f"{key} holds NaN or infinity in {_episodes(bad)}: leave them out")
 
-    def gaps(self, fps: int) -> list[Finding]:
+    def gaps(self, fps: int) -> Iterator[Finding]:
         """Frames that are missing, or out of order, by the timestamps."""
-        found = {}
-        for episode, time_s in self.times.items():
-            steps = np.diff(time_s) * fps
-            if count := int(((steps > GAP_FRAMES) | (steps <= 0)).sum()):
-                found[episode] = count
-        if not found:
-            return []
-        return [
-            Finding(
+        steps = {episode: np.diff(time_s) * fps for episode, time_s in self.times.items()}
+        found = {episode: int(((step > GAP_FRAMES) | (step <= 0)).sum()) for episode, step in steps.items()}
+        if any(found.values()):
+            yield Finding(
                 "gaps",
-                f"dropped frames: {sum(found.values())} timestamps in {_episodes(found)} do not follow the one before "
-                f"at 1/{fps} s; action chunks there span more time than the policy thinks",
+                f"dropped frames: {sum(found.values())} timestamps in {_episodes(e for e in found if found[e])} do not "
+                f"follow the one before at 1/{fps} s; action chunks there span more time than the policy thinks",
             )
-        ]
 
-    def duplicates(self) -> list[Finding]:
+    def duplicates(self) -> Iterator[Finding]:
         """Episodes whose states and actions are the same to the bit. Very short ones may be so by chance."""
         groups: dict[bytes, list[int]] = {}
-        for episode, time_s in self.times.items():
-            digest = hashlib.sha256()
-            for key in self.keys:
-                digest.update(self.values[key][episode].tobytes())
-            if len(time_s) > 1 and self.keys:
-                groups.setdefault(digest.digest(), []).append(episode)
-        same = [members for members in groups.values() if len(members) > 1]
-        if not same:
-            return []
-        shown = "; ".join(_episodes(members) for members in same[:5])
-        return [
-            Finding(
+        for episode in [episode for episode, time_s in self.times.items() if len(time_s) > 1 and self.keys]:
+            values = b"".join(self.values[key][episode].tobytes() for key in self.keys)
+            groups.setdefault(hashlib.sha256(values).digest(), []).append(episode)
+        if same := [members for members in groups.values() if len(members) > 1]:
+            shown = "; ".join(_episodes(members) for members in same[:5])
+            yield Finding(
                 "duplicates",
                 f"duplicated episodes: {shown}{' and more' if len(same) > 5 else ''} hold the same states and actions: "
                 "they count twice in training, and held-out copies make the held-out error look better than it is",
             )
-        ]
 
     def outside(self, meta: DatasetMetadata) -> dict[str, np.ndarray]:
         """By feature, the share of the values outside of the stored q01..q99 (D,)."""
@@ -402,77 +382,54 @@ class _Columns:
             found[key] = [r._replace(q01=float(low[i]), q99=float(high[i])) for i, r in enumerate(found[key])]
         return found
 
-    def outliers(self, ranges: Mapping[str, Sequence[Range]]) -> list[Finding]:
+    def outliers(self, ranges: Mapping[str, Sequence[Range]]) -> Iterator[Finding]:
         """Dimensions whose extremes lie far outside of what they are normalised by, and how many values do."""
-        findings = []
         for key, found in ranges.items():
-            far = [i for i, r in enumerate(found) if r.outliers]
-            if not far:
-                continue
-            values = self.everywhere(key) if self.rows else np.zeros((0, len(found)))
-            beyond = sum(int((np.abs(found[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
-            findings.append(
-                Finding(
+            if far := [i for i, r in enumerate(found) if r.outliers]:
+                values = self.everywhere(key) if self.rows else np.zeros((0, len(found)))
+                beyond = sum(int((np.abs(found[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
+                yield Finding(
                     "outliers",
                     f"{key}: {_list([found[i].name for i in far])} reach beyond {OUTLIER:g} times the range that 98 % "
                     f"of the values lie in ({beyond} of the {len(values) * len(far)} values that were read): glitches, "
                     "or rare moves that a policy sees far out of its range",
                 )
-            )
-        return findings
 
-    def constants(self, meta: DatasetMetadata, stored: Mapping[str, Sequence[Range]]) -> list[Finding]:
+    def constants(self, meta: DatasetMetadata, stored: Mapping[str, Sequence[Range]]) -> Iterator[Finding]:
         """Dimensions without any spread: nothing to learn, and a division by almost nothing when normalised."""
-        findings = []
-        for key in self.keys:
-            if self.rows < 2:
-                continue
-            values = self.everywhere(key)
-            flat = np.ptp(values, axis=0) == 0
-            names = dimension_names(meta, key)
-            ranges = stored.get(key, [])
-            narrow = [r.q01 == r.q99 and not flat[i] for i, r in enumerate(ranges)] or [False] * len(flat)
-            for which, what in ((flat, "never changes"), (narrow, "has the same q01 and q99 though it changes")):
-                if chosen := [name for name, bad in zip(names, which, strict=True) if bad]:
-                    findings.append(
-                        Finding(
-                            "constant",
-                            f"{key}: {_list(chosen)} {what}: LeRobot normalises by dividing by almost nothing, so that "
-                            "the slightest change on the robot becomes a huge input; training here takes a range of "
-                            "its own (docs/statistics.md)",
-                        )
-                    )
-        return findings
+        why = (
+            "LeRobot normalises by dividing by almost nothing, so that the slightest change on the robot is a huge "
+            "input; training here takes a range of its own (docs/statistics.md)"
+        )
+        for key in self.keys if self.rows > 1 else ():
+            flat = np.ptp(self.everywhere(key), axis=0) == 0
+            narrow = [r.q01 == r.q99 and not flat[i] for i, r in enumerate(stored.get(key, []))] or [False] * len(flat)
+            for is_bad, problem in ((flat, "never changes"), (narrow, "has the same q01 and q99 though it changes")):
+                if chosen := [name for name, bad in zip(dimension_names(meta, key), is_bad, strict=True) if bad]:
+                    yield Finding("constant", f"{key}: {_list(chosen)} {problem}: {why}")
 
-    def jumps(self, meta: DatasetMetadata) -> list[Finding]:
+    def jumps(self, meta: DatasetMetadata) -> Iterator[Finding]:
         """Actions that leap from one frame to the next."""
-        findings = []
         for key in (key for key in self.keys if key == ACTION or key.startswith(f"{ACTION}.")):
             if not self.values.get(key):
                 continue
-            values = np.concatenate(list(self.values[key].values()))
-            low, high = np.quantile(values, [0.01, 0.99], axis=0)
+            low, high = np.quantile(np.concatenate(list(self.values[key].values())), [0.01, 0.99], axis=0)
             moves = {e: np.abs(np.diff(v, axis=0)) for e, v in self.values[key].items()}
             pooled = np.concatenate(list(moves.values()))
             for i, name in enumerate(dimension_names(meta, key)):
                 moving = pooled[:, i][pooled[:, i] > 0]
-                if not len(moving):
+                usual = float(np.median(moving)) if len(moving) else 0.0
+                limit = max(JUMP_MEDIANS * usual, JUMP_RANGES * float(high[i] - low[i]))
+                if not (leaps := int((moving > limit).sum())):
                     continue
-                limit = max(JUMP_MEDIANS * float(np.median(moving)), JUMP_RANGES * float(high[i] - low[i]))
-                leaps = {e: int((m[:, i] > limit).sum()) for e, m in moves.items()}
-                leaps = {e: n for e, n in leaps.items() if n}
-                if leaps:
-                    worst = max(leaps, key=lambda e: float(moves[e][:, i].max()))
-                    at = int(moves[worst][:, i].argmax()) + 1
-                    findings.append(
-                        Finding(
-                            "jumps",
-                            f"{key}: {name} jumps {sum(leaps.values())} times, by {moves[worst][at - 1, i]:.4g} into "
-                            f"frame {at} of episode {worst}, where it usually moves by {np.median(moving):.2g} (a "
-                            "gripper may; a joint may not: a glitch, or an angle that wraps around)",
-                        )
-                    )
-        return findings
+                worst = max((e for e in moves if len(moves[e])), key=lambda e: float(moves[e][:, i].max()))
+                at = int(moves[worst][:, i].argmax()) + 1
+                yield Finding(
+                    "jumps",
+                    f"{key}: {name} jumps {leaps} times, by {moves[worst][at - 1, i]:.4g} into frame {at} of episode "
+                    f"{worst}, where it usually moves by {usual:.2g} (a gripper may; a joint may not: a glitch, or an "
+                    "angle that wraps around)",
+                )
 
 
 def _vectors(values: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.idle import STILL, idle_frames, reach_of, span_of
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.report.dataset_look import ACTION, MOMENTS, STATE, camera_findings, looking_source, vector_keys
@@ -53,19 +52,6 @@ class Score:
         return asdict(self)
 
 
-@dataclass(frozen=True, eq=False)
-class _Measured:
-    """What one episode's numbers say, before it is compared with others: shares and distances by dimension, (D,)."""
-
-    episode: int
-    frames: int
-    idle: float
-    jerk: np.ndarray
-    at_end: np.ndarray
-    apart: np.ndarray | None
-    digest: bytes
-
-
 def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> Iterator[Score]:
     """Scores of all episodes, in order. Reads the whole dataset's numbers: seconds for every 100 000 rows.
 
@@ -78,54 +64,48 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
     if ACTION not in keys:
         raise ValueError(f"{meta.root}: episodes are scored by their actions, and it has no vector 'action'")
     low, high = reach_of(meta, ACTION)
-    span = {key: span_of(meta, key) for key in keys}
+    edge, span = STILL * (high - low), {key: span_of(meta, key) for key in keys}
     names = [meta.features[key].names for key in keys]
     alike = len(keys) == 2 and bool(names[0]) and names[0] == names[1]
-    source, cameras = looking_source(meta, []), _Cameras(meta)
-    measured, views = [], []
+    cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
+    source, sources = looking_source(meta, []), {key: looking_source(meta, [key]) for key in cameras}
+    scores, at_end, digests = [], [], dict[bytes, int]()
     for episode in range(meta.num_episodes) if read is None else read:
         first, frames = int(meta.episode_start[episode]), int(meta.episode_length[episode])
         (batch,) = source.read_rows(range(first, first + frames), frames)
         values = {key: batch[key].astype(np.float64).reshape(frames, -1) for key in keys}
         action = values[ACTION]
+        at_end.append(((action <= low + edge) | (action >= high - edge)).mean(axis=0))
         jerk = np.abs(np.diff(action, n=3, axis=0)) / span[ACTION]
-        edge = STILL * (high - low)
-        measured.append(
-            _Measured(
-                episode,
-                frames,
-                idle=float(idle_frames(list(values.values()), list(span.values()), moves=1).mean()),
-                jerk=jerk.mean(axis=0) if len(jerk) else np.zeros(action.shape[1]),
-                at_end=((action <= low + edge) | (action >= high - edge)).mean(axis=0),
-                apart=np.abs((action[:-1] - values[STATE][1:]) / span[ACTION]).mean(axis=0)
-                if alike and frames > 1
-                else None,
-                digest=hashlib.sha256(b"".join(v.tobytes() for v in values.values())).digest(),
-            )
-        )
-        views.append(cameras.reasons(episode))
-    yield from _compare(measured, views, movable=high > low)
-
-
-def _compare(measured: list[_Measured], views: list[tuple[str, ...]], movable: np.ndarray) -> Iterator[Score]:
-    at_end = np.array([m.at_end for m in measured])
-    counted = movable & (np.average(at_end, axis=0, weights=[m.frames for m in measured]) < SWITCH)
-    seen: dict[bytes, int] = {}
-    scores = []
-    for m, view in zip(measured, views, strict=True):
-        same_as = seen.setdefault(m.digest, m.episode)
+        apart = np.abs((action[:-1] - values[STATE][1:]) / span[ACTION]) if alike and frames > 1 else None
+        digest = hashlib.sha256(b"".join(v.tobytes() for v in values.values())).digest()
+        same_as = digests.setdefault(digest, episode)
+        moments = (first + np.unique(np.linspace(0, frames - 1, MOMENTS).astype(np.int64))).tolist()
         scores.append(
             Score(
-                episode=m.episode,
-                frames=m.frames,
-                idle=m.idle,
-                jerk=float(m.jerk.max()),
-                saturated=float(m.at_end[counted].max()) if counted.any() else 0.0,
-                apart=None if m.apart is None else float(m.apart.max()),
-                same_as=None if same_as == m.episode else same_as,
-                reasons=view,
+                episode=episode,
+                frames=frames,
+                idle=float(idle_frames(list(values.values()), list(span.values()), moves=1).mean()),
+                jerk=float(jerk.mean(axis=0).max()) if len(jerk) else 0.0,
+                saturated=0.0,  # which dimensions are switches is known at the end
+                apart=None if apart is None else float(apart.mean(axis=0).max()),
+                same_as=None if same_as == episode else same_as,
+                reasons=tuple(
+                    f"camera {key} is {finding.kind}"
+                    for key, camera in sources.items()
+                    for batch in camera.read_rows(moments, len(moments))
+                    for finding in camera_findings(key, [batch[key]])
+                ),
             )
         )
+    by_episode = np.array(at_end)
+    moves = (high > low) & (np.average(by_episode, axis=0, weights=[s.frames for s in scores]) < SWITCH)
+    saturated = by_episode[:, moves].max(axis=1, initial=0.0).tolist()
+    yield from _compare([replace(s, saturated=share) for s, share in zip(scores, saturated, strict=True)])
+
+
+def _compare(scores: list[Score]) -> Iterator[Score]:
+    """Yield the scores with the reasons that lie in the numbers before those of the cameras."""
     jerk = float(np.median([s.jerk for s in scores]))
     apart = float(np.median([s.apart for s in scores if s.apart is not None] or [0.0]))
     for s in scores:
@@ -141,21 +121,3 @@ def _compare(measured: list[_Measured], views: list[tuple[str, ...]], movable: n
         if s.same_as is not None:
             reasons.append(f"the same states and actions as episode {s.same_as}")
         yield replace(s, reasons=(*reasons, *s.reasons))
-
-
-class _Cameras:
-    """A few moments of every episode through every camera."""
-
-    def __init__(self, meta: DatasetMetadata):
-        self._meta = meta
-        cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
-        self._sources: dict[str, LeRobotDatasource] = {key: looking_source(meta, [key]) for key in cameras}
-
-    def reasons(self, episode: int) -> tuple[str, ...]:
-        first, frames = int(self._meta.episode_start[episode]), int(self._meta.episode_length[episode])
-        rows = (first + np.unique(np.linspace(0, frames - 1, MOMENTS).astype(np.int64))).tolist()
-        found: list[str] = []
-        for key, source in self._sources.items():
-            (batch,) = source.read_rows(rows, len(rows))
-            found += [f"camera {key} is {finding.kind}" for finding in camera_findings(key, [batch[key]])]
-        return tuple(found)

@@ -258,7 +258,8 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
     if hardware := facts.get("hardware"):
         kind = "GPU" if facts["use_gpu"] else "CPU"
         gpus = f", {hardware['gpus']:g} GPUs ({', '.join(hardware['gpu_types'])})" if hardware["gpus"] else ""
-        cluster = f"cluster of {hardware['nodes']} nodes: {hardware['cpus']:g} CPUs{gpus}"
+        nodes = f"{hardware['nodes']} node{'s' * (hardware['nodes'] != 1)}"
+        cluster = f"cluster of {nodes}: {hardware['cpus']:g} CPUs{gpus}"
         memory = f"{hardware['memory_bytes'] / 2**30:.3g} GiB of memory"
         lines.append(("Hardware", f"{workers} {kind} workers; {cluster}, {memory}"))
     if attention := facts.get("attention"):

@@ -17,32 +17,14 @@ from vla_finetuning.run.folder import VALUES_NAME
 
 def values_section(folder: Path) -> dict[str, Any] | None:
     """Return what the template shows of a run's `values.json`; None if there is none."""
-    found = read_json(folder / VALUES_NAME)
-    if not found:
+    values = read_json(folder / VALUES_NAME)
+    if not values:
         return None
-    labels = found["labels"]
-    shares = {
-        "all": ("frames", "positive"),
-        "of successful episodes": ("", "positive_of_successes"),
-        "of failed episodes": ("", "positive_of_failures"),
-    }
     return {
-        "rows": [[name, f"{labels[key]:.1%}"] for name, (_, key) in shares.items()],
-        "frames": f"{labels['frames']:,}",
-        "auroc": [
-            [name, _number(labels.get(key)), _number(labels.get(f"{key}_held_out"))]
-            for name, key in (
-                (f"advantages over {labels['horizon']} frames of an episode", "auroc"),
-                ("values of the last frame", "auroc_last"),
-            )
-        ],
-        "histogram": advantages_chart(found["histogram"]),
-        "episodes": [_episode(one, folder) for one in found["episodes"]],
+        "labels": [[key, f"{value:.4g}"] for key, value in values["labels"].items() if isinstance(value, int | float)],
+        "histogram": advantages_chart(values["histogram"]),
+        "episodes": [_episode(episode, folder) for episode in values["episodes"]],
     }
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def advantages_chart(counted: Mapping[str, Any]) -> str:
@@ -56,15 +38,15 @@ def advantages_chart(counted: Mapping[str, Any]) -> str:
     return figures.to_svg(chart, "Distribution of advantages of successful and of failed episodes")
 
 
-def _episode(one: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    seconds = np.arange(len(one["value"])) / one["fps"]
-    lines = {"value": (seconds, np.asarray(one["value"])), "return": (seconds, np.asarray(one["return"]))}
-    title = f"episode {one['episode']}, {'success' if one['success'] else 'failure'}"
+def _episode(episode: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    seconds = np.arange(len(episode["value"])) / episode["fps"]
+    lines = {"value": (seconds, np.asarray(episode["value"])), "return": (seconds, np.asarray(episode["return"]))}
+    title = f"episode {episode['episode']}, {'success' if episode['success'] else 'failure'}"
     chart = figures.line_chart(lines, xlabel="time in the episode / s", ylabel="value")
-    film = {**one, "title": title, "seed": "", "steps": len(one["value"]), "problem": None}
+    film = {**episode, "title": title, "seed": "", "steps": len(episode["value"]), "problem": None}
     return {
         "title": plain(title),
-        "instruction": plain(one["instruction"], 120),
+        "instruction": plain(episode["instruction"], 120),
         "svg": figures.to_svg(chart, f"{title}: value and return over time"),
         "uri": shown_films([film], folder)[0]["uri"],
     }
