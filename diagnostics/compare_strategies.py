@@ -240,7 +240,7 @@ def _measure(
     def step(
         feed: Iterator[Batch], number: int, grad_accum: int, mean_over: int, draws: Callable[[int], Any]
     ) -> Tensor:
-        settings = {"autocast": autocast, "device": device, "mean_over": mean_over, "draws": draws}
+        settings: dict[str, Any] = {"autocast": autocast, "device": device, "mean_over": mean_over, "draws": draws}
         return train_step(model, optimizer, feed, step=number, grad_accum=grad_accum, **settings).loss
 
     feed, step_s, losses, accum = itertools.cycle(batches), [], [], run.config.grad_accum
