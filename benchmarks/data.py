@@ -5,40 +5,31 @@
 Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They
 take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
-over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
-`numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode;
-`images` that of a row of three image columns, by decoder and by what the node has stored of them. `kept_frames`: epochs
-without a cache of decoded frames, the first with one, and later ones. `adverse`: two epochs without a cache, and two
-with one that cannot be used, is too small, or is emptied between them. `store`: rates from an S3 on loopback whose
-answers take 30 ms, against those from the local disk.
+over all the time. `growth` compares a dataset with ten times the episodes (benchmarks/plan.py has a million).
+`kept_frames`: epochs without a cache of decoded frames, the first with one, and later ones. `store`: rates from an S3
+on loopback whose answers take 30 ms, against those from the local disk.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import datetime
 import json
 import logging
 import os
 import shlex
-import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
-
-import numpy as np
 
 from benchmarks import RESULTS
-from benchmarks.datasets import CAMERAS, DATASETS, FPS, LAYOUTS, NUMBER_FILES, grow, make, make_numbers
+from benchmarks.datasets import CAMERAS, DATASETS, grow, make
 from benchmarks.readers import (
     BATCH,
     OUR_ROWS,
@@ -46,7 +37,6 @@ from benchmarks.readers import (
     Contender,
     carried,
     decoder_alone,
-    handed_over,
     lance,
     lerobot_loader,
     measure,
@@ -57,89 +47,13 @@ from benchmarks.readers import (
     torchcodec_works,
 )
 from diagnostics.report import Environment
-from vla_finetuning.data.options import Features, Order
 from vla_finetuning.files import write_json
-from vla_finetuning.options.dataset import DatasetOptions
 
 if TYPE_CHECKING:
     from lerobot_datasource import LeRobotDatasource
-    from vla_finetuning.data.plan import StreamPlan
 
 
-# ---- how well a batch is mixed ----------------------------------------------------------------------------------
-
-
-def distinct_episodes(plan: StreamPlan, batch_rows: int, batches: int) -> float:
-    """Episodes in a batch of consecutive stream rows, on average over the run's first `batches`. Pure."""
-    episodes = np.concatenate([s.episode[s.rows()[0]] for s in plan.slices(0, batches * batch_rows)])
-    return float(np.mean([len(np.unique(batch)) for batch in episodes.reshape(batches, batch_rows)]))
-
-
-def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
-    """Return what `distinct_episodes` is expected to be when rows are drawn from all of an epoch: episodes of `length`
-    (E,).
-
-    An episode of n of the N rows is absent from a batch of B with probability C(N - n, B) / C(N, B).
-    """
-    total = int(length.sum())
-    drawn = np.arange(batch_rows)
-    left = np.maximum(total - length[:, None] - drawn, 0) / (total - drawn)
-    return float((1 - left.prod(axis=1)).sum())
-
-
-def mixing(windows: Sequence[int], episodes: int, rows: int) -> dict[str, Any]:
-    """Distinct episodes per batch for several `shuffle_window`s, of a dataset of equal episodes."""
-    from lerobot_datasource import SEGMENT_ROWS
-    from vla_finetuning.data.options import WINDOW_SEGMENTS
-    from vla_finetuning.data.plan import Episodes, StreamPlan, window_and_segment
-
-    number, length = np.arange(episodes), np.full(episodes, rows)
-    drawn_from = Episodes(np.zeros(episodes, np.int32), number, number * rows, length)
-    found: dict[str, Any] = {"episodes": episodes, "rows_of_each": rows, "batches": {}}
-    for batch in (8, 32, 64):
-        plans = {}
-        for w in windows:
-            window, segment = window_and_segment(w, w, SEGMENT_ROWS, WINDOW_SEGMENTS)
-            if w >= batch:
-                plans[w] = StreamPlan(drawn_from, seed=0, segment_rows=segment, window_rows=window)
-        found["batches"][batch] = {
-            "global_shuffle": distinct_episodes_at_random(length, batch),
-            "by_window": {w: distinct_episodes(plan, batch, 500) for w, plan in plans.items()},
-        }
-    return found
-
-
-# ---- numbers ----------------------------------------------------------------------------------------------------
-
-
-def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
-    """CPU ms a row for the numbers alone, of shuffled windows with action chunks, in this process.
-
-    `nothing_kept`: as if every window were the node's first. `first`: so many windows with an empty folder for what was
-    unpacked, the unpacking included. `later`: other windows of the same files then. `settled`: after as many again.
-    """
-    from lerobot_datasource import LeRobotDatasource
-    from vla_finetuning.data import number_cache, rows
-    from vla_finetuning.data.metadata import load_metadata
-
-    found: dict[str, Any] = {"files": NUMBER_FILES, "megabytes_of_file": megabytes, "windows": windows}
-    size = DatasetOptions.shuffle_window
-    for name in LAYOUTS:
-        meta = load_metadata(make_numbers(name, megabytes))
-        deltas = {"action": [i / FPS for i in range(WINDOW)]}
-        source = LeRobotDatasource([meta], features=Features(delta_timestamps=deltas), order=Order(shuffle_seed=0))
-        cost = partial(cpu_ms_per_row, source, size)
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(number_cache, "NUMBERS_DIR", folder):
-            with mock.patch.object(rows, "file_identity", lambda *_: None):
-                unkept = cost(0, 2)
-            found[name] = {
-                "rows": source.plan.rows_per_epoch,
-                "nothing_kept_cpu_ms_per_row": unkept,
-                "first_cpu_ms_per_row": cost(0, windows),
-                "later_cpu_ms_per_row": cost(windows, windows),
-                "settled_cpu_ms_per_row": [cost(n * windows, windows) for n in (2, 3)][-1],
-            }
-    return found
+# ---- the CPU time of a row --------------------------------------------------------------------------------------
 
 
 def cpu_ms_per_row(source: LeRobotDatasource, size: int, first: int, count: int) -> float:
@@ -155,61 +69,6 @@ def cpu_ms_per_row(source: LeRobotDatasource, size: int, first: int, count: int)
     return (time.process_time() - before) * 1000 / read
 
 
-# ---- images of data files ---------------------------------------------------------------------------------------
-
-
-def images(root: Path, rounds: int) -> dict[str, Any]:
-    """CPU ms a row of shuffled epochs of image columns without cached frames, in this process, in turn.
-
-    `unstored`: every segment unpacks its row groups. `first`, `later`: epochs with an empty store of encoded images,
-    and with one that has all. Each by what decodes PNGs; `nothing`: what is left where no image is decoded.
-    """
-    from vla_finetuning.data import decode, image_cache, number_cache
-    from vla_finetuning.data.node_cache import NodeCache
-
-    def refuse(*_: Any) -> np.ndarray:
-        raise ValueError("left to Pillow")
-
-    source = our_source(root, OUR_ROWS, shuffle_seed=0)
-    blank = np.zeros((240, 320, 3), np.uint8)
-    decoders = {"kornia-rs": decode.decode_image_png_u8, "Pillow": refuse, "nothing": lambda *_: blank}
-    windows = -(-source.plan.rows_per_epoch // source._window)
-    samples: dict[str, dict[str, list[float]]] = {
-        stored: {name: [] for name in decoders} for stored in ("unstored", "first", "later")
-    }
-
-    @contextlib.contextmanager
-    def new_node(images: Callable[[], NodeCache]) -> Iterator[Callable[[int], float]]:
-        with (
-            tempfile.TemporaryDirectory(dir=root.parent) as folder,
-            mock.patch.object(number_cache, "NUMBERS_DIR", str(Path(folder).absolute())),
-            mock.patch.object(image_cache, "images_cache", images),
-        ):
-            yield lambda epoch: cpu_ms_per_row(source, source._window, epoch * windows, windows)
-
-    def nowhere() -> NodeCache:
-        return NodeCache(Path("nowhere"), 0, "")
-
-    with new_node(nowhere) as cost:
-        cost(0)  # memory that the others use again
-    for _ in range(rounds):
-        for name, by in decoders.items():
-            with mock.patch.object(decode, "decode_image_png_u8", by):
-                with new_node(nowhere) as cost:
-                    samples["unstored"][name].append(cost(0))
-                with new_node(image_cache.images_cache) as cost:
-                    samples["first"][name].append(cost(0))
-                    samples["later"][name].append(cost(1))
-    return {
-        "cpu_ms_per_row": {
-            stored: {name: statistics.median(values) for name, values in by_decoder.items()}
-            for stored, by_decoder in samples.items()
-        },
-        "window_rows": source._window,
-        "samples": samples,
-    }
-
-
 # ---- cached frames ----------------------------------------------------------------------------------------------
 
 
@@ -217,7 +76,7 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
     """Shuffled rows per second without a cache of decoded frames, with an empty one, and with one that has them all.
 
     A single epoch of the first two, and in turn: an empty cache is empty once. Decoder and DataLoader are measured
-    beside them, and an upper bound of every cache: Ray Data with rows that are not read.
+    beside them.
     """
     from vla_finetuning.data.frame_cache import FrameCache
     from vla_finetuning.data.metadata import load_metadata
@@ -239,7 +98,6 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
             take("later epochs", partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache))
             through_store = our_source(root, OUR_ROWS, shuffle_seed=next(seeds), frame_cache=cache)
             take("later epochs, through the object store", partial(carried, through_store))
-            take("handed over, nothing read", partial(handed_over, root, OUR_ROWS))
             take("LeRobot DataLoader, pyav", partial(lerobot_loader, root, "pyav", cores))
     medians = {label: statistics.median(values) for label, values in samples.items()}
     return {
@@ -248,56 +106,9 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
         "first_epoch_of_decoder": medians["first epoch"] / medians["decoder alone"],
         "first_epoch_of_without": medians["first epoch"] / medians["without"],
         "later_of_decoder": medians["later epochs"] / medians["decoder alone"],
-        "handed_over_of_decoder": medians["handed over, nothing read"] / medians["decoder alone"],
         "later_of_loader": medians["later epochs"] / medians["LeRobot DataLoader, pyav"],
         "samples": samples,
     }
-
-
-# ---- caches that are not as hoped -------------------------------------------------------------------------------
-
-
-def adverse(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """Rates and CPU times of two epochs, start-up included, with caches of frames that fail, and without one."""
-    from vla_finetuning.data.frame_cache import FrameCache
-
-    source = our_source(root, OUR_ROWS)
-    rows, gb = 2 * source.plan.rows_per_epoch, source.decoded_bytes() / 1e9
-
-    def emptied(folder: Path) -> Iterator[dict[str, np.ndarray]]:
-        """Once, when the first epoch is through."""
-        read = 0
-        for batch in shuffled(root, rows, seeds, frame_cache=FrameCache(str(folder), 200.0)):
-            before, read = read, read + len(batch["index"])
-            if before < rows // 2 <= read:
-                shutil.rmtree(folder)
-            yield batch
-
-    def too_small(folder: Path) -> Iterator[dict[str, np.ndarray]]:
-        return shuffled(root, rows, seeds, frame_cache=FrameCache(str(folder), gb / 2))
-
-    def open_to_others(folder: Path) -> Iterator[dict[str, np.ndarray]]:
-        folder.mkdir()
-        folder.chmod(0o777)
-        return shuffled(root, rows, seeds, frame_cache=FrameCache(str(folder), 200.0))
-
-    samples: dict[str, list[dict[str, float]]] = {}
-    next(shuffled(root, rows, seeds))  # warms the cluster's worker processes up
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory(dir=root.parent) as temporary:
-            cases: dict[str, Contender] = {
-                "without": partial(shuffled, root, rows, seeds),
-                "emptied after an epoch": partial(emptied, Path(temporary).absolute() / "emptied"),
-                "half of the frames fit": partial(too_small, Path(temporary).absolute() / "small"),
-                "others may write there": partial(open_to_others, Path(temporary).absolute() / "open"),
-            }
-            for label, batches in cases.items():
-                samples.setdefault(label, []).append(measure(batches))
-    found: dict[str, Any] = {"rows": rows, "samples": samples}
-    for key in ("rows_per_s_overall", "cpu_s_per_1000_rows"):
-        medians = {label: statistics.median(run[key] for run in runs) for label, runs in samples.items()}
-        found |= {key: medians, f"{key}_of_without": {k: value / medians["without"] for k, value in medians.items()}}
-    return found
 
 
 # ---- an object store --------------------------------------------------------------------------------------------
@@ -339,41 +150,6 @@ def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
 # ---- growth -----------------------------------------------------------------------------------------------------
 
 
-def planning(root: Path, episodes: Sequence[int], rows: int = 300) -> dict[str, Any]:
-    """Seconds from metadata to the read tasks of the first execution, and the bytes of the largest task.
-
-    Of datasets with so many episodes of `rows` rows, in the files of the one at `root`.
-    """
-    from ray import cloudpickle
-
-    from lerobot_datasource import LeRobotDatasource
-    from vla_finetuning.data.metadata import load_metadata
-
-    found: dict[str, Any] = {}
-    meta = load_metadata(root)
-    for count in episodes:
-
-        def repeated(column: np.ndarray, count: int = count) -> np.ndarray:
-            return np.resize(column, count)
-
-        large = dataclasses.replace(
-            meta,
-            episode_index=np.arange(count),
-            episode_length=np.full(count, rows),
-            episode_start=np.arange(count) * rows,
-            episode_data_file=repeated(meta.episode_data_file),
-            episode_data_row=repeated(meta.episode_data_row),
-            episode_video_file={k: repeated(v) for k, v in meta.episode_video_file.items()},
-            episode_video_start_s={k: repeated(v) for k, v in meta.episode_video_start_s.items()},
-        )
-        start = time.perf_counter()
-        tasks = LeRobotDatasource([large], order=Order(shuffle_seed=0, stream=(0, count * rows))).get_read_tasks(1)
-        seconds = time.perf_counter() - start
-        largest = max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[:: max(1, len(tasks) // 20)])
-        found[str(count)] = {"plan_s": seconds, "tasks": len(tasks), "largest_task_bytes": largest}
-    return found
-
-
 def growth(root: Path, rounds: int, seeds: Iterator[int], times: int = 10) -> dict[str, Any]:
     """The same number of shuffled rows from a dataset, and from one with ten times the episodes, in turn."""
     roots = {1: root, times: grow(root, times)}
@@ -387,7 +163,6 @@ def growth(root: Path, rounds: int, seeds: Iterator[int], times: int = 10) -> di
         "rows_per_s": medians,
         "ratio": medians[times] / medians[1],
         "samples": samples,
-        "planning": planning(root, (1000, 10_000, 100_000)),
     }
 
 
@@ -395,9 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--datasets", default=",".join((*DATASETS, "growth", "numbers", "images", "kept_frames", "adverse", "store"))
-    )
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "kept_frames", "store")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -411,11 +184,8 @@ def main() -> None:
 
     cells: dict[str, Callable[[], dict[str, Any]]] = {
         "growth": lambda: growth(of_av1(), rounds, seeds),
-        "numbers": lambda: numbers(100),
-        "images": lambda: images(make("images_240x320x3", options.rows), rounds),
         # An epoch with an empty cache is read once, and of few rows most of it is starting up.
         "kept_frames": lambda: kept_frames(of_av1(5), rounds, options.cores, seeds),
-        "adverse": lambda: adverse(of_av1(), rounds, seeds),
         # Of few rows, what opening a video reads is all of it, and the node keeps that.
         "store": lambda: store(of_av1(10), rounds, seeds),
     }
@@ -429,8 +199,6 @@ def main() -> None:
         "hardware": Environment.here().model_dump(),
         "settings": {"rows": options.rows, "rounds": rounds, "batch": BATCH, "window": WINDOW, "our_rows": OUR_ROWS},
     }
-    results["mixing"] = mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300)
-    print(mixing_table(results["mixing"]), flush=True)
     ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
@@ -486,16 +254,6 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
                     limits.append(decoder_alone(root, cores))  # next to what is compared with it
                 samples.setdefault(label, []).append(measure(batches))
     return summary(samples, limits)
-
-
-def mixing_table(found: dict[str, Any]) -> str:
-    windows = list(found["batches"][8]["by_window"])
-    lines = [f"\nDistinct episodes in a batch, of {found['episodes']} episodes of {found['rows_of_each']} rows"]
-    lines.append(f"  {'shuffle_window':18}" + "".join(f"{w:8}" for w in windows) + f"{'all rows':>12}")
-    for batch, counts in found["batches"].items():
-        cells = "".join(f"{counts['by_window'].get(w, float('nan')):8.1f}" for w in windows)
-        lines.append(f"  a batch of {batch:<7}" + cells + f"{counts['global_shuffle']:12.1f}")
-    return "\n".join(lines)
 
 
 def summary(samples: dict[str, list[dict[str, float]]], limits: list[float | None]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -33,13 +34,16 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks import step, updates
+from benchmarks.datasets import make
 from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment
 from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.train import TrainMode
@@ -51,6 +55,7 @@ from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import ALIGNMENT
 from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
@@ -93,7 +98,7 @@ class Sizes:
     peers_at: tuple[int, ...] = (1, 8, 16)
     seconds: float = 3.0
     steps: int = 200
-    live_rows: int = step.LIVE_ROWS
+    live_rows: int = 400
     predicted_rows: tuple[int, ...] = (1, 8, 32)
     tests: tuple[str, ...] = ("tests", "-m", "gpu")
     share: float = 1.0
@@ -105,7 +110,7 @@ TINY = Sizes(
     peers_at=(2,),
     seconds=0.0,
     steps=4,
-    live_rows=step.LIVE_ROWS // 4,
+    live_rows=100,
     predicted_rows=(2,),
     tests=("tests/test_util.py", "-m", "gpu"),
     share=0.1,
@@ -117,17 +122,17 @@ TINY = Sizes(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {**Environment.here().model_dump(), "cuda": torch.version.cuda}
+    entries: dict[str, Any] = {**Environment.here().model_dump(), "cuda": torch.version.cuda}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        entries |= {
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "capability": list(torch.cuda.get_device_capability(device)),
             "gpu_memory_bytes": properties.total_memory,
             "peak_flops": peak_flops(device),
         }
-    return found
+    return entries
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -138,17 +143,17 @@ def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     loss = family_of(config).make_loss(policy, attention="sdpa")
     lengths = range(ALIGNMENT, config.tokenizer_max_length + 1, ALIGNMENT)
     shapes = loss.attentions(updates.CAMERAS, lengths)
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for kernel in CANDIDATES[:-1]:
         wrong = {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes[:1]}
         if UNAVAILABLE in wrong.values():
-            found[kernel] = UNAVAILABLE
+            entries[kernel] = UNAVAILABLE
             continue
         wrong |= {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes[1:]}
-        found[kernel] = {"shapes": len(wrong), "wrong": {shape: reason for shape, reason in wrong.items() if reason}}
+        entries[kernel] = {"shapes": len(wrong), "wrong": {shape: reason for shape, reason in wrong.items() if reason}}
     used = loss.attentions(updates.CAMERAS, updates.prompt_lengths(config))
     chosen = choose_kernel("sdpa", used, device, dtype)
-    return {"kernels": found, "chosen": chosen.kernel, "backends": chosen.backends, "refused": chosen.refused}
+    return {"kernels": entries, "chosen": chosen.kernel, "backends": chosen.backends, "refused": chosen.refused}
 
 
 def demo_flags(device: torch.device, folder: Path) -> list[str]:
@@ -159,9 +164,9 @@ def demo_flags(device: torch.device, folder: Path) -> list[str]:
 def waits(device: torch.device) -> dict[str, Any]:
     """Return what waits for the device between two log steps of the demo's run."""
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-        found = audit(resolve(parse_args(demo_flags(device, Path(folder))), torch.cuda.device_count()))
-    lines = [f"{sync.operation} at {sync.where}, {sync.times} times" for sync in found.syncs]
-    return {"looked_at": found.seen, "steps": found.steps, "waits": lines}
+        entries = audit(resolve(parse_args(demo_flags(device, Path(folder))), torch.cuda.device_count()))
+    lines = [f"{sync.operation} at {sync.where}, {sync.times} times" for sync in entries.syncs]
+    return {"looked_at": entries.seen, "steps": entries.steps, "waits": lines}
 
 
 def gpu_tests(device: torch.device, *, chosen: Sequence[str]) -> dict[str, Any]:
@@ -173,97 +178,95 @@ def gpu_tests(device: torch.device, *, chosen: Sequence[str]) -> dict[str, Any]:
     return {"status": done.returncode, "tail": tail}
 
 
-def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: int, seconds: float) -> dict[str, Any]:
-    config, accum = updates.policy_config(device), max(1, ACCUMULATED_ROWS // size)
-    accum = 1 if isinstance(contender, updates.LeRobot) else accum
-    columns = [updates.prepared_rows(config, size, seed) for seed in range(step.STORED_BATCHES)]
-    sample = step.measure(contender, columns, accum, seconds, device)
-    flops = flops_per_sample(config, updates.CAMERAS, mode, prompt=updates.prompt(config))
-    peak = peak_flops(device)
-    return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
-
-
-def plan(mode: TrainMode, size: int, device: torch.device, bf16: bool) -> dict[str, Any] | None:
+def planned_bytes(mode: TrainMode, size: int, device: torch.device) -> int | None:
     """Memory planned for a step; None where it does not fit the device, as a run would be refused."""
-    needed = step.planned(updates.policy_config(device), mode, size, max(1, ACCUMULATED_ROWS // size), bf16)
-    if device.type == "cuda" and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
+    accum, on_gpu = max(1, ACCUMULATED_ROWS // size), device.type == "cuda"
+    needed = step.planned(updates.policy_config(device), mode, size, accum, on_gpu)
+    if on_gpu and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
         return None
-    return {"planned_bytes": needed.peak}
+    return needed.peak
 
 
-def at_sizes(
-    results: Results,
-    name: str,
-    make: Callable[[], Any],
-    mode: TrainMode,
-    batch_sizes: Sequence[int],
-    device: torch.device,
-    sizes: Sizes,
-    plan_of: Callable[[int], dict[str, Any] | None] | None,
-    about_s: float,
+def steps(
+    results: Results, *, mode: TrainMode, name: str, sizes: Sizes, device: torch.device, compiled: bool = False
 ) -> None:
     """One contender, made once, at growing batch sizes, until one of them fails or does not fit by the plan."""
-    made: list[Any] = []
+    prepare_process(device)
+    config, label = updates.policy_config(device), f"step, {mode}, {name}{', compiled' * compiled}"
+    batch_sizes, about_s = (sizes.batch_sizes, 25.0) if name == "ours" else (sizes.peers_at, 20.0)
+    if compiled:
+        if device.type == "cuda" and (reason := why_not(device)):
+            results.write(label, {"left_out": reason})
+            return
+        # The sizes of interest: one that is bound by launches, and the largest that fits.
+        fitting = [n for n in batch_sizes if "result" in results.found.get(f"step, {mode}, ours, {n} rows", {})]
+        batch_sizes, about_s = tuple(sorted({*fitting[:1], *fitting[-1:]})) or batch_sizes, 60.0
+    contender = functools.cache(partial(make_contender, name, mode, device, compiled))
 
-    def measured(size: int, planned: dict[str, Any]) -> dict[str, Any]:
-        if not made:
-            made.append(make())
-        return {**measure_step(made[0], device, mode, size, sizes.seconds), **planned}
+    def measure(size: int, planned: int | None) -> dict[str, Any]:
+        accum = 1 if name == "lerobot" else max(1, ACCUMULATED_ROWS // size)
+        columns = [updates.prepared_rows(config, size, seed) for seed in range(step.STORED_BATCHES)]
+        sample = step.measure(contender(), columns, accum, sizes.seconds, device)
+        flops = flops_per_sample(config, updates.CAMERAS, mode, prompt=updates.prompt(config))
+        peak = peak_flops(device)
+        mfu = flops * sample["samples_per_s"] / peak if flops and peak else None
+        return {**sample, "mfu": mfu, "planned_bytes": planned}
 
-    for size in sorted(batch_sizes):
-        planned = plan_of(size) if plan_of else {"planned_bytes": None}
-        if planned is None:
+    for size in batch_sizes:
+        planned = planned_bytes(mode, size, device) if name == "ours" else None
+        if name == "ours" and planned is None:
             break
-        if results.take(f"{name}, {size} rows", sizes.share * about_s, partial(measured, size, planned)) is None:
+        if results.take(f"{label}, {size} rows", sizes.share * about_s, partial(measure, size, planned)) is None:
             break
 
 
-def checkpoint(device: torch.device, bf16: bool, mode: TrainMode = "expert") -> dict[str, Any]:
+def make_contender(name: str, mode: TrainMode, device: torch.device, compiled: bool) -> Any:
+    # Where there is no GPU to generate code for, all else that compiling does.
+    graphs_only = mock.patch.multiple(model, why_not=lambda device: None, Compiler=partial(Compiler, "aot_eager"))
+    with graphs_only if compiled and device.type != "cuda" else contextlib.nullcontext():
+        options = {"compiled": True} if compiled else {}
+        return updates.CONTENDERS[name](updates.policy_config(device), mode, device, device.type == "cuda", **options)
+
+
+def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, Any]:
     """Write what trains after a step, read it into other weights, and see that it is the same, bit for bit."""
     config, rows = updates.policy_config(device), 2
-    contender = updates.Ours(config, mode, device, bf16)
-    columns = [updates.prepared_rows(config, rows, seed=0)]
-    batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
+    contender = updates.Ours(config, mode, device, device.type == "cuda")
+    batches = contender.feed(itertools.repeat(contender.stored(updates.prepared_rows(config, rows, seed=0))))
     contender.step(batches, 1, 0)
-    named, state = contender.optimizer.named(), contender.optimizer.state()
+    state = {TRAINABLE: contender.optimizer.named(), OPTIMIZER: contender.optimizer.state()}
+    tensors = {**state[TRAINABLE], **state[OPTIMIZER]}
     step.synchronize(device)
-    staging, marks = Staging({**named, **state}), [time.perf_counter()]
+    staging, marks = Staging(tensors), [time.perf_counter()]
     for _ in range(2):  # the first one waits for the memory too, which a run makes while training begins
-        taken = {
-            kind: {key: Piece(staging.copied(key, value), (0,) * value.ndim) for key, value in tensors.items()}
-            for kind, tensors in ((TRAINABLE, named), (OPTIMIZER, state))
+        copies = {
+            group: {key: Piece(staging.copied(key, value), (0,) * value.ndim) for key, value in tensors_of.items()}
+            for group, tensors_of in state.items()
         }
         step.synchronize(device)
         marks.append(time.perf_counter())
-    copied = marks[-1]
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name) / "step_00000001"
-        commit(folder, Progress(1, rows, {}, {}, mode, rows), write_pieces(folder, taken))
-        written = time.perf_counter()
-        for tensor in (*named.values(), *state.values()):
+        commit(folder, Progress(1, rows, {}, {}, mode, rows), write_pieces(folder, copies))
+        marks.append(time.perf_counter())
+        for tensor in tensors.values():
             tensor.zero_()
-        load_checkpoint(folder, named, state)
+        load_checkpoint(folder, state[TRAINABLE], state[OPTIMIZER])
         step.synchronize(device)
-    loaded = time.perf_counter()
-    differing = [
-        f"{kind} {key}"
-        for kind, tensors in ((TRAINABLE, named), (OPTIMIZER, state))
-        for key, piece in taken[kind].items()
-        if not torch.equal(tensors[key].cpu(), piece.values)
-    ]
-    size = sum(piece.values.nbytes for pieces in taken.values() for piece in pieces.values())
+        marks.append(time.perf_counter())
+    pieces = {
+        f"{group} {key}": (piece.values, state[group][key])
+        for group, pieces in copies.items()
+        for key, piece in pieces.items()
+    }
+    differing = [name for name, (saved, read) in pieces.items() if not torch.equal(read.cpu(), saved)]
+    size = sum(saved.nbytes for saved, _ in pieces.values())
     staging.close()
     if differing:
         raise RuntimeError(f"{len(differing)} tensors were read back with other bits, e.g. {differing[0]}")
-    return {
-        "mode": mode,
-        "bytes": size,
-        "memory_made_s": max(0.0, 2 * marks[1] - marks[0] - copied),
-        "pause_s": copied - marks[1],
-        "write_s": written - copied,
-        "read_s": loaded - written,
-        "same_bits": True,
-    }
+    first_s, pause_s, write_s, read_s = np.diff(marks).tolist()
+    about = {"mode": mode, "bytes": size, "memory_made_s": max(0.0, first_s - pause_s), "pause_s": pause_s}
+    return {**about, "write_s": write_s, "read_s": read_s, "same_bits": True}
 
 
 def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> dict[str, Any]:
@@ -336,42 +339,6 @@ def one(
     results.take(name, about_s, partial(measure, device))
 
 
-def ours(results: Results, *, mode: TrainMode, compiled: bool, sizes: Sizes, device: torch.device) -> None:
-    """Our step at growing batch sizes."""
-    prepare_process(device)
-    bf16, name = device.type == "cuda", f"step, {mode}, ours{', compiled' * compiled}"
-    batch_sizes: Sequence[int] = sizes.batch_sizes
-    found = {size: results.found.get(f"step, {mode}, ours, {size} rows", {}).get("result") for size in batch_sizes}
-    if compiled and any(found.values()):
-        # The sizes of interest: one that is bound by launches, and the largest that fits.
-        fitting = [size for size, result in found.items() if result]
-        batch_sizes = sorted({fitting[0], fitting[-1]})
-
-    def plan_of(size: int) -> dict[str, Any] | None:
-        known = found[size]
-        if known:
-            return {"planned_bytes": known["planned_bytes"]}
-        return plan(mode, size, device, bf16)
-
-    def make() -> updates.Ours:
-        # Where there is no GPU to generate code for, all else that compiling does.
-        graphs_only = mock.patch.multiple(model, why_not=lambda device: None, Compiler=partial(Compiler, "aot_eager"))
-        with graphs_only if compiled and device.type != "cuda" else contextlib.nullcontext():
-            return updates.Ours(updates.policy_config(device), mode, device, bf16, compiled=compiled)
-
-    if compiled and device.type == "cuda" and (reason := why_not(device)):
-        results.write(name, {"left_out": reason})
-        return
-    at_sizes(results, name, make, mode, batch_sizes, device, sizes, plan_of, 60.0 if compiled else 25.0)
-
-
-def peer(results: Results, *, mode: TrainMode, name: str, sizes: Sizes, device: torch.device) -> None:
-    """Another's step at growing batch sizes."""
-    prepare_process(device)
-    make = partial(updates.CONTENDERS[name], updates.policy_config(device), mode, device, device.type == "cuda")
-    at_sizes(results, f"step, {mode}, {name}", make, mode, sizes.peers_at, device, sizes, None, 20.0)
-
-
 def predictions(results: Results, *, sizes: Sizes, device: torch.device) -> None:
     prepare_process(device)
     for rows in sizes.predicted_rows:
@@ -389,38 +356,53 @@ def prepare_process(device: torch.device) -> None:
 
 def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
     """Return all of them, the ones first that matter most."""
-    bf16 = device.type == "cuda"
 
     def single(name: str, measure: Callable[[torch.device], Any], about_s: float, limit_s: float) -> Section:
         about_s *= sizes.share
         return Section(name, partial(one, name=name, about_s=about_s, measure=measure, device=device), about_s, limit_s)
 
-    found = [
+    def cell(name: str, mode: TrainMode, about_s: float, limit_s: float, compiled: bool = False) -> Section:
+        measure = partial(steps, mode=mode, name=name, sizes=sizes, device=device, compiled=compiled)
+        title = f"steps, {mode}, {name}{', compiled' * compiled}"
+        return Section(title, measure, sizes.share * about_s, limit_s)
+
+    entries = [
         single("machine", machine, 5, 60),
         single("run", partial(whole_run, steps=sizes.steps), 90, 300),
     ]
-    for mode, compiled in itertools.product(MODES, (False, True)):
-        measure = partial(ours, mode=mode, compiled=compiled, sizes=sizes, device=device)
-        about_s, limit_s = (90.0, 300.0) if compiled else (60.0, 200.0)
-        name = f"steps, {mode}, ours{', compiled' if compiled else ''}"
-        found.append(Section(name, measure, sizes.share * about_s, limit_s))
-    for mode, name in itertools.product(MODES, PEERS):
-        measure_peer = partial(peer, mode=mode, name=name, sizes=sizes, device=device)
-        found.append(Section(f"steps, {mode}, {name}", measure_peer, sizes.share * 45, 120))
-    size, seconds = sizes.batch_sizes[1], 10 * sizes.seconds
-    found += [
-        single("checkpoint", partial(checkpoint, bf16=bf16), 60, 150),
+    for mode in MODES:
+        entries += [cell("ours", mode, 60, 200), cell("ours", mode, 90, 300, compiled=True)]
+    entries += [cell(name, mode, 45, 120) for mode, name in itertools.product(MODES, PEERS)]
+    entries += [
+        single("checkpoint", checkpoint, 60, 150),
         Section("predictions", partial(predictions, sizes=sizes, device=device), sizes.share * 40, 150),
-        single("live data", partial(live, bf16=bf16, size=size, seconds=seconds, rows=sizes.live_rows), 90, 200),
+        single("live data", partial(live, rows=sizes.live_rows), 90, 200),
         single("attention", partial(attention, dtype=torch.bfloat16), 60, 200),
         single("audit_syncs", waits, 60, 150),
         single("tests", partial(gpu_tests, chosen=sizes.tests), 60, 240),
     ]
-    return [replace(section, limit_s=sizes.patience * section.limit_s) for section in found]
+    return [replace(section, limit_s=sizes.patience * section.limit_s) for section in entries]
 
 
-def live(device: torch.device, *, bf16: bool, size: int, seconds: float, rows: int) -> dict[str, Any]:
-    return step.live("expert", device, bf16, size, 1, seconds, rows)
+def live(device: torch.device, *, rows: int) -> dict[str, Any]:
+    """The data engine on the machine's cores: three videos to batches of PI0.5's size, without a model."""
+    root = make("av1_240x320x3", rows)
+    meta = load_metadata(root)
+    about: dict[str, Any] = {"features": meta.features, "tasks": list(meta.tasks.values()), "stats": meta.stats}
+    with tempfile.TemporaryDirectory(prefix="gpu-") as name:
+        folder = Path(name)
+        base = make_tiny_base(folder / "base", **about, fps=meta.fps, chunk_size=50, image_resolution=(224, 224))
+        flags = {
+            "dataset.root": root,
+            "dataset.statistics": "stored",
+            "dataset.image_size": "auto",
+            "policy.path": base,
+        }
+        flags |= {"batch_size": 8, "profile_batches": 4 * rows, "json": folder / "loader.json"}
+        command = [sys.executable, "-m", "diagnostics.profile_dataloader", *demo_flags(device, folder / "run")]
+        subprocess.run([*command, *(f"--{key}={value}" for key, value in flags.items())], cwd=ROOT, check=True)
+        entries = read_json(folder / "loader.json")
+    return {key: entries[key] for key in ("rows_per_s", "rows", "data_cpus", "stages", "spilled_bytes")}
 
 
 @contextlib.contextmanager
@@ -433,10 +415,10 @@ def own_ray() -> Iterator[None]:
         yield
 
 
-def table(found: dict[str, Any]) -> str:
+def table(entries: dict[str, Any]) -> str:
     """Return what was planned, beside what was measured."""
     rows = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
-    for name, entry in found.items():
+    for name, entry in entries.items():
         if not name.startswith("step"):
             continue
         result = entry.get("result")
@@ -444,14 +426,14 @@ def table(found: dict[str, Any]) -> str:
             rows.append((name, entry.get("left_out") or entry["error"].splitlines()[0][:80], *[""] * 6))
             continue
         measured, planned = (result[key] for key in ("peak_memory_bytes", "planned_bytes"))
-        of_mode = TARGETS.get(cast(TrainMode, name.split(", ")[1]), {}) if "ours" in name else {}
+        targets = TARGETS.get(cast(TrainMode, name.split(", ")[1]), {}) if "ours" in name else {}
         rows.append(
             (
                 name,
                 f"{result['samples_per_s']:.1f}",
-                f"{of_mode['rows_per_s']:g}" if "rows_per_s" in of_mode else "",
+                f"{targets['rows_per_s']:g}" if "rows_per_s" in targets else "",
                 "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
-                f"{of_mode['mfu']:.0%}" if "mfu" in of_mode else "",
+                f"{targets['mfu']:.0%}" if "mfu" in targets else "",
                 "-" if measured is None else f"{measured / 2**30:.2f} GiB",
                 "-" if planned is None else f"{planned / 2**30:.2f} GiB",
                 "-" if None in (measured, planned) else f"{measured / planned:.3f}",
@@ -459,9 +441,9 @@ def table(found: dict[str, Any]) -> str:
         )
     widths = [max(len(row[i]) for row in rows if row[2:] != ("",) * 6 or i == 0) for i in range(8)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    waits = (found.get("audit_syncs", {}).get("result") or {}).get("waits")
+    waits = (entries.get("audit_syncs", {}).get("result") or {}).get("waits")
     lines.append(f"host waits between log steps: {'not known' if waits is None else len(waits)}, predicted 0")
-    failed = [name for name, entry in found.items() if "error" in entry]
+    failed = [name for name, entry in entries.items() if "error" in entry]
     lines.append(f"failed: {', '.join(failed) if failed else 'nothing'}")
     return "\n".join(lines)
 
@@ -479,10 +461,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     sizes = TINY if options.tiny else Sizes()
     with own_ray():
-        found = run_sections(sections_of(sizes, device), options.json, options.minutes)
-    tell_text(table(found))
+        entries = run_sections(sections_of(sizes, device), options.json, options.minutes)
+    tell_text(table(entries))
     tell(f"written to {options.json}")
-    return int(any("error" in entry for entry in found.values()))
+    return int(any("error" in entry for entry in entries.values()))
 
 
 if __name__ == "__main__":

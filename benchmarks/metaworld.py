@@ -11,22 +11,19 @@
 Where tasks have several degrees of difficulty, their success is averaged as RLinf reports MT50: over the degrees, each
 of which counts alike. RLinf ends episodes after 100 steps: success within as many is given beside that of the episode.
 
-The same command goes on where it was broken off: what is recorded stays, training goes on at its last checkpoint (by
-Ctrl-C or SIGTERM it takes one; timeout needs --foreground, for it signals Ray's processes too), and of the evaluation
-only what is not played yet is played. --help lists sizes and budgets. Exit status: 0 done, 1 it failed, 2 it could not
-start, 3 broken off; of training, as vla.py's.
+The same command goes on where it was broken off (by Ctrl-C or SIGTERM training takes a checkpoint; timeout needs
+--foreground, for it signals Ray's processes too). --help lists sizes and budgets. Exit status: 0 done, 1 it failed,
+2 it could not start, 3 broken off; of training, as vla.py's.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
-import json
+import shlex
 import statistics
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,302 +36,197 @@ from vla_finetuning.evaluation.episodes import Book, read_evaluation
 from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.trial import score_rows
-from vla_finetuning.files import read_json, read_lines, write_json
-from vla_finetuning.options.environment import ENVIRONMENT_NAME, EvalOptions
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.rollouts.episodes import Condition, episode_list
 from vla_finetuning.rollouts.player import PolicySource, check_fits
 from vla_finetuning.rollouts.scheduler import play
 from vla_finetuning.run import cluster
-from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
+from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.terminal import tell, tell_error, tell_text
 
 # Far from each other: initial states that are evaluated are in no demonstration.
 FIRST_RECORDED, FIRST_EVALUATED = 100_000, 1000
 LABELS = {"untrained": "before training", "trained": "trained", "other_instruction": "trained, with another task"}
-PACKAGES = ("metaworld", "mujoco")
 # Of an episode, in RLinf's configurations of Meta-World's 50 tasks.
 RLINF_STEPS = 100
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--folder", type=Path, default=Path("outputs/metaworld"), help="of everything but the result")
-    made.add_argument("--json", type=Path, help="where the result goes")
-    made.add_argument("--seed", type=int, default=1, help="of initial weights, order of rows, and noise")
-    made.add_argument("--tasks", default="reach-v3,push-v3,drawer-open-v3", help="at least two")
-    made.add_argument("--episodes", type=int, default=120, help="recorded, of each task")
-    made.add_argument("--image_size", type=int, default=112, help="pixels of a frame's side, and of what PI0.5 sees")
-    made.add_argument("--patch_size", type=int, default=14, help="of PI0.5's vision")
-    made.add_argument("--chunk_size", type=int, default=20, help="actions that PI0.5 predicts")
-    made.add_argument("--n_action_steps", type=int, default=10, help="actions of them that are executed")
-    made.add_argument("--steps", type=int, default=1300, help="of training")
-    made.add_argument("--batch_size", type=int, default=16, help="rows, of each of two workers")
-    made.add_argument("--noise_draws", type=int, default=4, help="per row")
-    made.add_argument("--lr", type=float, default=1e-3, help="at its peak")
-    made.add_argument("--eval_episodes", type=int, default=50, help="of each task and condition")
-    made.add_argument("--episode_length", type=int, default=250, help="steps after which an episode has failed")
-    return made
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument(
+        "--folder", type=Path, default=Path("outputs/metaworld"), help="of everything but the result"
+    )
+    arguments.add_argument("--json", type=Path, help="where the result goes")
+    arguments.add_argument("--seed", type=int, default=1, help="of initial weights, order of rows, and noise")
+    arguments.add_argument("--tasks", default="reach-v3,push-v3,drawer-open-v3", help="at least two")
+    arguments.add_argument("--episodes", type=int, default=120, help="recorded, of each task")
+    arguments.add_argument(
+        "--image_size", type=int, default=112, help="pixels of a frame's side, and of what PI0.5 sees"
+    )
+    arguments.add_argument("--patch_size", type=int, default=14, help="of PI0.5's vision")
+    arguments.add_argument("--chunk_size", type=int, default=20, help="actions that PI0.5 predicts")
+    arguments.add_argument("--n_action_steps", type=int, default=10, help="actions of them that are executed")
+    arguments.add_argument("--steps", type=int, default=1300, help="of training")
+    arguments.add_argument("--batch_size", type=int, default=16, help="rows, of each of two workers")
+    arguments.add_argument("--noise_draws", type=int, default=4, help="per row")
+    arguments.add_argument("--lr", type=float, default=1e-3, help="at its peak")
+    arguments.add_argument("--eval_episodes", type=int, default=50, help="of each task and condition")
+    arguments.add_argument("--episode_length", type=int, default=250, help="steps after which an episode has failed")
+    return arguments
 
 
-class Benchmark:
-    """One run of it, in its folder.
+def run(program: Any, flags: Mapping[str, Any]) -> int:
+    return program.main([f"--{name}={value}" for name, value in flags.items()])
 
-    Raises:
-        ValueError: Meta-World is not installed or has no such task, or the folder is of another run.
-    """
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.settings = {name: value for name, value in vars(options).items() if name not in ("folder", "json")}
-        self.folder: Path = options.folder.absolute()
-        self.options = options
-        size = options.image_size
-        self.drawn = {"task": options.tasks, "image_size": f"[{size},{size}]", "render_quality": "fast"}
-        flags = self.drawn | {"episode_length": options.episode_length}
-        self.env = env_config("metaworld", [f"--{name}={value}" for name, value in flags.items()])
-        self.makers = task_makers(self.env)
-        if len(self.makers) < 2:
-            raise ValueError(f"--tasks={options.tasks}: name at least two, so that language has something to tell")
-        found = read_json(self.folder / "settings.json")
-        if found and found != self.settings:
-            differ = [name for name in self.settings if found.get(name) != self.settings[name]]
-            raise ValueError(
-                f"{self.folder} is of a run with other {', '.join(f'--{name}={found.get(name)}' for name in differ)}: "
-                "give the same to go on with it, or name another --folder"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "settings.json", self.settings)
+def drawn(o: argparse.Namespace) -> dict[str, Any]:
+    """Return the environment's options that decide what frames look like."""
+    return {"task": o.tasks, "image_size": f"[{o.image_size},{o.image_size}]", "render_quality": "fast"}
 
-    # ---- the three stages; each skips what is done ----------------------------------------------------------------
 
-    def record(self) -> int:
-        root = self.folder / "dataset"
-        if root.exists():
-            return 0
-        flags = {"env.type": "metaworld", **{f"env.{name}": value for name, value in self.drawn.items()}}
-        flags |= {"episodes": self.options.episodes, "seed": FIRST_RECORDED, "root": root}
-        with self._clocked("record"):
-            return record.main([f"--{name}={value}" for name, value in flags.items()])
+def check_settings(o: argparse.Namespace) -> None:
+    """Raise ValueError if the folder is of a run with other settings."""
+    settings = {name: value for name, value in vars(o).items() if name not in ("folder", "json")}
+    earlier = read_json(o.folder / "settings.json") or settings
+    if differ := [f"--{name}={earlier.get(name)}" for name in settings if earlier.get(name) != settings[name]]:
+        raise ValueError(
+            f"{o.folder} is of a run with other {', '.join(differ)}: give the same to go on with it, or name another "
+            "--folder"
+        )
+    o.folder.mkdir(parents=True, exist_ok=True)
+    write_json(o.folder / "settings.json", settings)
 
-    def base(self) -> Path:
-        """The policy before training: a tiny PI0.5 of random weights for the dataset."""
-        folder = self.folder / "base"
-        if not folder.exists():
-            o, meta = self.options, load_metadata(self.folder / "dataset")
-            make_tiny_base(
-                folder,
-                features=meta.features,
-                tasks=sorted(meta.tasks.values()),
-                stats={key: meta.stats[key] for key in ("observation.state", "action")},
-                fps=meta.fps,
-                chunk_size=o.chunk_size,
-                seed=o.seed,
-                image_resolution=(o.image_size, o.image_size),
-                patch_size=o.patch_size,
-            )
-        return folder
 
-    def train(self) -> int:
-        o, folder = self.options, self.folder / "run"
-        if (folder / "pretrained_model").exists() and (folder / EVALUATION_NAME).exists():
-            return 0
-        flags = {
-            "preset": "demo",
-            "dataset.root": self.folder / "dataset",
-            "dataset.eval_split": 0.05,
-            "policy.path": self.base(),
-            "policy.n_action_steps": o.n_action_steps,
-            "output_dir": folder,
-            "resume": "auto",
-            "seed": o.seed,
-            "steps": o.steps,
-            "batch_size": o.batch_size,
-            "lr": o.lr,
-            "train.noise_draws": o.noise_draws,
-            "save_freq": 500,
-            "scaling.use_gpu": "false",
-        }
-        with self._clocked("train"):
-            return vla.main([f"--{name}={value}" for name, value in flags.items()])
-
-    def evaluate(self) -> int:
-        """Return all conditions at once, on the same initial states and with the same noise."""
-        o = self.options
-        trained = self.folder / "run" / "pretrained_model"
-        check_drawn(drawn_for(trained), self.env, trained)
-        sources = {"untrained": self._source(self.base()), "trained": self._source(trained)}
-        conditions = {
-            "untrained": Condition("untrained"),
-            "trained": Condition("trained"),
-            "other_instruction": Condition(
-                "trained", instructions=other_instructions(load_metadata(self.folder / "dataset").tasks.values())
-            ),
-        }
-        episodes = episode_list(conditions, self.makers, o.eval_episodes, FIRST_EVALUATED)
-        book = Book(self.folder / "evaluation", {"settings": self.settings}, episodes)
-        left = [episode for episode in episodes if not book.is_done(episode)]
-
-        def playing() -> None:
-            play(
-                left,
-                conditions,
-                {name: source.shared() for name, source in sources.items()},
-                self.makers,
-                EvalOptions(),
-                seed=o.seed,
-                written=book.write,
-            )
-
-        if not left:
-            return 0
-        tell(f"Playing      {len(left)} episodes")
-        with self._clocked("evaluate"):
-            cluster.connect()
-            playing()
+def train(o: argparse.Namespace) -> int:
+    """Record and train; what is done is left alone. Returns the exit status of the program that failed, or 0."""
+    root, base, folder = o.folder / "dataset", o.folder / "base", o.folder / "run"
+    if not root.exists():
+        flags = {"env.type": "metaworld", **{f"env.{name}": value for name, value in drawn(o).items()}}
+        if status := run(record, {**flags, "episodes": o.episodes, "seed": FIRST_RECORDED, "root": root}):
+            return status
+    meta = load_metadata(root)
+    if not base.exists():
+        make_tiny_base(
+            base,
+            features=meta.features,
+            tasks=sorted(meta.tasks.values()),
+            stats={key: meta.stats[key] for key in ("observation.state", "action")},
+            fps=meta.fps,
+            chunk_size=o.chunk_size,
+            seed=o.seed,
+            image_resolution=(o.image_size, o.image_size),
+            patch_size=o.patch_size,
+        )
+    if (folder / "pretrained_model").exists() and (folder / EVALUATION_NAME).exists():
         return 0
+    flags = {"preset": "demo", "dataset.root": root, "dataset.eval_split": 0.05, "policy.path": base}
+    flags |= {"policy.n_action_steps": o.n_action_steps, "output_dir": folder, "resume": "auto", "seed": o.seed}
+    flags |= {"steps": o.steps, "batch_size": o.batch_size, "lr": o.lr, "train.noise_draws": o.noise_draws}
+    return run(vla, {**flags, "save_freq": 500, "scaling.use_gpu": "false"})
 
-    def _source(self, folder: Path) -> PolicySource:
-        steps = f"--n_action_steps={self.options.n_action_steps}"
-        config = load_policy_config(folder, [steps])
-        check_fits(config, self.env, {})
-        return PolicySource(folder, config, self.env)
 
-    @contextlib.contextmanager
-    def _clocked(self, part: str) -> Iterator[None]:
-        """Seconds of a part add up over the starts that it took."""
-        path, started = self.folder / "seconds.json", time.monotonic()
-        try:
-            yield
-        finally:
-            spent = read_json(path)
-            write_json(path, {**spent, part: round(spent.get(part, 0.0) + time.monotonic() - started, 1)})
+def evaluate(o: argparse.Namespace, env: Any, makers: Mapping[str, Any]) -> None:
+    """Play what is not played yet under all conditions: on the same initial states and with the same noise."""
+    trained = o.folder / "run" / "pretrained_model"
+    check_drawn(drawn_for(trained), env, trained)
+    sources = {}
+    for name, folder in (("untrained", o.folder / "base"), ("trained", trained)):
+        config = load_policy_config(folder, [f"--n_action_steps={o.n_action_steps}"])
+        check_fits(config, env, {})
+        sources[name] = PolicySource(folder, config, env)
+    swapped = other_instructions(load_metadata(o.folder / "dataset").tasks.values())
+    conditions = {name: Condition(name) for name in ("untrained", "trained")}
+    conditions["other_instruction"] = Condition("trained", instructions=swapped)
+    episodes = episode_list(conditions, makers, o.eval_episodes, FIRST_EVALUATED)
+    book = Book(o.folder / "evaluation", {}, episodes)
+    if remaining := [episode for episode in episodes if not book.is_done(episode)]:
+        tell(f"Playing      {len(remaining)} episodes")
+        cluster.connect()
+        shared = {name: source.shared() for name, source in sources.items()}
+        play(remaining, conditions, shared, makers, EvalOptions(), seed=o.seed, written=book.write)
 
-    # ---- what came out ---------------------------------------------------------------------------------------------
 
-    def result(self) -> dict[str, Any]:
-        _, lines = read_evaluation(self.folder / "evaluation")
-        meta = load_metadata(self.folder / "dataset")
-        flags = " ".join(f"--{name} {value}" for name, value in self.settings.items())
-        return {
-            "command": f"python -m benchmarks.metaworld {flags}",
-            "settings": self.settings,
-            "environment": Environment.here().model_dump(mode="json")
-            | {"simulator": {package: importlib.metadata.version(package) for package in PACKAGES}},
-            "seconds": read_json(self.folder / "seconds.json"),
-            "dataset": {
-                "episodes": len(meta.episode_length),
-                "frames": int(sum(meta.episode_length)),
-                "failed": read_json(self.folder / "dataset" / "meta" / ENVIRONMENT_NAME)["failed"],
-            },
-            "training": self._training(),
-            "success": success(lines),
-        }
-
-    def _training(self) -> dict[str, Any]:
-        run = self.folder / "run"
-        logged = [json.loads(line) for line in read_lines(run / METRICS_NAME)]
-        errors = read_json(run / EVALUATION_NAME)
-        mean, trained = errors["trained"]["mean_action"]["mse"], errors["trained"]
-        open_loop = {
-            "untrained": errors["untrained"]["policy"]["mse"] / mean,
-            "trained": trained["policy"]["mse"] / mean,
-            "other_instruction": trained["other_instruction"]["mse"] / mean,
-        }
-        by_instruction = {
-            task: {"relative": of["policy"]["mse"] / of["mean_action"]["mse"], "mean_absolute": of["policy"]["mae"]}
-            for task, of in trained["by_task"].items()
-        }
-        return {
-            "parameters": read_json(run / RUN_NAME)["policy"]["parameters"],
-            "samples": logged[-1]["samples"],
-            "samples_per_s": round(statistics.median(line["samples_per_s"] for line in logged), 1),
-            "loss": {line["step"]: round(line["loss"], 4) for line in logged[:: max(1, len(logged) // 20)]},
-            "held_out_open_loop_error": {"relative_to_the_mean_action": open_loop, "by_instruction": by_instruction},
-        }
+def result(o: argparse.Namespace) -> dict[str, Any]:
+    simulator = {package: importlib.metadata.version(package) for package in ("metaworld", "mujoco")}
+    errors, meta = read_json(o.folder / "run" / EVALUATION_NAME), load_metadata(o.folder / "dataset")
+    return {
+        "command": shlex.join(sys.orig_argv[1:]),
+        "settings": read_json(o.folder / "settings.json"),
+        "environment": Environment.here().model_dump(mode="json") | {"simulator": simulator},
+        "dataset": {"episodes": meta.num_episodes, "frames": meta.total_frames},
+        "open_loop_mse": {name: error["mse"] for name, error in errors["trained"].items() if "mse" in (error or ())},
+        "success": success(read_evaluation(o.folder / "evaluation")[1]),
+    }
 
 
 def success(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By condition: of all episodes, by difficulty and by task, and how far off the end was, in metres.
+    """By condition: of all episodes, by difficulty and by task.
 
     Where tasks have several degrees of difficulty, `mean_of_degrees` is the mean of their shares, each counted once.
     """
-    found: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
     for condition, label in LABELS.items():
-        own = [line for line in lines if line["condition"] == condition]
-        found[condition] = {"label": label, "rows": [_with_distance(row, own) for row in score_rows(own)]}
-        if len(degrees := _by_difficulty(own)) > 1:
+        played = [line for line in lines if line["condition"] == condition]
+        scores[condition] = {"label": label, "rows": score_rows(played)}
+        if len(degrees := _by_difficulty(played)) > 1:
             means = {
                 key: statistics.mean(row[key] / row["episodes"] for row in degrees)
                 for key in ("successes", "within_100_steps")
             }
-            found[condition] |= {"degrees": degrees, "mean_of_degrees": means}
-    return found
+            scores[condition] |= {"degrees": degrees, "mean_of_degrees": means}
+    return scores
 
 
 def _by_difficulty(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each of Meta-World's degrees of which tasks were played to an end."""
+    """A row for each of Meta-World's degrees of which tasks were played to an end. Success ends an episode."""
     rows = []
     for degree, tasks in metaworld_tasks()[1].items():
-        own = [line for line in lines if line["task"] in tasks and line["error"] is None]
-        if own:
-            # An episode ends when it succeeds.
-            successes = sum(line["success_once"] for line in own)
-            rows.append(
-                {
-                    "label": degree,
-                    "tasks": len({line["task"] for line in own}),
-                    "successes": successes,
-                    "episodes": len(own),
-                    "interval": wilson(successes, len(own)),
-                    "within_100_steps": sum(line["success_once"] and line["steps"] <= RLINF_STEPS for line in own),
-                }
-            )
+        if played := [line for line in lines if line["task"] in tasks and line["error"] is None]:
+            took = [line["steps"] for line in played if line["success_once"]]
+            row = {"label": degree, "tasks": len({line["task"] for line in played}), "successes": len(took)}
+            row |= {"episodes": len(played), "interval": wilson(len(took), len(played))}
+            rows.append({**row, "within_100_steps": sum(steps <= RLINF_STEPS for steps in took)})
     return rows
 
 
-def _with_distance(row: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """With the median distance at the end of what failed: hand, puck or handle to where it should be."""
-    failed = [
-        line["info"]["obj_to_target"]
-        for line in lines
-        if line["task"] == row["label"] and line["error"] is None and not line["success_once"]
-    ]
-    return row | ({"failures_end_m_away": round(statistics.median(failed), 3)} if failed else {})
-
-
-def table(found: Mapping[str, Any]) -> str:
+def table(scores: Mapping[str, Any]) -> str:
     """Success, a line for each condition and task."""
     lines = ["Success on initial states that are in no demonstration (95 % interval)"]
-    for of_condition in found.values():
-        for row in of_condition["rows"]:
-            lines.append(
-                f"  {of_condition['label']:28}{row['label']:30}{share(row['successes'], row['episodes'])}"
-                + (f"; {row['errors']} more ended in an error" if "errors" in row else "")
-            )
-        for row in of_condition.get("degrees", ()):
-            name = f"{row['label']}, {row['tasks']} tasks"
-            lines.append(f"  {of_condition['label']:28}{name:30}{share(row['successes'], row['episodes'])}")
-        if means := of_condition.get("mean_of_degrees"):
+    for score in scores.values():
+        for row in [*score["rows"], *score.get("degrees", ())]:
+            name = f"{row['label']}, {row['tasks']} tasks" if "tasks" in row else row["label"]
+            errors = f"; {row['errors']} more ended in an error" if "errors" in row else ""
+            successes = share(row["successes"], row["episodes"])
+            lines.append(f"  {score['label']:28}{name:30}{successes}{errors}")
+        if means := score.get("mean_of_degrees"):
             both = f"{means['successes']:.1%}, within {RLINF_STEPS} steps {means['within_100_steps']:.1%}"
-            lines.append(f"  {of_condition['label']:28}{'mean of degrees':30}{both.replace('%', ' %')}")
+            lines.append(f"  {score['label']:28}{'mean of degrees':30}{both.replace('%', ' %')}")
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
+    options.folder = options.folder.absolute()
     try:
-        benchmark = Benchmark(options)
+        flags = drawn(options) | {"episode_length": options.episode_length}
+        env = env_config("metaworld", [f"--{name}={value}" for name, value in flags.items()])
+        makers = task_makers(env)
+        if len(makers) < 2:
+            raise ValueError(f"--tasks={options.tasks}: name at least two, so that language has something to tell")
+        check_settings(options)
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2
-    for part in (benchmark.record, benchmark.train, benchmark.evaluate):
-        if status := part():
-            return status
-    result = benchmark.result()
-    tell_text(table(result["success"]))
+    if status := train(options):
+        return status
+    evaluate(options, env, makers)
+    scores = result(options)
+    tell_text(table(scores["success"]))
     if options.json is not None:
-        write_json(options.json, result)
+        write_json(options.json, scores)
     return 0
 
 

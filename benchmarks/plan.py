@@ -206,10 +206,16 @@ def measure(stage: str, folder: Path) -> dict[str, Any]:
         Growth() as growth,
     ):
         start, cpu = time.perf_counter(), time.process_time()
-        found = stages[stage](folder)
+        stage_result = stages[stage](folder)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    sizes_mb = {name: keep(folder, name, value) / 1e6 for name, value in found.pop("travels").items()}
-    return {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": growth.mebibytes * 1.048576, **found, "travels_mb": sizes_mb}
+    sizes_mb = {name: keep(folder, name, value) / 1e6 for name, value in stage_result.pop("travels").items()}
+    return {
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "peak_mb": growth.mebibytes * 1.048576,
+        **stage_result,
+        "travels_mb": sizes_mb,
+    }
 
 
 def main() -> None:
@@ -235,13 +241,10 @@ def main() -> None:
         for stage in STAGES:
             command = [sys.executable, "-m", "benchmarks.plan", "--stage", stage, "--folder", str(folder)]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            found = results[stage] = json.loads(output.splitlines()[-1])
-            rest = {k: v for k, v in found.items() if k not in ("seconds", "cpu_s", "peak_mb")}
-            print(
-                f"{stage:14}{found['seconds']:8.2f} s{found['cpu_s']:8.2f} CPU s{found['peak_mb']:8.0f} MB  "
-                f"{json.dumps(rest)}",
-                flush=True,
-            )
+            results[stage] = json.loads(output.splitlines()[-1])
+            rest = dict(results[stage])
+            seconds, cpu_s, peak_mb = (rest.pop(key) for key in ("seconds", "cpu_s", "peak_mb"))
+            print(f"{stage:14}{seconds:8.2f} s{cpu_s:8.2f} CPU s{peak_mb:8.0f} MB  {json.dumps(rest)}", flush=True)
     results["hardware"] = Environment.here().model_dump()
     if options.json:
         write_json(options.json, results)

@@ -9,25 +9,23 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from benchmarks.datasets import FPS, scratch_of
+from diagnostics.watch import ClusterWatch
 from vla_finetuning.data.options import Features, Order, Reading
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from lerobot_datasource import LeRobotDatasource
 
 BATCH, WINDOW = 8, 50
+WINDOWS = {"action": [i / FPS for i in range(WINDOW)]}
 # Read in one go. Ours: enough for read tasks as long as those of a run; a DataLoader is too slow for more.
 OUR_ROWS, PEER_ROWS = 12000, 800
 Contender = Callable[[], Iterator[dict[str, np.ndarray]]]
@@ -48,10 +46,9 @@ def our_source(
     from lerobot_datasource import LeRobotDatasource
     from vla_finetuning.data.metadata import load_metadata
 
-    windows = {"action": [i / FPS for i in range(WINDOW)]}
     meta = load_metadata(root, storage_options=storage_options)
     order = Order(stream=(0, rows), shuffle_seed=options.pop("shuffle_seed", None))
-    features = Features(delta_timestamps=windows, image_size=options.pop("image_size", None))
+    features = Features(delta_timestamps=WINDOWS, image_size=options.pop("image_size", None))
     return LeRobotDatasource([meta], features=features, order=order, reading=Reading(**options))
 
 
@@ -62,31 +59,6 @@ def carried(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
     yield from read_source(source).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
 
 
-def handed_over(root: Path, rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield batches as `ours`, from read tasks that read nothing: they give the same block again and again.
-
-    So it is what Ray Data itself takes to hand over rows of this size.
-    """
-    from ray.data.datasource import ReadTask
-
-    from vla_finetuning.data.rows import to_table
-
-    source = our_source(root, rows, shuffle_seed=0)
-    row, block_rows, tasks = source.example(), source.block_rows, source.get_read_tasks
-
-    def blocks(rows: int) -> Iterator[pa.Table]:
-        columns = {key: np.repeat(value, block_rows, axis=0) for key, value in row.items()}
-        block = to_table(columns)
-        for first in range(0, rows, block_rows):
-            yield block.slice(0, min(block_rows, rows - first))
-
-    def of_nothing(*asked: Any, **named: Any) -> list[ReadTask]:
-        return [ReadTask(partial(blocks, t.metadata.num_rows or 0), t.metadata) for t in tasks(*asked, **named)]
-
-    with mock.patch.object(source, "get_read_tasks", of_nothing):
-        yield from carried(source)
-
-
 def shuffled(root: Path | str, rows: int, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
     """Every round another order."""
     return ours(root, rows, shuffle_seed=next(seeds), **options)
@@ -95,8 +67,7 @@ def shuffled(root: Path | str, rows: int, seeds: Iterator[int], **options: Any) 
 def ray_read_lerobot(root: Path) -> Iterator[dict[str, np.ndarray]]:
     import ray
 
-    windows = {"action": [i / FPS for i in range(WINDOW)]}
-    dataset = ray.data.read_lerobot(str(root), delta_timestamps=windows, read_granularity="episode")
+    dataset = ray.data.read_lerobot(str(root), delta_timestamps=WINDOWS, read_granularity="episode")
     for batch in dataset.iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2):
         # Its tensors have no fixed shape and come out as objects.
         yield {
@@ -105,13 +76,18 @@ def ray_read_lerobot(root: Path) -> Iterator[dict[str, np.ndarray]]:
 
 
 def lerobot_loader(root: Path, backend: str, cores: int) -> Iterator[dict[str, np.ndarray]]:
-    import torch
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    windows = {"action": [i / FPS for i in range(WINDOW)]}
-    dataset = LeRobotDataset("benchmark", root=root, video_backend=backend, return_uint8=True, delta_timestamps=windows)
+    dataset = LeRobotDataset("benchmark", root=root, video_backend=backend, return_uint8=True, delta_timestamps=WINDOWS)
+    yield from loaded(dataset, cores, "spawn")
+
+
+def loaded(dataset: Any, cores: int, context: Any) -> Iterator[dict[str, np.ndarray]]:
+    """Yield shuffled batches of a torch dataset by a DataLoader's processes."""
+    import torch
+
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=BATCH, shuffle=True, num_workers=cores, multiprocessing_context="spawn"
+        dataset, batch_size=BATCH, shuffle=True, num_workers=cores, multiprocessing_context=context
     )
     for batch in itertools.islice(loader, PEER_ROWS // BATCH):
         yield {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -133,16 +109,10 @@ def lance(root: Path, cores: int) -> Contender | None:
 
 
 def lance_loader(folder: Path, cores: int) -> Iterator[dict[str, np.ndarray]]:
-    import torch
     from lerobot_lancedb import LanceDBDataset, lance_mp_context
 
-    windows = {"action": [i / FPS for i in range(WINDOW)]}
-    dataset = LanceDBDataset(root=folder, return_uint8=True, delta_timestamps=windows)
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=BATCH, shuffle=True, num_workers=cores, multiprocessing_context=lance_mp_context()
-    )
-    for batch in itertools.islice(loader, PEER_ROWS // BATCH):
-        yield {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    dataset = LanceDBDataset(root=folder, return_uint8=True, delta_timestamps=WINDOWS)
+    yield from loaded(dataset, cores, lance_mp_context())
 
 
 def decode_file(path: str) -> int:
@@ -213,45 +183,41 @@ def measure(batches: Contender) -> dict[str, float]:
         "rows_per_s_overall": total / arrived[-1],
         "first_batch_s": arrived[0],
         "cpu_s_per_1000_rows": watch.cpu_s * 1000 / total,
-        "peak_store_bytes": watch.store,
-        "peak_worker_bytes": watch.worker,
+        "peak_store_bytes": watch.peak_bytes,
+        "peak_worker_bytes": watch.worker_bytes,
         "episodes_per_batch": episodes / len(rows),
         "bytes_per_image": image_bytes / max(images, 1),
     }
 
 
-class Watch:
+class Watch(ClusterWatch):
     """While the block runs: the CPU seconds of this process and all it has started, and the most bytes they hold.
 
     Ray, its workers, a DataLoader's. Looked at every half second, so that a process that ends counts with what it had
     used until then. The object store's pages, which a process has in its memory too, are not its own.
 
     Attributes:
-        cpu_s: after the block. store: bytes in Ray's object store. worker: bytes that one process has for itself.
+        cpu_s: after the block. worker_bytes: what one process has for itself.
     """
 
-    def __enter__(self) -> Watch:
-        self.cpu_s, self.store, self.worker = 0.0, 0, 0
+    def __init__(self) -> None:
+        super().__init__(every_s=0.5)
+        self.cpu_s, self.worker_bytes = 0.0, 0
         self._used: dict[tuple[int, float], float] = {}
+
+    def __enter__(self) -> Self:
         self._look_at_processes()
         self._before = sum(self._used.values())
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
+        super().__exit__(*exception)
         self._look_at_processes()
         self.cpu_s = sum(self._used.values()) - self._before
 
-    def _look(self) -> None:
-        from vla_finetuning.run.progress import object_store
-
-        while not self._done.wait(0.5):
-            self.store = max(self.store, object_store().object_store_bytes_used)
-            self._look_at_processes()
+    def look(self) -> None:
+        super().look()
+        self._look_at_processes()
 
     def _look_at_processes(self) -> None:
         import psutil
@@ -262,4 +228,4 @@ class Watch:
                 times, memory = process.cpu_times(), process.memory_info()
                 self._used[process.pid, process.create_time()] = times.user + times.system
                 if process != this:
-                    self.worker = max(self.worker, memory.rss - memory.shared)
+                    self.worker_bytes = max(self.worker_bytes, memory.rss - memory.shared)

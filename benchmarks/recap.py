@@ -54,13 +54,13 @@ class Stage(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--folder", type=Path, default=Path("outputs/recap"), help="of all runs")
-    made.add_argument("--seed", type=int, default=1000, help="of weights, order of rows, and noise")
-    made.add_argument("--steps", type=int, default=900, help="of each policy")
-    made.add_argument("--value_steps", type=int, default=600, help="of the value function")
-    made.add_argument("--eval_episodes", type=int, default=200, help="of each policy")
-    return made
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--folder", type=Path, default=Path("outputs/recap"), help="of all runs")
+    arguments.add_argument("--seed", type=int, default=1000, help="of weights, order of rows, and noise")
+    arguments.add_argument("--steps", type=int, default=900, help="of each policy")
+    arguments.add_argument("--value_steps", type=int, default=600, help="of the value function")
+    arguments.add_argument("--eval_episodes", type=int, default=200, help="of each policy")
+    return arguments
 
 
 def stages(options: argparse.Namespace) -> Iterator[Stage]:
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if stage.done.is_file():
             continue
         tell(f"Stage        {stage.name}")
-        if status := stage.program([f"--{flag}={given}" for flag, given in stage.flags.items()]):
+        if status := stage.program([f"--{flag}={value}" for flag, value in stage.flags.items()]):
             return status
     tell_text(table(options.folder))
     return 0

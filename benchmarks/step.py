@@ -1,6 +1,6 @@
 """How fast a training step is: the naive loop, LeRobot's own update, and ours, on one device in turn.
 
-    python -m benchmarks.step [--policy pi0] [--modes heads,expert,full] [--batch_sizes 1,2,4,8] [--rounds 3] [--live]
+    python -m benchmarks.step [--policy pi0] [--modes heads,expert,full] [--batch_sizes 1,2,4,8] [--rounds 3]
 
 On a GPU the policy has its real size, without one it is a tiny one; weights are random. The contenders:
 
@@ -16,8 +16,8 @@ On a GPU the policy has its real size, without one it is a tiny one; weights are
 
 All are fed by the same rows, stored in the form in which each one's loader delivers them. Naive and ours accumulate to
 at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the
-operations that the mode needs; extra ones do not count. `--live` feeds ours by the live data engine as well. Results go
-to `benchmarks/results/step-<hardware>-<date>.json`; a table is printed.
+operations that the mode needs; extra ones do not count. Results go to benchmarks/results/step-<hardware>-<date>.json; a
+table is printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import contextlib
 import datetime
 import gc
 import itertools
-import logging
 import math
 import os
 import re
@@ -35,7 +34,6 @@ import shlex
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +51,6 @@ from benchmarks.updates import (
     OWN,
     Columns,
     NotCompiledError,
-    Ours,
     contenders,
     measured,
     policy_config,
@@ -62,7 +59,6 @@ from benchmarks.updates import (
 )
 from diagnostics.report import Environment
 from util import (
-    TimedIterator,
     enable_gpu_perf_flags,
     peak_flops,
 )
@@ -77,8 +73,6 @@ from vla_finetuning.training.memory import StepMemory, step_memory
 STORED_BATCHES = 4
 WARM_UP_STEPS = 2
 MIN_STEPS = 3
-LOSS_STEPS = 50
-LIVE_ROWS = 400
 # Calls of CUDA's in which the host waits. A copy from memory that is not pinned is one of them.
 WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy(Async)?")
 
@@ -185,7 +179,7 @@ def host_blocked(contender: Any, batches: Iterator[Any], number: int, device: to
 def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows: int) -> dict[TrainMode, Any]:
     """Each contender at each batch size, in turn, `rounds` times: {mode: {contender: {batch size: samples}}}."""
     modes = cast(list[TrainMode], options.modes.split(","))
-    found: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
+    samples: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
     too_large: dict[tuple[str, str], int] = {}
     for _, mode, name in itertools.product(range(options.rounds), modes, CONTENDERS):
         if name not in contenders(policy_config(device), mode):
@@ -202,20 +196,20 @@ def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows:
                 too_large[mode, name] = size
                 print(f"{mode}, {name}: a micro-batch of {size} does not fit", flush=True)
                 break
-            found[mode][name].setdefault(size, []).append(sample)
+            samples[mode][name].setdefault(size, []).append(sample)
             print(f"{mode}, {name}, {size} x {accum}: {sample['ms_per_sample']:.2f} ms/sample", flush=True)
         del contender
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return found
+    return samples
 
 
 def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
     """Medians over the rounds, MFU, and how many times faster ours is, by cached features too."""
     config, peak = policy_config(device), peak_flops(device)
-    whole = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
-    counts = {"flops_per_sample": whole}
+    flops_of_all = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
+    counts = {"flops_per_sample": flops_of_all}
     if cells["cached"]:
         counts["flops_with_features"] = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config), features=True)
     medians: dict[str, dict[str, Any]] = {}
@@ -224,64 +218,25 @@ def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dic
         for size, samples in sizes.items():
             keys = [key for key, value in samples[0].items() if value is not None]
             median = {key: statistics.median(sample[key] for sample in samples) for key in keys}
-            flops = counts["flops_with_features"] if name == "cached" else whole
+            flops = counts["flops_with_features"] if name == "cached" else flops_of_all
             median["mfu"] = flops * median["samples_per_s"] / peak if flops and peak else None
             medians[name][str(size)] = {**median, "samples": samples}
     best = {name: min(sizes.values(), key=lambda s: s["ms_per_sample"]) for name, sizes in medians.items() if sizes}
     faster = {}
-    for own in [name for name in OWN if name in best]:
+    for variant in [name for name in OWN if name in best]:
         ratios = {}
         for peer in best.keys() - set(OWN):
-            ratios[f"{peer}, each at its best"] = best[peer]["ms_per_sample"] / best[own]["ms_per_sample"]
-            for size in medians[peer].keys() & medians[own].keys():
-                theirs, its = medians[peer][size], medians[own][size]
+            ratios[f"{peer}, each at its best"] = best[peer]["ms_per_sample"] / best[variant]["ms_per_sample"]
+            for size in medians[peer].keys() & medians[variant].keys():
+                theirs, its = medians[peer][size], medians[variant][size]
                 ratios[f"{peer}, both at {size}"] = theirs["ms_per_sample"] / its["ms_per_sample"]
                 if device.type == "cpu":  # which other programs may use too
                     cpu = theirs["cpu_ms_per_sample"] / its["cpu_ms_per_sample"]
                     ratios[f"{peer}, both at {size}, in CPU time"] = cpu
         if smallest := next(iter(medians["naive"].values()), None):
-            ratios["naive at its smallest"] = smallest["ms_per_sample"] / best[own]["ms_per_sample"]
-        faster[f"{own}_is_faster_than"] = dict(sorted(ratios.items()))
+            ratios["naive at its smallest"] = smallest["ms_per_sample"] / best[variant]["ms_per_sample"]
+        faster[f"{variant}_is_faster_than"] = dict(sorted(ratios.items()))
     return {**counts, **faster, "contenders": medians}
-
-
-def losses(mode: TrainMode, device: torch.device, bf16: bool, rows: int) -> dict[str, Any]:
-    """The losses of LeRobot's update and of ours over the same rows, noise and times, from the same weights."""
-    config = policy_config(device)
-    columns = [prepared_rows(config, rows, seed) for seed in range(STORED_BATCHES)]
-    curves: dict[str, list[float]] = {}
-    for name in ("lerobot", "ours"):
-        contender = CONTENDERS[name](policy_config(device), mode, device, bf16)
-        batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
-        found = []
-        for step in range(LOSS_STEPS):
-            if name == "lerobot":
-                noise, flow_time = family_of(config).draw(config, rows, 0, step, device)
-                core = contender.accelerator.unwrap_model(contender.policy).model
-                core.sample_noise = lambda *_, value=noise: value
-                core.sample_time = lambda *_, value=flow_time: value
-            found.append(contender.step(batches, 1, step))
-        curves[name] = [float(value) for value in found]
-        del contender
-        gc.collect()
-    apart = [abs(a - b) / abs(b) for a, b in zip(curves["ours"], curves["lerobot"], strict=True)]
-    return {
-        "mode": mode,
-        "precision": "bf16" if bf16 else "fp32",
-        "steps": LOSS_STEPS,
-        "largest_relative_difference": max(apart),
-        **curves,
-    }
-
-
-def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device, rows: int) -> dict[str, Any] | None:
-    """Return what `--dry_run` says ours needs at its largest batch size, beside what it took."""
-    if device.type != "cuda" or not cells["ours"]:
-        return None
-    size = max(cells["ours"])
-    measured = max(sample["peak_memory_bytes"] for sample in cells["ours"][size])
-    estimated = planned(policy_config(device), mode, size, max(1, rows // size), bf16=True).peak
-    return {"batch_size": size, "estimated_bytes": estimated, "measured_bytes": measured}
 
 
 def planned(
@@ -303,97 +258,6 @@ def planned(
         attention=Config().train.attention,
         checkpointing=False,
     )
-
-
-# ---- the live data engine -------------------------------------------------------------------------------------------
-
-
-def rows_flags(folder: Path, meta: Any, config: Any) -> dict[str, Any]:
-    """Flags by which rows are those of the policy that is measured: as many actions, frames as large.
-
-    They name a tiny PI0.5, whose tokenizer needs no download. Its policy is used on a CPU only.
-    """
-    from vla_finetuning.policies.tiny import make_tiny_base
-
-    known = {"features": meta.features, "tasks": list(meta.tasks.values()), "stats": meta.stats, "fps": meta.fps}
-    fits = hasattr(config, "image_resolution")  # frames into a size, as PI0.5
-    sizes = {"image_resolution": config.image_resolution} if fits else {}
-    base = make_tiny_base(folder, **known, chunk_size=config.chunk_size, **sizes)
-    return {"policy.path": base, "dataset.image_size": "auto" if fits else "stored"}
-
-
-def live(
-    mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: int, seconds: float, rows: int = LIVE_ROWS
-) -> dict[str, Any]:
-    """Ours, fed by Ray Data from videos: decoded, prepared, collated and prefetched while it trains. One process."""
-    import ray
-
-    import vla
-    from benchmarks.datasets import make
-    from vla_finetuning.data.metadata import load_metadata
-    from vla_finetuning.options.command_line import parse_args
-    from vla_finetuning.plan.resolve import resolve
-    from vla_finetuning.training.feed import policy_batches
-    from vla_finetuning.training.stream import RankSchedule, stream_batches
-
-    cpus = os.cpu_count() or 1
-    ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    root = make("av1_240x320x3", rows)
-    meta = load_metadata(root)
-    with tempfile.TemporaryDirectory(prefix="step-") as folder:
-        config = policy_config(device)
-        flags: dict[str, Any] = {
-            "dataset.root": root,
-            "dataset.statistics": "stored",
-            **rows_flags(Path(folder) / "base", meta, config),
-            "output_dir": Path(folder) / "run",
-            "train.mode": mode,
-        }
-        flags |= {"batch_size": size, "grad_accum": accum, "steps": 100_000}
-        run = resolve(parse_args([f"--{key}={value}" for key, value in flags.items()]), torch.cuda.device_count())
-        config.input_features = run.policy.config.input_features
-        config.output_features = run.policy.config.output_features
-        if config.type == "tiny_pi05":  # its vocabulary is the dataset's
-            config.vocabulary = run.policy.config.vocabulary
-        contender = Ours(config, mode, device, bf16)
-        missing = prompt(config) - run.policy.config.tokenizer_max_length
-
-        def longer(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            """Prompts of the length that the policy is measured with elsewhere."""
-            names = ("observation.language.tokens", "observation.language.attention_mask")
-            return {k: torch.nn.functional.pad(v, (0, missing)) if k in names else v for k, v in batch.items()}
-
-        dataset = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)()
-        dataset.context.execution_options.preserve_order = True
-        dealt = RankSchedule(size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
-        host = stream_batches(dataset.iterator(), dealt, 0, run.job.steps, contender.collate)
-        batches = TimedIterator(map(longer, policy_batches(contender.feed(host), run.policy.config)))
-        for number in range(WARM_UP_STEPS):
-            contender.step(batches, accum, number)
-        contender.finish()
-        synchronize(device)
-        waited, start, steps = batches.waited_s, time.perf_counter(), 0
-        while time.perf_counter() - start < seconds or steps < MIN_STEPS:
-            contender.step(batches, accum, WARM_UP_STEPS + steps)
-            steps += 1
-        contender.finish()
-        synchronize(device)
-        elapsed = time.perf_counter() - start
-        waiting = (batches.waited_s - waited) / elapsed
-        del batches, host, dataset  # what a stream holds must not be let go of when another cluster runs
-        gc.collect()
-        for thread in threading.enumerate():
-            if thread.name == "iter_threaded":  # Ray Data's: one that asks for a block after the end kills the process
-                thread.join(60.0)
-        ray.shutdown()
-    return {
-        "cpus": cpus,
-        "batch_size": size,
-        "accum": accum,
-        "steps": steps,
-        "samples_per_s": steps * size * accum / elapsed,
-        "host_waits_for_data": waiting,
-    }
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -419,9 +283,9 @@ def table(mode: str, result: dict[str, Any]) -> str:
                 "-" if memory is None else f"{memory / 2**30:.1f} GiB",
             )
             lines.append(f"  {name:10}" + "".join(f"{cell:>14}" for cell in cells))
-    for own in OWN:
-        ratios = result.get(f"{own}_is_faster_than", {}).items()
-        lines += [f"  {own} is {ratio:.2f}x as fast as {peer}" for peer, ratio in ratios]
+    for variant in OWN:
+        ratios = result.get(f"{variant}_is_faster_than", {}).items()
+        lines += [f"  {variant} is {ratio:.2f}x as fast as {peer}" for peer, ratio in ratios]
     return "\n".join(lines)
 
 
@@ -435,7 +299,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long one measurement takes, about")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch on the CPU")
-    parser.add_argument("--live", action="store_true", help="feed ours by the live data engine as well")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     enable_gpu_perf_flags()
@@ -466,23 +329,10 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     compared_by_mode = compare(options, device, bf16, rows)
     for mode, cells in compared_by_mode.items():
         result = summary(cells, mode, device)
-        result["memory_estimate"] = memory_estimate(cells, mode, device, rows)
-        if options.live:
-            best = min(result["contenders"]["ours"].items(), key=lambda item: item[1]["ms_per_sample"])
-            accum = round(best[1]["rows_per_step"] / int(best[0]))
-            fed = live(mode, device, bf16, int(best[0]), accum, 10 * options.seconds)
-            result["live"] = {**fed, "of_stored_rate": fed["samples_per_s"] / best[1]["samples_per_s"]}
-            print(f"{mode}, live: {result['live']}")
         results["modes"][mode] = result
         print(table(mode, result), flush=True)
-    # Where weights, gradients and Adam's state fit twice over; in LeRobot's bfloat16 as well on a GPU.
-    compared: TrainMode = "expert" if bf16 else "full"
-    results["losses"] = [losses(compared, device, low, rows) for low in ((False, True) if bf16 else (False,))]
-    for curve in results["losses"]:
-        worst = curve["largest_relative_difference"]
-        print(f"losses over {LOSS_STEPS} steps, {compared}, {curve['precision']}: apart by at most {worst:.1e}")
-    which = "" if options.policy == "pi05" else f"{options.policy}-"
-    path = RESULTS / f"step-{which}{re.sub('[^a-z0-9]+', '-', name.lower())}-{results['date']}.json"
+    prefix = "" if options.policy == "pi05" else f"{options.policy}-"
+    path = RESULTS / f"step-{prefix}{re.sub('[^a-z0-9]+', '-', name.lower())}-{results['date']}.json"
     write_json(path, results)
     print(f"written to {path}")
 

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,29 +117,26 @@ def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path):
     assert taking.take("short", 1.0, lambda: 2) == 2
 
 
-def test_a_contender_goes_no_further_than_its_memory(tmp_path):
+def test_a_contender_goes_no_further_than_its_memory(tmp_path, monkeypatch):
     taking, made = results(tmp_path / "found.json"), []
-
-    def make():
-        made.append(1)
-        return object()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "measure_step", lambda _, device, mode, size, seconds: {"rows": size} if size < 4 else 1 / 0)
-        name, plan = "step, full, ours", {size: {"planned_bytes": 10 * size} for size in (1, 4, 8)}.get
-        gpu.at_sizes(taking, name, make, "full", (1, 4, 8), CPU, gpu.TINY, plan, 1.0)
-    assert list(taking.found) == ["step, full, ours, 1 rows", "step, full, ours, 4 rows"] and made == [1]
-    assert taking.found["step, full, ours, 1 rows"]["result"] == {"rows": 1, "planned_bytes": 10}
+    monkeypatch.setattr(gpu, "make_contender", lambda *_: made.append(1))
+    monkeypatch.setattr(gpu, "planned_bytes", lambda mode, size, device: {1: 10, 2: 20}.get(size))
+    monkeypatch.setattr(step, "measure", lambda _, columns, *rest: {"samples_per_s": len(columns[0]["action"])})
+    gpu.steps(taking, mode="full", name="ours", sizes=replace(gpu.TINY, batch_sizes=(1, 2, 4)), device=CPU)
+    assert list(taking.found) == ["step, full, ours, 1 rows", "step, full, ours, 2 rows"] and made == [1]
+    assert taking.found["step, full, ours, 1 rows"]["result"] == {"samples_per_s": 1, "mfu": None, "planned_bytes": 10}
+    monkeypatch.setattr(step, "measure", lambda *_: 1 / 0)
+    gpu.steps(taking, mode="full", name="naive", sizes=replace(gpu.TINY, peers_at=(1, 2)), device=CPU)
+    assert [name for name in taking.found if "naive" in name] == ["step, full, naive, 1 rows"]
 
 
 def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
     """With what a GPU holds beside the step, as a run of the program is refused or not."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20 * GIB))
-    monkeypatch.setattr(step, "policy_config", lambda device: None)
     monkeypatch.setattr(step, "planned", lambda config, mode, size, *_: StepMemory(0, 0, 0, 0, size * GIB, 4 * GIB))
-    assert gpu.plan("full", 16, torch.device("cuda"), True) == {"planned_bytes": 16 * GIB}
+    assert gpu.planned_bytes("full", 16, torch.device("cuda")) == 16 * GIB
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=19 * GIB))
-    assert gpu.plan("full", 16, torch.device("cuda"), True) is None
+    assert gpu.planned_bytes("full", 16, torch.device("cuda")) is None
 
 
 def test_failing_gpu_tests_are_an_error(tmp_path, monkeypatch):
@@ -159,7 +157,7 @@ def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, mo
 
     monkeypatch.setattr(gpu, "load_checkpoint", damaged)
     with pytest.raises(RuntimeError, match="1 tensors were read back with other bits, e.g. trainable "):
-        gpu.checkpoint(CPU, bf16=False)
+        gpu.checkpoint(CPU)
 
 
 def test_what_was_planned_stands_beside_measurements():

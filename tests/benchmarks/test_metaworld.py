@@ -31,7 +31,7 @@ def test_the_whole_goes_on_where_it_was_broken_off(ray_cluster, tmp_path, capsys
     assert run() == 0
     printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
     assert "Success on initial states" in printed
-    assert found["dataset"]["episodes"] == 4 and found["training"]["samples"] == 16
+    assert found["dataset"]["episodes"] == 4 and found["open_loop_mse"]["policy"] > 0
     assert [row["label"] for row in found["success"]["trained"]["rows"]] == [
         "all episodes",
         "reach-v3",
@@ -57,7 +57,7 @@ def test_the_whole_goes_on_where_it_was_broken_off(ray_cluster, tmp_path, capsys
     printed = capsys.readouterr().out
     assert "Playing      3 episodes" in printed and "Recorded" not in printed and "Policy  " not in printed
     again = json.loads((tmp_path / "found.json").read_text())
-    assert again["success"] == found["success"] and again["seconds"]["evaluate"] > found["seconds"]["evaluate"]
+    assert again["success"] == found["success"]
     assert run(steps=3) == 2 and "--steps=2" in capsys.readouterr().err
 
 

@@ -1,31 +1,41 @@
 """What `benchmarks/step.py` measures is what it says: the same training, and only ours reads nothing."""
 
 import contextlib
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import step, updates
-from tests.datasets import make_dataset
 from tests.tiny_backbones import VOCABULARY, benchmarked
 from util import train_step
-from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.families.smolvla import SmolVLALoss
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training import model
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("mode", ["heads", "full"])
-def test_lerobots_update_and_ours_train_alike(mode, monkeypatch):
-    monkeypatch.setattr(step, "LOSS_STEPS", 4)
-    found = step.losses(mode, CPU, bf16=False, rows=4)
-    assert len(set(found["ours"])) == 4
-    assert found["largest_relative_difference"] < 1e-5
+def test_lerobots_update_and_ours_train_alike(mode):
+    """Over the same rows, noise and times, from the same weights."""
+    losses = {}
+    for name in ("lerobot", "ours"):
+        config = updates.policy_config(CPU)
+        contender = updates.CONTENDERS[name](config, mode, CPU, bf16=False)
+        columns = [updates.prepared_rows(config, 4, seed) for seed in range(2)]
+        batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
+        losses[name] = []
+        for number in range(4):
+            noise, flow_time = family_of(config).draw(config, 4, 0, number, CPU)
+            if name == "lerobot":
+                core = contender.accelerator.unwrap_model(contender.policy).model
+                core.sample_noise, core.sample_time = lambda *_: noise, lambda *_: flow_time  # noqa: B023
+            losses[name].append(float(contender.step(batches, 1, number)))
+    assert len(set(losses["ours"])) == 4
+    assert losses["ours"] == pytest.approx(losses["lerobot"], rel=1e-5)
 
 
 def test_only_ours_reads_nothing_from_the_device(monkeypatch):
@@ -134,19 +144,3 @@ def test_steps_with_cached_features_are_those_without(monkeypatch, tmp_path):
     assert result["ours_is_faster_than"]["lerobot, both at 2"] == 1.5
     assert result["flops_with_features"] < 0.2 * result["flops_per_sample"]
     assert "cached is 3.00x as fast as lerobot" in step.table("expert", {**result, "contenders": {}})
-
-
-def test_live_frames_are_as_large_as_the_policy_has_them(tmp_path, monkeypatch):
-    """Not as a tiny PI0.5, whose rows they are, would have them."""
-    root = make_dataset(tmp_path / "data", episodes=(4,), cameras={"observation.images.0": (240, 320)})
-    sizes = {}
-    for kind in ("pi05", "smolvla"):
-        monkeypatch.setitem(updates.measured, "policy", kind)
-        config = updates.policy_config(torch.device("cuda"))  # of its real size
-        config.chunk_size = 3
-        flags = step.rows_flags(tmp_path / kind, load_metadata(root), config)
-        flags |= {"dataset.root": root, "output_dir": tmp_path / "run", "batch_size": 1}
-        run = resolve(parse_args([f"--{key}={value}" for key, value in flags.items()]), gpus_found=0)
-        sizes[kind] = run.policy.config.image_resolution, run.rows.image_size
-    # Fitted into 224 x 224 a row would not be half as large.
-    assert sizes == {"pi05": ((224, 224), None), "smolvla": ((56, 56), None)}

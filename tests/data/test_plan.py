@@ -19,6 +19,24 @@ def episodes(*lengths: int, dataset: int = 0) -> Episodes:
     return Episodes(np.full(len(length), dataset, np.int32), np.arange(len(length)), np.cumsum(length) - length, length)
 
 
+def distinct_episodes(plan: StreamPlan, batch_rows: int, batches: int) -> float:
+    """Episodes in a batch of consecutive stream rows, on average over the run's first `batches`. Pure."""
+    episodes = np.concatenate([s.episode[s.rows()[0]] for s in plan.slices(0, batches * batch_rows)])
+    return float(np.mean([len(np.unique(batch)) for batch in episodes.reshape(batches, batch_rows)]))
+
+
+def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
+    """Return what `distinct_episodes` is expected to be when rows are drawn from all of an epoch: episodes of `length`
+    (E,).
+
+    An episode of n of the N rows is absent from a batch of B with probability C(N - n, B) / C(N, B).
+    """
+    total = int(length.sum())
+    drawn = np.arange(batch_rows)
+    left = np.maximum(total - length[:, None] - drawn, 0) / (total - drawn)
+    return float((1 - left.prod(axis=1)).sum())
+
+
 def read(plan: StreamPlan, first: int, last: int) -> list[tuple[int, int, int]]:
     """(epoch, dataset, index) of stream positions [first, last)."""
     rows = []
@@ -265,8 +283,6 @@ def test_bad_arguments():
 
 
 def test_the_mixing_statistic():
-    from benchmarks.data import distinct_episodes, distinct_episodes_at_random
-
     lengths = [50] * 20 + [5, 1, 200]
     everything = episodes(*lengths)
     expected = distinct_episodes_at_random(np.array(lengths), 16)
@@ -287,8 +303,6 @@ def test_the_mixing_statistic():
 @pytest.mark.parametrize(("segment", "window"), [(16, 288), (9, 288), (2, 64), (1, 32)])
 @pytest.mark.parametrize("batch", [8, 64, 200])
 def test_the_expected_episodes_of_a_batch(lengths, segment, window, batch):
-    from benchmarks.data import distinct_episodes
-
     plans = [StreamPlan(episodes(*lengths), seed=s, segment_rows=segment, window_rows=window) for s in range(3)]
     found = np.mean([distinct_episodes(plan, batch, 20_000 // batch) for plan in plans])
     assert plans[0].expected_episodes(batch) == pytest.approx(found, rel=0.12)
@@ -322,8 +336,6 @@ def test_the_expected_episodes_are_those_of_the_formula(batch, window, segment, 
 
 
 def test_the_expected_episodes_of_a_shuffle_of_all_rows():
-    from benchmarks.data import distinct_episodes_at_random
-
     lengths = [300] * 200
     plan = StreamPlan(episodes(*lengths), seed=0, segment_rows=16, window_rows=288)
     assert plan.expected_episodes(64, window_rows=10**9, segment_rows=1) == pytest.approx(
@@ -377,8 +389,6 @@ def mixture(weights, seed=0, window=64):
 def test_a_mixture_gives_each_dataset_its_share_of_every_epoch(weights):
     plan = mixture(weights)
     assert plan.rows_per_epoch == 410
-    from benchmarks.data import distinct_episodes
-
     assert plan.expected_episodes(32) == pytest.approx(distinct_episodes(plan, 32, 2000), rel=0.12)
     for epoch in range(4):
         rows = read(plan, epoch * 410, (epoch + 1) * 410)
@@ -549,8 +559,6 @@ def test_how_often_rows_of_a_mixture_came_anywhere_in_a_stream(window):
 
 
 def test_episode_weights_are_part_of_the_identity_and_of_the_mixing_statistic():
-    from benchmarks.data import distinct_episodes
-
     assert weighted().identity() == weighted().identity() != weighted((1.0, *WEIGHTS[1:])).identity()
     assert weighted([1.0] * 6).identity().keys() - {"episode_weights"} == weighted(seed=4).identity().keys() - {
         "episode_weights"
@@ -566,8 +574,6 @@ def test_episode_weights_are_part_of_the_identity_and_of_the_mixing_statistic():
 
 
 def test_stretches_of_an_episode_are_read_as_such_and_counted_as_one():
-    from benchmarks.data import distinct_episodes
-
     number = np.repeat(np.arange(60), 5)
     start = np.arange(300) * 12  # of 12 frames each, 3 are left out
     plan = StreamPlan(
