@@ -5,9 +5,9 @@
 Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They
 take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
-over all the time. `growth` compares a dataset with ten times the episodes (benchmarks/plan.py has a million).
-`kept_frames`: epochs without a cache of decoded frames, the first with one, and later ones. `store`: rates from an S3
-on loopback whose answers take 30 ms, against those from the local disk.
+over all the time. An epoch with an empty cache of frames is read once: of few --rows most of it is starting up.
+`growth` compares a dataset with ten times the episodes (benchmarks/plan.py has a million). `store`: rates from an S3 on
+loopback whose answers take 30 ms, against those from the local disk.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -22,11 +22,10 @@ import shlex
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import RESULTS
 from benchmarks.datasets import CAMERAS, DATASETS, grow, make
@@ -49,128 +48,40 @@ from benchmarks.readers import (
 from diagnostics.report import Environment
 from vla_finetuning.files import write_json
 
-if TYPE_CHECKING:
-    from lerobot_datasource import LeRobotDatasource
-
-
-# ---- the CPU time of a row --------------------------------------------------------------------------------------
-
-
-def cpu_ms_per_row(source: LeRobotDatasource, size: int, first: int, count: int) -> float:
-    """Measure reading `count` windows of so many rows, in this process; they are planned beforehand."""
-    from vla_finetuning.data import rows
-    from vla_finetuning.data.read_tasks import read_of
-
-    readers = [rows.DatasetFiles.of(meta) for meta in source.metas]
-    bounds = range(first * size, (first + count) * size, size)
-    reads = [read_of(list(source.plan.slices(a, a + size)), source._places) for a in bounds]
-    options, before = source._options(source.block()), time.process_time()
-    read = sum(len(block) for r in reads for block in rows.read_rows(readers, r, 0, options))
-    return (time.process_time() - before) * 1000 / read
-
-
-# ---- cached frames ----------------------------------------------------------------------------------------------
-
-
-def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """Shuffled rows per second without a cache of decoded frames, with an empty one, and with one that has them all.
-
-    A single epoch of the first two, and in turn: an empty cache is empty once. Decoder and DataLoader are measured
-    beside them.
-    """
-    from vla_finetuning.data.frame_cache import FrameCache
-    from vla_finetuning.data.metadata import load_metadata
-
-    rows = load_metadata(root).total_frames
-    samples: dict[str, list[float]] = {}
-
-    def take(label: str, batches: Contender) -> None:
-        samples.setdefault(label, []).append(measure(batches)["rows_per_s"])
-
-    next(shuffled(root, rows, seeds))  # warms the cluster's worker processes up
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-            cache = FrameCache(str(Path(folder).absolute()), 200.0)
-            take("without", partial(shuffled, root, rows, seeds))
-            take("first epoch", partial(shuffled, root, rows, seeds, frame_cache=cache))
-            decoder = decoder_alone(root, cores)
-            samples.setdefault("decoder alone", []).append(float("nan") if decoder is None else decoder)
-            take("later epochs", partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache))
-            through_store = our_source(root, OUR_ROWS, shuffle_seed=next(seeds), frame_cache=cache)
-            take("later epochs, through the object store", partial(carried, through_store))
-            take("LeRobot DataLoader, pyav", partial(lerobot_loader, root, "pyav", cores))
-    medians = {label: statistics.median(values) for label, values in samples.items()}
-    return {
-        "rows": rows,
-        "rows_per_s": medians,
-        "first_epoch_of_decoder": medians["first epoch"] / medians["decoder alone"],
-        "first_epoch_of_without": medians["first epoch"] / medians["without"],
-        "later_of_decoder": medians["later epochs"] / medians["decoder alone"],
-        "later_of_loader": medians["later epochs"] / medians["LeRobot DataLoader, pyav"],
-        "samples": samples,
-    }
-
-
-# ---- an object store --------------------------------------------------------------------------------------------
-
 LATENCY_S = 0.03
 
 
-def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """Shuffled rows from the local disk and from a store on loopback, without a cache of its bytes, in turn.
+def in_turn(variants: dict[str, Contender], rounds: int) -> dict[str, Any]:
+    """Measure variants in turn, several rounds: rows/s, and how many times the first one's."""
+    samples: dict[str, list[float]] = {label: [] for label in variants}
+    for label, batches in list(variants.items()) * rounds:
+        samples[label].append(measure(batches)["rows_per_s"])
+    medians = {label: statistics.median(rates) for label, rates in samples.items()}
+    first = next(iter(medians.values()))
+    return {"rows_per_s": medians, "of_first": {k: v / first for k, v in medians.items()}, "samples": samples}
 
-    Rates through Ray, and CPU ms a row of read tasks alone, in this process, which other work hardly changes.
-    """
+
+def growth(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
+    """The same number of shuffled rows from a dataset, and from one with ten times the episodes."""
+    roots = {"once": root, "ten times": grow(root, 10)}
+    return in_turn({name: partial(shuffled, grown, OUR_ROWS, seeds) for name, grown in roots.items()}, rounds)
+
+
+def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
+    """Shuffled rows from the local disk and from a store on loopback, without a cache of its bytes."""
     from benchmarks.object_store import served
 
-    rates: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
-    read: dict[str, list[float]] = {"local": [], "store": []}
     with served(root.absolute(), LATENCY_S) as (url, options):
-        places: dict[str, tuple[Path | str, Any]] = {"local": (root, None), "store": (url, options)}
-        sources = {label: our_source(place, OUR_ROWS, o, shuffle_seed=0) for label, (place, o) in places.items()}
-        for number in range(-1, 3 * rounds):
-            for label, source in sources.items():
-                cost = cpu_ms_per_row(source, source._window, number + 1, 1)
-                read[label] += [cost] * (number >= 0)  # the first unpacks the numbers
-        for _ in range(rounds):
-            for label, (place, o) in places.items():
-                rates[label].append(measure(partial(shuffled, place, OUR_ROWS, seeds, storage_options=o)))
-    rate = {label: statistics.median(run["rows_per_s"] for run in runs) for label, runs in rates.items()}
-    cpu = {label: statistics.median(costs) for label, costs in read.items()}
-    return {
-        "latency_s": LATENCY_S,
-        "rows_per_s": rate,
-        "store_of_local": rate["store"] / rate["local"],
-        "read_cpu_ms_per_row": cpu,
-        "read_cpu_local_of_store": cpu["local"] / cpu["store"],
-        "samples": {"rates": rates, "read_cpu_ms_per_row": read},
-    }
-
-
-# ---- growth -----------------------------------------------------------------------------------------------------
-
-
-def growth(root: Path, rounds: int, seeds: Iterator[int], times: int = 10) -> dict[str, Any]:
-    """The same number of shuffled rows from a dataset, and from one with ten times the episodes, in turn."""
-    roots = {1: root, times: grow(root, times)}
-    samples: dict[int, list[float]] = {number: [] for number in roots}
-    for _ in range(rounds):
-        for number, grown in roots.items():
-            samples[number].append(measure(partial(shuffled, grown, OUR_ROWS, seeds))["rows_per_s"])
-    medians = {number: statistics.median(values) for number, values in samples.items()}
-    return {
-        "times": times,
-        "rows_per_s": medians,
-        "ratio": medians[times] / medians[1],
-        "samples": samples,
-    }
+        remote = partial(shuffled, url, OUR_ROWS, seeds, storage_options=options)
+        rates = in_turn({"local": partial(shuffled, root, OUR_ROWS, seeds), "store": remote}, rounds)
+    return {"latency_s": LATENCY_S, **rates}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "kept_frames", "store")))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "store")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -184,8 +95,6 @@ def main() -> None:
 
     cells: dict[str, Callable[[], dict[str, Any]]] = {
         "growth": lambda: growth(of_av1(), rounds, seeds),
-        # An epoch with an empty cache is read once, and of few rows most of it is starting up.
-        "kept_frames": lambda: kept_frames(of_av1(5), rounds, options.cores, seeds),
         # Of few rows, what opening a video reads is all of it, and the node keeps that.
         "store": lambda: store(of_av1(10), rounds, seeds),
     }
@@ -248,7 +157,12 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
             cache = FrameCache(str(Path(folder).absolute()), 200.0)
             epoch = partial(shuffled, root, rows, seeds, frame_cache=cache)
             later = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
-            cached: dict[str, Contender] = {"ours, first epoch with a frame cache": epoch, "ours, later epochs": later}
+            stored = our_source(root, OUR_ROWS, shuffle_seed=next(seeds), frame_cache=cache)
+            cached: dict[str, Contender] = {
+                "ours, first epoch with a frame cache": epoch,
+                "ours, later epochs": later,
+                "ours, later epochs, through the object store": partial(carried, stored),
+            }
             for label, batches in (contenders | cached).items():
                 if label == "ours, shuffled":
                     limits.append(decoder_alone(root, cores))  # next to what is compared with it
@@ -272,13 +186,13 @@ def table(name: str, result: dict[str, Any]) -> str:
     reference = result["contenders"]["ours, shuffled"]["rows_per_s"]
     lines = [f"\n{name}" + (f": the decoder alone, {limit:.0f} rows/s" if limit else "")]
     lines.append(
-        f"  {'':42}{'rows/s':>8}{'of decoder':>12}{'ours is':>9}{'first batch':>13}{'CPU s/1000':>12}"
+        f"  {'':46}{'rows/s':>8}{'of decoder':>12}{'ours is':>9}{'first batch':>13}{'CPU s/1000':>12}"
         f"{'store MB':>10}{'process MB':>12}{'episodes/batch':>16}"
     )
     for label, r in result["contenders"].items():
         share = f"{r['rows_per_s'] / limit:.2f}" if limit else "-"
         lines.append(
-            f"  {label:42}{r['rows_per_s']:8.0f}{share:>12}{reference / r['rows_per_s']:8.2f}x"
+            f"  {label:46}{r['rows_per_s']:8.0f}{share:>12}{reference / r['rows_per_s']:8.2f}x"
             f"{r['first_batch_s']:11.2f} s{r['cpu_s_per_1000_rows']:12.2f}{r['peak_store_bytes'] / 1e6:10.0f}"
             f"{r['peak_worker_bytes'] / 1e6:12.0f}{r['episodes_per_batch']:16.1f}"
         )
