@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from diagnostics.report import Environment, Record, Report, time_line
-from diagnostics.tool import Options, Result, count, host_batches, rank_path, run_tool, run_workers, scratch_run
+from diagnostics.tool import Options, Result, count, host_batches, run_tool, run_workers, scratch_run, write_record
 from util import Batch, Draws, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.plan.launch import on_cluster
@@ -179,7 +179,7 @@ def compare_loop(loop_config: dict[str, Any]) -> None:
     options: Namespace = loop_config["options"]
     worker = RayWorker()
     result = compare(run, options.strategies, options.compare_steps, worker, options.compare_memory_gb)
-    rank_path(run, worker.rank).write_text(result.model_dump_json())
+    write_record(run, worker.rank, result)
 
 
 def compare(

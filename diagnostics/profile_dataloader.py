@@ -30,7 +30,7 @@ import torch
 import vla
 from diagnostics.report import Environment, Record, Report, Spread, shares, time_line
 from diagnostics.step_report import StepReport
-from diagnostics.tool import Options, Result, count, rank_path, run_tool, run_workers, scratch_run
+from diagnostics.tool import Options, Result, count, run_tool, run_workers, scratch_run, write_record
 from diagnostics.watch import ClusterWatch
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 from vla_finetuning.data import image_cache, number_cache
@@ -341,7 +341,7 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
         copy_s=copies[warmup:] if copies else None,
         produced_at_s=produced[warmup:],
     )
-    rank_path(run, rank).write_text(fetches.model_dump_json())
+    write_record(run, rank, fetches)
 
 
 # ---- the stages, in one read task ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ import vla
 from diagnostics.report import Environment
 from diagnostics.step_clock import StepClock
 from diagnostics.step_report import RankProfile, Settings, StepReport, charts, compare, summarise, table
-from diagnostics.tool import Options, Result, count, rank_path, run_tool, run_workers, scratch_run, truth
+from diagnostics.tool import Options, Result, count, run_tool, run_workers, scratch_run, truth, write_record
 from util import UNWATCHED, Clock, TrainableOptimizer
 from vla_finetuning.files import read_lines
 from vla_finetuning.plan.launch import on_cluster
@@ -106,7 +106,7 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         mfu_per_rate=mfu_per_rate(run),
     )
-    rank_path(run, rank).write_text(profile.model_dump_json())
+    write_record(run, rank, profile)
 
 
 def mfu_per_rate(run: Run) -> float | None:

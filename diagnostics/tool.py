@@ -185,6 +185,12 @@ def rank_path(run: Run, rank: int) -> Path:
     return run.job.output_dir / f"rank-{rank}.json"
 
 
+def write_record(run: Run, rank: int, record: Record) -> None:
+    """Leave what a worker measured for `run_workers`."""
+    rank_path(run, rank).write_text(record.model_dump_json())
+    push(run.job.output_dir)
+
+
 def run_workers[R: Record](
     run: Run, data_options: ExecutionOptions, kind: type[R], loop: Callable[[dict[str, Any]], None], **options: Any
 ) -> list[R]:
