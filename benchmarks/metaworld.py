@@ -42,7 +42,7 @@ from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.rollouts.episodes import Condition, episode_list
 from vla_finetuning.rollouts.player import PolicySource, check_fits
-from vla_finetuning.rollouts.scheduler import play
+from vla_finetuning.rollouts.servers import play
 from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.terminal import tell, tell_error, tell_text
@@ -146,7 +146,7 @@ def evaluate(o: argparse.Namespace, env: Any, makers: Mapping[str, Any]) -> None
         tell(f"Playing      {len(remaining)} episodes")
         cluster.connect()
         shared = {name: source.shared() for name, source in sources.items()}
-        play(remaining, conditions, shared, makers, EvalOptions(), seed=o.seed, written=book.write)
+        play(remaining, conditions, shared, makers, EvalOptions(), seed=o.seed, on_end=lambda line, _: book.write(line))
 
 
 def result(o: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vla_finetuning.envs.libero import DrawnOnDemand
 from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts.episodes import Condition, episode_list
-from vla_finetuning.rollouts.scheduler import play
+from vla_finetuning.rollouts.servers import play
 
 choose_gl()
 libero = pytest.importorskip("libero.libero", reason="LIBERO is installed by those who want it: docs/simulators.md")
@@ -127,7 +127,7 @@ def test_episodes_in_the_engine_are_those_of_a_plain_loop(ray_cluster, places):
     lines = []
     play(
         episode_list(["plain"], makers, 2, seed=1000), {"plain": Condition()}, {"policy": Feeling()}, makers,
-        EvalOptions(env_actors=1, batch_size=2), seed=0, written=lines.append,
+        EvalOptions(env_actors=1, batch_size=2), seed=0, on_end=lambda line, _: lines.append(line),
     )  # fmt: skip
     assert not any(line["error"] for line in lines), lines
     found = {

@@ -14,7 +14,7 @@ from vla_finetuning.envs.metaworld import EPISODE_LENGTH, GYM_ID, expert
 from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts.episodes import Condition, episode_list
-from vla_finetuning.rollouts.scheduler import play
+from vla_finetuning.rollouts.servers import play
 
 choose_gl()
 metaworld = pytest.importorskip("metaworld", reason="Meta-World is installed by make metaworld")
@@ -120,7 +120,7 @@ def test_an_expert_in_the_engine_succeeds_as_in_a_plain_loop(ray_cluster, tasks,
     lines = []
     play(
         episode_list(["plain"], makers, seeds, seed=1000), {"plain": Condition()}, {"policy": Experts(tuple(makers))},
-        makers, EvalOptions(env_actors=3), seed=0, written=lines.append,
+        makers, EvalOptions(env_actors=3), seed=0, on_end=lambda line, _: lines.append(line),
     )  # fmt: skip
     expected = {}
     for task in makers:

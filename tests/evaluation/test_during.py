@@ -110,7 +110,7 @@ class Played:
         self.steps, self.threads, self.may, self.error = [], [], threading.Event(), None
         self.succeeds = lambda episode: True
 
-    def __call__(self, episodes, conditions, sources, makers, options, *, written, stopped, **_):
+    def __call__(self, episodes, conditions, sources, makers, options, *, on_end, stopped, **_):
         self.steps.append(int(sources["policy"].folder.name.removeprefix("step_")))
         self.threads.append(threading.current_thread())
         while not self.may.wait(0.02):
@@ -120,7 +120,7 @@ class Played:
             raise self.error
         line = dict.fromkeys(("instruction", "info"), "")
         for episode in episodes:
-            written({**line, **vars(episode), "error": None, "success_once": self.succeeds(episode)})
+            on_end({**line, **vars(episode), "error": None, "success_once": self.succeeds(episode)}, None)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def played(monkeypatch):
     monkeypatch.setattr(during, "play", found)
     monkeypatch.setattr(during, "POLL_S", 0.02)
     monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr(Evaluator, "_source", lambda self, path, options: during.PolicySource(path, None, None))
+    monkeypatch.setattr(Evaluator, "_source", lambda self, path: during.PolicySource(path, None, None))
     monkeypatch.setattr(during, "load_progress", lambda path: None)
     return found
 

@@ -62,7 +62,7 @@ def evaluated(run):
     """What `evaluate_trained` writes, and the lines of the demo's episodes, whose outcomes are drawn."""
     rng, played = np.random.default_rng(0), []
 
-    def play(episodes, *_, written, acted, **__):
+    def play(episodes, *_, on_end, **__):
         for episode in episodes:
             success, reached, error = rng.random(3) < (0.4, 0.6, 0.1)
             info = {"reached": "red" if reached or success else None}
@@ -70,8 +70,7 @@ def evaluated(run):
             if error:
                 line = dict.fromkeys(line) | {"error": "died"}
             played.append(vars(episode) | line)
-            written(played[-1])
-            acted(played[-1], np.zeros((1, 3)))
+            on_end(played[-1], np.zeros((1, 3)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "run_remote", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))

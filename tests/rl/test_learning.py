@@ -23,6 +23,7 @@ from tests.in_process import TINY
 from tests.tiny import make_config
 from tests.training.test_parallel import broadcast, meet, processes
 from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.envs.protocol import concatenate
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.options.command_line import parse_grpo
 from vla_finetuning.policies import tiny_pi05
@@ -35,9 +36,9 @@ from vla_finetuning.rl.objectives.base import totals
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.objectives.ppo import PPO
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
-from vla_finetuning.rollouts.episodes import Episode
+from vla_finetuning.rollouts.episodes import Episode, line_of
 from vla_finetuning.rollouts.player import Player
-from vla_finetuning.rollouts.scheduler import concatenate
+from vla_finetuning.rollouts.scheduler import Playing
 from vla_finetuning.rollouts.stage import Stage, Start
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
@@ -49,7 +50,7 @@ CPU = torch.device("cpu")
 
 
 class LocalRollouts:
-    """Stands in for `lockstep.Rollouts`: two stages in this process. Every third episode is worth more than others.
+    """Stands in for `Scheduler`: two stages in this process. Every third episode is worth more than others.
 
     With seed 13 none is, and with seed 14 none of the first round's odd groups.
     """
@@ -62,17 +63,21 @@ class LocalRollouts:
         alike = self._seed == 13 or (self._seed == 14 and number < 12 and number // 3 % 2)
         return float(number % 3 == 0 and not alike)
 
-    def play(self, episodes, decide):
-        ended, waiting = {}, []
-        for stage, own in zip(self._stages, (episodes[::2], episodes[1::2]), strict=True):
+    def play_here(self, episodes, decide):
+        starts = [Playing(number, episode).start() for number, episode in episodes.items()]
+        ended, chunks, waiting = {}, {number: [] for number in episodes}, []
+        for stage, own in zip(self._stages, (starts[::2], starts[1::2]), strict=True):
             (_, decisions), seen = stage.advance(own)
             waiting += [(stage, decisions, seen)] if decisions else []
         while waiting:
-            actions = decide(concatenate([seen for *_, seen in waiting]), [d for _, own, _ in waiting for d in own])
+            decisions = [decision for _, own, _ in waiting for decision in own]
+            actions = decide(concatenate([seen for *_, seen in waiting]), decisions)
+            for decision, chunk in zip(decisions, actions, strict=True):
+                chunks[decision.number].append(chunk)
             first, left = 0, []
-            for stage, decisions, _ in waiting:
-                (over, more), seen = stage.advance([], actions, first)
-                first += len(decisions)
+            for stage, own, _ in waiting:
+                (over, more), seen = stage.advance([], actions[first : first + len(own)])
+                first += len(own)
                 ended |= {one.number: one for one in over}
                 left += [(stage, more, seen)] if more else []
             waiting = left
@@ -80,7 +85,10 @@ class LocalRollouts:
         for n, one in sorted(ended.items()):
             # Worth something at the end, as success is.
             rewards = (*[0.0] * (len(one.rewards) - 1), self._worth(n))
-            found[n] = replace(one, total_reward=self._worth(n), rewards=rewards)
+            line = line_of(
+                episodes[n], replace(one, total_reward=self._worth(n), rewards=rewards), None, len(chunks[n])
+            )
+            found[n] = line, np.concatenate(chunks[n])[: one.steps]
         return found
 
     def take_seconds(self):
@@ -203,23 +211,28 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     assert batches.everyone(torch.zeros(3, 0)).shape == (2, 3, 0)
     config = parse_grpo(["--preset=demo", "--grpo.method=ppo", "--grpo.groups=2", "--grpo.group_size=2"])
     played = RolloutGroup(torch.zeros(2, 2), torch.zeros(2, 2), np.full(4, 3), np.full(4, 9), np.arange(4), {})
-    explorer = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
+    acting = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=dict, device=torch.device("cpu"))
     objective = PPO.__new__(PPO)
     torch.nn.Module.__init__(objective)
     objective.options = config.grpo
-    rollouts = RolloutBatch(config, actor, explorer, played, objective.used(played.returns), worker=Rank(0, 2))
+    rollouts = RolloutBatch(config, actor, acting, played, objective.used(played.returns), worker=Rank(0, 2))
     objective.prepare(rollouts, played, None)
     assert rollouts.rows == 0 and list(rollouts.epoch(0)) == []
     assert objective.metrics(rollouts, totals(torch.zeros(7)))["explained_variance"] is None
 
 
 def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path):
+    times = SimpleNamespace(gather=lambda *_: {})
+    state = SimpleNamespace(run=SimpleNamespace(job=SimpleNamespace(output_dir=tmp_path)), worker=Rank(0, 1))
+    vars(state).update(step=0, before={"held_out_successes": 3}, times=times, rollouts=None, actor=None)
     for _ in range(2):
-        log = learning.IterationLog(tmp_path, 0)
-        log.write(0, {"held_out_successes": 3})
-        log.write(1, {})
-    learning.IterationLog(tmp_path, 1)
+        lines = loop.IterationLines()
+        state.step = 0
+        lines.on_start(state)
+        state.step = 1
+        lines.on_log(state, {})
+    loop.IterationLines().on_start(state)
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [0, 1]
 
@@ -279,7 +292,7 @@ def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch)
     returns = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
     played = RolloutGroup(returns, returns, np.full(8, 3), np.full(8, 9), np.arange(8), {})
     columns = {"which": torch.zeros(12, 2, dtype=torch.long), "after": torch.zeros(12, 2, 4, 3)}
-    explorer = SimpleNamespace(iteration=0, columns=lambda: columns, rows=lambda episodes, _: [0] * len(episodes))
+    acting = SimpleNamespace(iteration=0, columns=lambda: columns, rows=lambda episodes, _: [0] * len(episodes))
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=lambda batch: batch, device=torch.device("cpu"))
 
     class Fixed(GRPO):
@@ -295,7 +308,7 @@ def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch)
     objective = Fixed()
     for rank, weight in ((0, 1.0), (1, 0.0)):
         used = objective.used(played.returns)
-        rollouts = RolloutBatch(config, actor, explorer, played, used, worker=Rank(rank, 2))
+        rollouts = RolloutBatch(config, actor, acting, played, used, worker=Rank(rank, 2))
         objective.prepare(rollouts, played, objective)
         micro_batches = [batch for _, count, micros in rollouts.epoch(0) for batch in in_number(micros, count)]
         assert micro_batches
@@ -450,14 +463,10 @@ def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
 
 
 def test_a_success_is_worth_one_in_the_decision_that_had_it():
-    ended = SimpleNamespace(rewards=(0.5, 2.0, -1.0), success_decision=1)
-    assert groups.rewards_of(ended, "success") == [0, 1, 0]
-    assert groups.rewards_of(ended, "return") == [0.5, 2.0, -1.0]
-    assert groups.rewards_of(replace_none(ended), "success") == [0, 0, 0]
-
-
-def replace_none(ended):
-    return SimpleNamespace(rewards=ended.rewards, success_decision=None)
+    line = {"rewards": (0.5, 2.0, -1.0), "success_decision": 1}
+    assert groups.rewards_of(line, "success") == [0, 1, 0]
+    assert groups.rewards_of(line, "return") == [0.5, 2.0, -1.0]
+    assert groups.rewards_of({**line, "success_decision": None}, "success") == [0, 0, 0]
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -474,10 +483,10 @@ def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_
 
 
 def test_a_reset_that_does_not_decide_the_state_is_said():
-    ended = {n: SimpleNamespace(initial_state=str(n == 1)) for n in range(3)}
+    lines = {n: {"initial_state": str(n == 1)} for n in range(3)}
     with pytest.raises(ValueError, match="reset.* does not decide"):
-        groups._check_alike(ended, 3)
-    groups._check_alike({3: ended[0], 1: ended[1]}, 3)
+        groups._check_alike(lines, 3)
+    groups._check_alike({3: lines[0], 1: lines[1]}, 3)
 
 
 def test_the_rate_is_the_runs_own_never_the_imitations(base, tmp_path):
@@ -580,16 +589,14 @@ def in_lists(base, folder, **changes):
 def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
     """By the state that the environment itself came to after its reset."""
     run, began = in_lists(base, tmp_path / "run"), {StochasticActor: [], DeterministicActor: []}
-    play = LocalRollouts.play
+    play = LocalRollouts.play_here
 
     def noted(self, episodes, decide):
-        ended = play(self, episodes, decide)
-        tasks = {start.number: start.task for start in episodes}
-        scenes = {start.number: start.seed for start in episodes}
-        began[type(decide)] += [(tasks[n], scenes[n], one.initial_state) for n, one in ended.items()]
-        return ended
+        played = play(self, episodes, decide)
+        began[type(decide)] += [(line["task"], line["seed"], line["initial_state"]) for line, _ in played.values()]
+        return played
 
-    monkeypatch.setattr(LocalRollouts, "play", noted)
+    monkeypatch.setattr(LocalRollouts, "play_here", noted)
     assert train_as(run)
 
     def place(task, seed, state):
@@ -654,31 +661,30 @@ def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, t
 def alike_at_first(monkeypatch, until):
     """Every group's first `until` replacements have equal returns, but of group 0, whose never differ.
 
-    Returns: the starts of all groups that were played.
+    Returns: (number, episode) of all that were played.
     """
-    played, play = [], LocalRollouts.play
+    begun, play = [], LocalRollouts.play_here
 
     def noted(self, episodes, decide):
-        ended = play(self, episodes, decide)
+        played = play(self, episodes, decide)
         if isinstance(decide, StochasticActor):
-            played.extend(episodes)
-            for n, one in ended.items():
+            begun.extend(episodes.items())
+            for n, (line, _) in played.items():
                 again, group = divmod(n // 3, 4)
-                same = again < until or group == 0
-                ended[n] = replace(one, total_reward=1.0 if same else float(n % 3 == 0))
-        return ended
+                line["total_reward"] = 1.0 if again < until or group == 0 else float(n % 3 == 0)
+        return played
 
-    monkeypatch.setattr(LocalRollouts, "play", noted)
-    return played
+    monkeypatch.setattr(LocalRollouts, "play_here", noted)
+    return begun
 
 
 def test_groups_that_are_all_alike_are_replaced_and_their_episodes_count(base, tmp_path, monkeypatch):
-    played = alike_at_first(monkeypatch, until=1)
+    begun = alike_at_first(monkeypatch, until=1)
     whole, lines = train(resolved(base, tmp_path / "run", **{"grpo.resample": 3, "grpo.iterations": 1}))
     # All four groups again, then twice the one that stays alike; each begins elsewhere.
-    assert len(played) == 12 + 12 + 3 + 3 and lines[1]["episodes"] == 30 and lines[1]["resampled_groups"] == 6
+    assert len(begun) == 12 + 12 + 3 + 3 and lines[1]["episodes"] == 30 and lines[1]["resampled_groups"] == 6
     assert lines[1]["mixed_groups"] == 0.75 and lines[1]["return"] == pytest.approx((21 + 3) / 30)
-    assert len({start.seed for start in played}) == 10 and len({start.number for start in played}) == 30
+    assert len({episode.seed for _, episode in begun}) == 10 and len(dict(begun)) == 30
     # What is learned is what those groups did: the decisions of the three that were replaced once.
     assert 0 < lines[1]["used"] < lines[1]["decisions"] and lines[1]["ratio_off"] > 0
     none, lines = train(resolved(base, tmp_path / "none", **{"grpo.resample": 1, "grpo.iterations": 1}))

@@ -6,7 +6,6 @@ compare with torch's; advantages of ppo are compared in `test_learning`.
 
 import copy
 import json
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -40,19 +39,22 @@ class Watched:
         watched, step = self, TrainableOptimizer.step
         objective_type = objective_class(self.run.options.method)
         forward, score = objective_type.forward, GRPO.score_rollouts
-        executed, take_step = Actor.executed, loop.GrpoState.take_step
+        act, take_step = Actor.act, loop.GrpoState.take_step
 
         class Rollouts(LocalRollouts):
-            def play(self, episodes, decide):
-                return watched.play(super().play(episodes, decide), isinstance(decide, StochasticActor))
+            def play_here(self, episodes, decide):
+                return watched.play(super().play_here(episodes, decide), isinstance(decide, StochasticActor))
 
             def take_seconds(self):
                 return SIMULATION_S, RENDERING_S
 
-        def inference(actor, chunks):
+        def inference(actor, observation, decisions, sample):
+            def sampled(*rows):
+                self.time.spend(INFERENCE_S * (rows[1] == decisions[: len(rows[1])]))
+                return sample(*rows)
+
             self.inferences += 1
-            self.time.spend(INFERENCE_S)
-            return executed(actor, chunks)
+            return act(actor, observation, decisions, sampled)
 
         def scored(objective, rollouts, start):
             self.time.spend(SCORE_S)
@@ -88,7 +90,7 @@ class Watched:
                 patch.setattr(module, "time", self.time)
             patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
             patch.setattr(attempt, "log_to", mock.Mock())
-            patch.setattr(Actor, "executed", inference)
+            patch.setattr(Actor, "act", inference)
             patch.setattr(GRPO, "score_rollouts", scored)
             patch.setattr(objective_type, "forward", forwarded)
             patch.setattr(TrainableOptimizer, "step", updated)
@@ -97,20 +99,21 @@ class Watched:
             assert grpo.train(self.run, Rank(0, 1))
         return [json.loads(line) for line in (self.run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
 
-    def play(self, ended, explores):
+    def play(self, played, explores):
         """Episodes whose outcomes are drawn; of the first groups that are played all end alike, but of one."""
-        for place, (number, one) in enumerate(ended.items()):
-            rewards = tuple(self.rng.integers(0, 3, len(one.rewards)).astype(float))
+        for place, (line, _) in enumerate(played.values()):
+            rewards = tuple(self.rng.integers(0, 3, len(line["rewards"])).astype(float))
             if explores and not any(play["explores"] for play in self.plays) and place >= SIZE:
                 rewards = (1.0, *[0.0] * (len(rewards) - 1))
             when = int(self.rng.integers(len(rewards))) if self.rng.random() < 0.4 else None
-            outcome = {"success_once": when is not None, "success_decision": when}
-            ended[number] = replace(one, **outcome, rewards=rewards, total_reward=sum(rewards))
-        play = {"iteration": self.iterations, "explores": explores, "ended": ended, "inferences": self.inferences}
+            line |= {"success_once": when is not None, "success_decision": when}
+            line |= {"rewards": rewards, "total_reward": sum(rewards)}
+        lines = {number: line for number, (line, _) in played.items()}
+        play = {"iteration": self.iterations, "explores": explores, "lines": lines, "inferences": self.inferences}
         self.plays.append(play)
         self.inferences = 0
         self.time.spend(PLAY_S if explores else HELD_OUT_S)
-        return ended
+        return played
 
     @torch.no_grad()
     def note(self, objective, batch):
@@ -144,8 +147,8 @@ def plainly(watched):
     options, lines, episodes, first = watched.run.options, [], 0, 0
     for iteration in range(ITERATIONS + 1):
         plays = [play for play in watched.plays if play["iteration"] == iteration]
-        explored = [play["ended"] for play in plays if play["explores"]]
-        held_out = [one for play in plays if not play["explores"] for one in play["ended"].values()]
+        explored = [play["lines"] for play in plays if play["explores"]]
+        held_out = [one for play in plays if not play["explores"] for one in play["lines"].values()]
         line = {"step": iteration}
         updates = [update["micros"] for update in watched.updates if update["iteration"] == iteration]
         if iteration:
@@ -153,7 +156,7 @@ def plainly(watched):
             episodes += len(ended)
 
             def worth(one):
-                return float(one.success_once) if options.reward == "success" else one.total_reward
+                return float(one["success_once"]) if options.reward == "success" else one["total_reward"]
 
             groups = {}  # of which the last that was played counts
             for played in explored:
@@ -176,14 +179,14 @@ def plainly(watched):
             line |= {
                 "episodes": episodes,
                 "lr": PEAK_LR * min(1.0, iteration / (WARMUP + 1)),
-                "success": np.mean([one.success_once for one in ended]),
+                "success": np.mean([one["success_once"] for one in ended]),
                 "return": np.mean([worth(one) for one in ended]),
                 "mixed_groups": len(mixed) / GROUPS,
                 "resampled_groups": len(ended) / SIZE - GROUPS,
-                "decisions": sum(len(one.rewards) for one in ended),
-                "used": sum(len(one.rewards) for one in used),
+                "decisions": sum(len(one["rewards"]) for one in ended),
+                "used": sum(len(one["rewards"]) for one in used),
                 "demonstrated": 0,
-                "env_steps": sum(one.steps for one in ended),
+                "env_steps": sum(one["steps"] for one in ended),
                 "updates": len(updates),
                 "nonfinite_steps": sum(not np.isfinite(norm) for norm in norms),
                 "grad_norm": np.mean(norms),
@@ -191,7 +194,7 @@ def plainly(watched):
                 **of_updates(options, micros),
             }
         if held_out:
-            line |= {"held_out_successes": sum(one.success_once for one in held_out), "held_out_episodes": HELD_OUT}
+            line |= {"held_out_successes": sum(one["success_once"] for one in held_out), "held_out_episodes": HELD_OUT}
         inference_s = INFERENCE_S * sum(play["inferences"] for play in plays)
         play_s = PLAY_S * len(explored) + INFERENCE_S * sum(play["inferences"] for play in plays if play["explores"])
         held_out_s = (PLAY_S * len(explored) + HELD_OUT_S * bool(held_out) + inference_s) - play_s
@@ -217,7 +220,7 @@ def advantages(groups, worth):
     for group in groups:
         returns = np.array([worth(one) for one in group])
         for one, advantage in zip(group, (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6), strict=True):
-            rows += [advantage] * len(one.rewards)
+            rows += [advantage] * len(one["rewards"])
     return rows
 
 

@@ -16,6 +16,7 @@ from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import resolved
 from vla_finetuning.envs.configs import env_config
+from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.family import Family
@@ -24,7 +25,7 @@ from vla_finetuning.policies.pipelines import load_processors, saved_shapes
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import FAMILIES
 from vla_finetuning.rollouts.episodes import generator, noise
-from vla_finetuning.rollouts.player import Eyes, Player, _row, check_advantage, check_fits
+from vla_finetuning.rollouts.player import Eyes, Player, check_advantage, check_fits
 
 ENV = env_config("two_bins")
 KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]
@@ -212,7 +213,7 @@ def test_in_libero_an_xvla_is_lerobots(normalises, tmp_path):
     found = player(in_libero(), tasks, keys)
     before, after = make_env_pre_post_processors(env, policy.config)
     for row, key in enumerate(keys):
-        shown = before({**preprocess_observation(_row(in_libero(), row)), "task": tasks[:1]})
+        shown = before({**preprocess_observation(select_rows(in_libero(), [row])), "task": tasks[:1]})
         torch.manual_seed(int(generator(*key).integers(2**63)))
         policy.reset()
         expected = [after({"action": post(policy.select_action(plain(shown)))})["action"] for _ in range(4)]

@@ -1,7 +1,6 @@
 """Episodes on Ray are those of a plain loop, whatever plays them, and whatever dies meanwhile."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -14,7 +13,8 @@ from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts import scheduler
 from vla_finetuning.rollouts.episodes import Condition, episode_list
-from vla_finetuning.rollouts.scheduler import Cast, NoCapacityError, PolicyServer, Row, _Game, _Server, play
+from vla_finetuning.rollouts.scheduler import NoCapacityError
+from vla_finetuning.rollouts.servers import Cast, PolicyServer, Row, play
 
 pytestmark = pytest.mark.ray
 OTHER = dict(zip(INSTRUCTIONS.values(), reversed(INSTRUCTIONS.values()), strict=True))
@@ -49,10 +49,13 @@ def plain_loop(episodes):
 
 
 def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gpu=False, **options):
-    """{episode: as `plain_loop`}, or its error. acted: a list for `play` to fill with (line, actions)."""
+    """{episode: as `plain_loop`}, or its error. acted: a list to fill with (line, actions)."""
     lines = {}
 
-    def written(line):
+    def on_end(line, actions):
+        assert (actions is None) == (line["error"] is not None)
+        if acted is not None:
+            acted.append((line, actions))
         (episode,) = [e for e in episodes if (e.condition, e.episode) == (line["condition"], line["episode"])]
         assert episode not in lines and line["seed"] == episode.seed and line["task"] == "two_bins"
         names = ("instruction", "success_once", "steps", "decisions", "initial_state")
@@ -62,9 +65,8 @@ def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gp
     module = {two_bins.GYM_ID: two_bins.__name__, FAULTY_ID: "tests.rollouts.players"}[gym[0]]
     makers = {"two_bins": partial(gymnasium.make, f"{module}:{gym[0]}", **gym[1])}
     options = EvalOptions(**options)
-    note = None if acted is None else lambda *episode: acted.append(episode)
     sources = sources or {"policy": Seeing()}
-    play(episodes, CONDITIONS, sources, makers, options, seed=SEED, use_gpu=use_gpu, written=written, acted=note)
+    play(episodes, CONDITIONS, sources, makers, options, seed=SEED, use_gpu=use_gpu, on_end=on_end)
     return lines
 
 
@@ -167,22 +169,6 @@ def test_a_server_gives_each_row_its_own(exact):
     xs = [10, 11, 12, 20, 21]
     assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
     assert all(part["pixels"]["top"].all() for part in seen)
-
-
-def test_a_whole_batch_is_given_ahead_to_who_is_busy_and_less_waits_for_company():
-    idle, one, two, starting = (
-        _Server(None, None, 0),
-        _Server(None, None, 1),
-        _Server(None, None, 2),
-        _Server(None, 1),
-    )
-
-    def chosen(rows, *servers):
-        return _Game._next_server(SimpleNamespace(_options=EvalOptions(batch_size=4), _servers=servers), rows)
-
-    assert chosen(1, two, one, idle) is idle and chosen(4, two, one, idle) is idle
-    assert chosen(3, two, one) is None and chosen(4, two, one) is one
-    assert chosen(4, two, starting) is None and chosen(4) is None
 
 
 # ---- capacity -------------------------------------------------------------------------------------------------------

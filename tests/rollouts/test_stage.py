@@ -46,9 +46,7 @@ def test_episodes_are_those_of_a_plain_loop(slots):
     playing = Stage(MAKERS, slots, step_limit_s=60)
     left, found, chunks, most = list(EPISODES), {}, None, 0
     while True:
-        # Rows of others come before this stage's own.
-        rows = None if chunks is None else np.concatenate([np.full((2, CHUNK, 3), np.nan, np.float32), chunks])
-        (ended, waiting), seen = playing.advance(left, rows, 2)
+        (ended, waiting), seen = playing.advance(left, chunks)
         begun = {d.number for d in waiting} | {e.number for e in ended}
         left = [start for start in left if start.number not in begun]
         for one in ended:

@@ -21,7 +21,7 @@ import ctypes
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import gymnasium
@@ -87,6 +87,30 @@ def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
     for key, array in sorted(_leaves(observation)):
         digest.update(f"{key} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
+
+
+def map_arrays(function: Callable[..., np.ndarray], *observations: Observation) -> Observation:
+    """Return what a function makes of the arrays that observations have by one name, by this name."""
+
+    def of(*values: Any) -> Any:
+        return map_arrays(function, *values) if isinstance(values[0], Mapping) else function(*values)
+
+    return {key: of(*(observation[key] for observation in observations)) for key in observations[0]}
+
+
+def stack(observations: Sequence[Observation]) -> Observation:
+    """Return N observations as one of N rows."""
+    return map_arrays(lambda *arrays: np.stack(arrays), *observations)
+
+
+def concatenate(observations: Sequence[Observation]) -> Observation:
+    """Return stacked observations as one, row after row."""
+    return map_arrays(lambda *arrays: np.concatenate(arrays), *observations)
+
+
+def select_rows(observation: Observation, rows: Sequence[int]) -> Observation:
+    """Return some rows of a stacked observation."""
+    return map_arrays(lambda array: array[list(rows)], observation)
 
 
 def _leaves(observation: Any, key: str = "") -> list[tuple[str, np.ndarray]]:

@@ -39,7 +39,8 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rollouts.episodes import Condition, episode_list
 from vla_finetuning.rollouts.player import Packed, PolicySource, check_fits, own_shapes, packed
-from vla_finetuning.rollouts.scheduler import ROOM_TIMEOUT_S, SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
+from vla_finetuning.rollouts.scheduler import NoCapacityError
+from vla_finetuning.rollouts.servers import SERVER_CPUS, STAGE_CPUS, play
 from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
@@ -185,16 +186,16 @@ class Evaluator:
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         book = Book(folder, about, episodes)
         left = [episode for episode in episodes if not book.is_done(episode)]
-        if left and (source := self._source(checkpoint, options)) is not None:
+        if left:
             play(
                 left,
                 {"plain": Condition()},
-                {"policy": source},
+                {"policy": self._source(checkpoint)},
                 self._makers,
                 options,
                 seed=run.policy.seed,
                 use_gpu=run.job.use_gpu,
-                written=book.write,
+                on_end=lambda line, _: book.write(line),
                 stopped=self._stop.is_set,
             )
         if self._stop.is_set():
@@ -210,26 +211,9 @@ class Evaluator:
         if self._training.is_set():
             _say(f"evaluated    step {step}: {_share(line)}")
 
-    def _source(self, checkpoint: Path, options: EvalOptions) -> PolicySource | None:
-        """The policy of a checkpoint, its weights in the object store; None when there is no time for it any more.
-
-        Raises:
-            NoCapacityError: no process could read them.
-        """
-        run = self._run
-        weights = ray.remote(num_cpus=1)(_weights).remote(self._policy_at, run.policy, checkpoint)
-        deadline = time.monotonic() + ROOM_TIMEOUT_S
-        while not ray.wait([weights], timeout=POLL_S)[0]:
-            if self._stop.is_set():
-                ray.cancel(weights, force=True)
-                return None
-            if time.monotonic() > deadline:
-                ray.cancel(weights, force=True)
-                raise NoCapacityError(
-                    f"no process has read {address(checkpoint)} for {ROOM_TIMEOUT_S:g} s; it "
-                    f"needs 1 CPU, {ray.available_resources().get('CPU', 0):g} are free"
-                )
-        config = copy.deepcopy(run.policy.config)
+    def _source(self, checkpoint: Path) -> PolicySource:
+        """The policy of a checkpoint, its weights on their way into the object store."""
+        run, config = self._run, copy.deepcopy(self._run.policy.config)
         return PolicySource(
             checkpoint,
             config,
@@ -239,7 +223,7 @@ class Evaluator:
             trusted=run.policy.trusted,
             opening=run.robots[0].opening,
             advantage=None if run.rows.positive is None else "positive",
-            weights=weights,
+            weights=ray.remote(num_cpus=0)(_weights).remote(self._policy_at, run.policy, checkpoint),
         )
 
 

@@ -51,13 +51,12 @@ class Book:
         # Without a last line that was cut off, and without those that are to be done again.
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any], actions: np.ndarray | None = None) -> None:
+        """Write the line of an episode, after its actions, (steps, A), to the bit: it can then be played again."""
+        if actions is not None:
+            named = {name: line[name] for name in Episode.__dataclass_fields__}
+            append_line(self._path.parent / ACTIONS_NAME, json.dumps({**named, **pack_actions(actions)}))
         append_line(self._path, json.dumps(line))
-
-    def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
-        """Write the actions of an episode, (steps, A), to the bit: it can be played again. Call it before its line."""
-        done = {name: line[name] for name in Episode.__dataclass_fields__}
-        append_line(self._path.parent / ACTIONS_NAME, json.dumps({**done, **pack_actions(actions)}))
 
     def is_done(self, episode: Episode) -> bool:
         return _key(asdict(episode)) in self.done

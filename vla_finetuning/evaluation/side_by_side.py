@@ -11,12 +11,10 @@ import numpy as np
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.intervals import wilson
 from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.rollouts.episodes import Condition, episode_list
+from vla_finetuning.rollouts.episodes import Condition, Line, episode_list
 from vla_finetuning.rollouts.player import PolicySource
 from vla_finetuning.rollouts.replay import make_films
-from vla_finetuning.rollouts.scheduler import play
-
-Line = dict[str, Any]
+from vla_finetuning.rollouts.servers import play
 
 
 class SideBySide:
@@ -29,7 +27,7 @@ class SideBySide:
         count: episodes of each task. first_seed: of the environments, counted up. seed: of the noise.
         number: as `episode_list` takes it.
     Raises:
-        ValueError, OSError, RuntimeError: see `closed_loop.play`.
+        ValueError, OSError, RuntimeError: see `servers.play`.
     """
 
     def __init__(
@@ -49,11 +47,10 @@ class SideBySide:
         self._lines: dict[tuple[str, str, int], Line] = {}
         self._actions: dict[tuple[str, str, int], np.ndarray] = {}
 
-        def written(line: Line) -> None:
+        def on_end(line: Line, actions: np.ndarray | None) -> None:
             self._lines[_key(line)] = line
-
-        def acted(line: Line, executed: np.ndarray) -> None:
-            self._actions[_key(line)] = executed
+            if actions is not None:
+                self._actions[_key(line)] = actions
 
         play(
             episode_list(conditions, makers, count, first_seed, number),
@@ -63,8 +60,7 @@ class SideBySide:
             options,
             seed=seed,
             use_gpu=use_gpu,
-            written=written,
-            acted=acted,
+            on_end=on_end,
         )
 
     def played(self, condition: str) -> list[Line]:

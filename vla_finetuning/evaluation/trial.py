@@ -29,7 +29,7 @@ from vla_finetuning.options.programs import Config, EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
-from vla_finetuning.rollouts.episodes import Condition, Episode, episode_list
+from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_list
 from vla_finetuning.rollouts.player import (
     Eyes,
     PolicySource,
@@ -41,7 +41,7 @@ from vla_finetuning.rollouts.player import (
 )
 from vla_finetuning.rollouts.recording import is_recorded, record_played
 from vla_finetuning.rollouts.replay import make_films
-from vla_finetuning.rollouts.scheduler import play
+from vla_finetuning.rollouts.servers import play
 from vla_finetuning.run.cluster import find_gpus
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, tell
@@ -154,8 +154,8 @@ def _run_trial(trial: Trial) -> str:
     use_gpu = trial.source.device == "cuda"
     with _Progress(len(trial.episodes), len(book.done)) as progress:
 
-        def written(line: Mapping[str, Any]) -> None:
-            book.write(line)
+        def on_end(line: Line, actions: np.ndarray | None) -> None:
+            book.write(line, actions if trial.options.videos or trial.dataset else None)
             progress.add(bool(line["success_once"]))
 
         if left:
@@ -168,8 +168,7 @@ def _run_trial(trial: Trial) -> str:
                 trial.options,
                 seed=trial.seed,
                 use_gpu=use_gpu,
-                written=written,
-                acted=book.write_actions if trial.options.videos or trial.dataset else None,
+                on_end=on_end,
             )
     _, lines = read_evaluation(trial.output_dir)
     if left or not (trial.output_dir / FILMS_INDEX).is_file():
@@ -217,7 +216,7 @@ class _Progress:
             self._told = now
 
 
-def _record(trial: Trial, root: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+def _record(trial: Trial, root: Path, lines: Sequence[Line]) -> None:
     """Write what was played as a dataset, unless that is done."""
     if is_recorded(root, trial.about):
         return
@@ -230,7 +229,6 @@ def _record(trial: Trial, root: Path, lines: Sequence[Mapping[str, Any]]) -> Non
         )
     eyes = Eyes(trial.env, trial.source.config)
     record_played(root, trial.makers, eyes, [(line, actions[_name(line)]) for line in played], trial.about)
-    tell(f"Dataset      {root}: {len(played)} episodes, {sum(line['success_once'] for line in played)} succeeded")
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -29,12 +29,6 @@ class EvalOptions:
 
     n_episodes: int = option(50, "Episodes to play, of each task.", min=1)
     batch_size: int = option(32, "Rows that a policy decides for at once, at most.", min=1)
-    wait_ms: float = option(
-        20.0,
-        "Milliseconds that an episode waits for others before the policy decides, while others still simulate.",
-        flag=None,
-        above=0,
-    )
     exact: bool = option(
         False,
         "Fill every batch up to batch_size, and compute it in one thread on CPUs: rounding then depends neither on how "

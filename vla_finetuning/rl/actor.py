@@ -6,7 +6,7 @@ Legend: N rows, T chunk, A action, S random steps of a decision, H W C image.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from vla_finetuning.rollouts.episodes import Episode, noise
 from vla_finetuning.rollouts.player import Player
 from vla_finetuning.rollouts.stage import Decision
 
+# From rows on the host, and the decisions that they are for, to normalised chunks (N, T, A).
+Sample = Callable[[Batch, Sequence[Decision]], Tensor]
 PROMPT = (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
 
 
@@ -51,7 +53,7 @@ class Actor:
         self._player, self._prompts, self._at_once = player, prompts, inference_batch
         self._checked = False
         self.busy_s = 0.0
-        config = loss.policy.config
+        self.config = config = loss.policy.config
         self.n_action_steps: int = config.n_action_steps
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
@@ -77,15 +79,18 @@ class Actor:
         """Under what the network computes."""
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
-    def parts(self, decisions: Sequence[Decision]) -> Iterable[slice]:
-        return (slice(first, first + self._at_once) for first in range(0, len(decisions), self._at_once))
-
-    def executed(self, chunks: Sequence[Tensor]) -> np.ndarray:
-        """The actions of all rows last seen, whose chunks were made one batch after the other: (N, n_action_steps, A).
-
-        Together: what makes relative actions absolute remembers the states of all these rows.
-        """
-        return self._player.to_env(torch.cat(list(chunks)))
+    def act(self, observation: Observation, decisions: Sequence[Decision], sample: Sample) -> np.ndarray:
+        """Return the actions to execute, float32 (N, n_action_steps, A), of chunks that are sampled batch by batch."""
+        started = time.perf_counter()
+        columns = self.see(observation, [decision.instruction for decision in decisions])
+        chunks = []
+        for first in range(0, len(decisions), self._at_once):
+            rows = slice(first, first + self._at_once)
+            chunks.append(sample({key: value[rows] for key, value in columns.items()}, decisions[rows]))
+        # Together: what makes relative actions absolute remembers the states of all these rows.
+        actions = self._player.to_env(torch.cat(chunks))
+        self.busy_s += time.perf_counter() - started
+        return actions
 
 
 def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
@@ -100,59 +105,35 @@ def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
 
 
 class StochasticActor:
-    """Acts at random, as `lockstep.Decide`, and remembers what is needed to learn from it.
+    """Acts at random, as `scheduler.Decide`, and remembers what is needed to learn from it.
 
     All random numbers of a decision are a function of (seed, iteration, episode, decision).
 
-    Args:
-        recorded: whether `executed` is asked for later.
-
     Attributes:
-        seed, iteration, recorded: as given.
+        seed, iteration: as given.
     """
 
-    def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int, recorded: bool = False) -> None:
-        self._actor, self._sde = actor, sde
-        self.seed, self.iteration, self.recorded = seed, iteration, recorded
-        self._executed: dict[int, list[np.ndarray]] = {}
+    def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int) -> None:
+        self._actor, self._sde, self.seed, self.iteration, self.device = actor, sde, seed, iteration, actor.device
         self._recorded: list[dict[str, Tensor]] = []
         self._rows: dict[tuple[int, int], int] = {}
-        self.device = actor.device
 
     def __call__(self, observation: Observation, decisions: Sequence[Decision]) -> np.ndarray:
-        started, actor = time.perf_counter(), self._actor
-        columns = actor.see(observation, [decision.instruction for decision in decisions])
-        chunks = []
-        for part in actor.parts(decisions):
-            own = {key: value[part] for key, value in columns.items()}
-            keys = [[self.seed, self.iteration, decision.number, decision.decision] for decision in decisions[part]]
-            draws = self._sde.draw([np.random.default_rng(key) for key in keys], actor.shape)
-            draws = type(draws)(*(value.to(actor.device) for value in draws))
-            with actor.computing():
-                chunk, walk = sample(actor.loss, actor.on_device(own), self._sde, draws)
-            chunks.append(chunk)
-            walk = walk.executed(actor.n_action_steps)
-            recorded = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
-            self._recorded.append(own | {key: value.cpu() for key, value in recorded.items()})
-            for decision in decisions[part]:
-                self._rows[decision.number, decision.decision] = len(self._rows)
-        actions = actor.executed(chunks)
-        if self.recorded:
-            for decision, own_actions in zip(decisions, actions, strict=True):
-                self._executed.setdefault(decision.number, []).append(own_actions)
-        actor.busy_s += time.perf_counter() - started
-        return actions
+        return self._actor.act(observation, decisions, self._sample)
 
-    def executed(self, episode: int, steps: int) -> np.ndarray:
-        """Return all actions that were executed in an episode of so many steps, (steps, A)."""
-        return np.concatenate(self._executed[episode])[:steps]
-
-    def decisions(self, episode: int) -> int:
-        """Return how many decisions an episode had."""
-        count = 0
-        while (episode, count) in self._rows:
-            count += 1
-        return count
+    def _sample(self, columns: Batch, decisions: Sequence[Decision]) -> Tensor:
+        actor = self._actor
+        keys = [[self.seed, self.iteration, decision.number, decision.decision] for decision in decisions]
+        draws = self._sde.draw([np.random.default_rng(key) for key in keys], actor.shape)
+        draws = type(draws)(*(value.to(actor.device) for value in draws))
+        with actor.computing():
+            chunk, walk = sample(actor.loss, actor.on_device(columns), self._sde, draws)
+        walk = walk.executed(actor.n_action_steps)
+        recorded = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
+        self._recorded.append(columns | {key: value.cpu() for key, value in recorded.items()})
+        for decision in decisions:
+            self._rows[decision.number, decision.decision] = len(self._rows)
+        return chunk
 
     def rows(self, episodes: np.ndarray, decisions: np.ndarray) -> list[int]:
         """Return where decisions are in `columns`."""
@@ -176,23 +157,18 @@ class StochasticActor:
 
 
 class DeterministicActor:
-    """Acts by LeRobot's sampler, as `lockstep.Decide`, on the draws that `evaluate.py` has for the same episodes."""
+    """Acts by LeRobot's sampler, as `scheduler.Decide`, on the draws that `evaluate.py` has for the same episodes."""
 
     def __init__(self, actor: Actor, seed: int, episodes: Mapping[int, Episode]) -> None:
         self._actor, self._seed, self._episodes = actor, seed, episodes
 
     def __call__(self, observation: Observation, decisions: Sequence[Decision]) -> np.ndarray:
-        started, actor = time.perf_counter(), self._actor
-        columns = actor.see(observation, [decision.instruction for decision in decisions])
-        steps = int(actor.loss.policy.config.num_inference_steps)
-        chunks = []
-        for part in actor.parts(decisions):
-            played = [(self._episodes[decision.number], decision.decision) for decision in decisions[part]]
-            names = [(self._seed, episode.task, episode.episode, number) for episode, number in played]
-            start = torch.from_numpy(np.stack([noise(*name, shape=actor.shape[:2]) for name in names])).to(actor.device)
-            own = actor.on_device({key: value[part] for key, value in columns.items()})
-            with actor.computing():
-                chunks.append(follow(actor.loss, own, start, steps))
-        actions = actor.executed(chunks)
-        actor.busy_s += time.perf_counter() - started
-        return actions
+        return self._actor.act(observation, decisions, self._sample)
+
+    def _sample(self, columns: Batch, decisions: Sequence[Decision]) -> Tensor:
+        actor = self._actor
+        played = [(self._episodes[decision.number], decision.decision) for decision in decisions]
+        names = [(self._seed, episode.task, episode.episode, number) for episode, number in played]
+        start = torch.from_numpy(np.stack([noise(*name, shape=actor.shape[:2]) for name in names])).to(actor.device)
+        with actor.computing():
+            return follow(actor.loss, actor.on_device(columns), start, int(actor.config.num_inference_steps))

@@ -24,7 +24,7 @@ from util import Batch
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.demonstrations import Read, as_batch, micro_positions
-from vla_finetuning.rollouts.recording import PlayedEpisode
+from vla_finetuning.rollouts.episodes import PlayedEpisode
 from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 
@@ -45,7 +45,7 @@ class RolloutGroup:
     Attributes:
         returns, success: float32 (N, G). decisions, steps, numbers: int64 (N G,), of each episode.
         rewards: of each decision, by the number of the episode; of this rank's episodes.
-        episodes: this rank's, where they are recorded.
+        episodes: this rank's.
     """
 
     returns: Tensor
@@ -148,7 +148,7 @@ class RolloutBatch:
         self,
         config: GrpoConfig,
         actor: Actor,
-        explorer: StochasticActor,
+        acting: StochasticActor,
         group: RolloutGroup,
         used: Tensor,
         *,
@@ -157,15 +157,15 @@ class RolloutBatch:
         first_row: int = 0,
     ) -> None:
         self._demonstrations, self._first_row = demonstrations, first_row
-        self._config, self._actor, self._iteration = config, actor, explorer.iteration
+        self._config, self._actor, self._iteration = config, actor, acting.iteration
         self._rank, self._world = worker.rank, worker.world
         self.table = Table.of(group.decisions, used.flatten().numpy())
         self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
         self.owned = self._owner == worker.rank
-        self.columns = explorer.columns()
+        self.columns = acting.columns()
         # Where a row of the table is in this rank's columns.
         self._place = np.full(self.rows, -1)
-        self._place[self.owned] = explorer.rows(
+        self._place[self.owned] = acting.rows(
             group.numbers[self.table.episode[self.owned]], self.table.decision[self.owned]
         )
         self.values: dict[str, Tensor] = {}

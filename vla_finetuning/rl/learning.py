@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from util import StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.files import append_line
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
 from vla_finetuning.rl.objectives.base import Objective, totals
-from vla_finetuning.rollouts.lockstep import Rollouts
-from vla_finetuning.run.progress import keep_metrics
+from vla_finetuning.rollouts.scheduler import Scheduler
 
 
 def check_finite(limit: int, nonfinite: int) -> None:
@@ -68,7 +64,7 @@ class Times:
         now = time.perf_counter()
         self.spent[name], self._last = self.spent.get(name, 0.0) + now - self._last, now
 
-    def gather(self, rollouts: Rollouts, actor: Actor) -> dict[str, float]:
+    def gather(self, rollouts: Scheduler, actor: Actor) -> dict[str, float]:
         """Gather the means over all ranks, of simulation and rendering the sum over all processes. All must call it.
 
         Means add up to the iteration; the slowest ranks of each phase would not, as one waits for another in the next.
@@ -118,17 +114,6 @@ def metrics_of(
         "grad_norm": float(np.mean(norms)) if norms else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }
-
-
-class IterationLog:
-    """`metrics.jsonl`, a line per iteration, written by rank 0; line 0 is the policy before the first."""
-
-    def __init__(self, output_dir: Path, resumed_step: int) -> None:
-        # A run that begins again has line 0 to come.
-        self._path = keep_metrics(output_dir, resumed_step or -1)
-
-    def write(self, step: int, line: Mapping[str, Any]) -> None:
-        append_line(self._path, json.dumps({"step": step, **line}))
 
 
 def iteration_line(line: Mapping[str, Any]) -> str:

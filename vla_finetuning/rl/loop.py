@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,19 +13,21 @@ import torch
 from torch import nn
 
 from util import Batch, StepResult, train_step
+from vla_finetuning.lines import append_line
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, everyone
 from vla_finetuning.rl.demonstrations import in_tasks
 from vla_finetuning.rl.groups import check_first, held_out, make_rollouts, play_iteration
-from vla_finetuning.rl.learning import IterationLog, Times, build_grpo_optimizer, check_finite, metrics_of
+from vla_finetuning.rl.learning import Times, build_grpo_optimizer, check_finite, metrics_of
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, write_episodes
 from vla_finetuning.rl.resolve import GrpoRun
-from vla_finetuning.rollouts.lockstep import Rollouts
 from vla_finetuning.rollouts.player import Player
+from vla_finetuning.rollouts.scheduler import Scheduler
 from vla_finetuning.run.checkpoint import Progress, load_checkpoint
+from vla_finetuning.run.progress import keep_metrics
 from vla_finetuning.training.callbacks import Checkpoints, StopFile
 from vla_finetuning.training.model import build_model, check_attention
 from vla_finetuning.training.parallel import spread
@@ -47,7 +50,7 @@ class GrpoState(LoopState):
 
     episodes: int = field(default=0, init=False)
     first_row: int = field(default=0, init=False)
-    rollouts: Rollouts = field(init=False)
+    rollouts: Scheduler = field(init=False)
     actor: Actor = field(init=False)
     objective: Objective = field(init=False)
     model: nn.Module = field(init=False)
@@ -104,10 +107,9 @@ class GrpoState(LoopState):
         run, worker, options, iteration = self.run, self.worker, self.run.options, self.step
         gc.collect()  # images of the iteration before, which this one's would be beside
         self.times = Times()
-        is_recorded = is_iteration_recorded(run, iteration)
-        explorer = StochasticActor(self.actor, run.sde, run.config.seed, iteration, is_recorded)
-        played, rounds = play_iteration(options, run.scene, self.rollouts, explorer, worker)
-        if is_recorded:
+        acting = StochasticActor(self.actor, run.sde, run.config.seed, iteration)
+        played, rounds = play_iteration(options, run.scene, self.rollouts, acting, worker)
+        if is_iteration_recorded(run, iteration):
             episodes = [episode for groups in rounds for episode in groups.episodes]
             write_episodes(run.job.output_dir, iteration, worker, episodes)
         self.episodes += sum(groups.returns.numel() for groups in rounds)
@@ -117,7 +119,7 @@ class GrpoState(LoopState):
         rollouts = RolloutBatch(
             run.config,
             self.actor,
-            explorer,
+            acting,
             played,
             used,
             worker=worker,
@@ -204,7 +206,9 @@ class IterationLines(Callback):
     """Writes metrics.jsonl, by rank 0: a line per iteration, and line 0 before the first. The last callback."""
 
     def on_start(self, state: GrpoState) -> None:
-        self._log = IterationLog(state.run.job.output_dir, state.step) if state.worker.rank == 0 else None
+        if state.worker.rank == 0:
+            # A run that begins again has line 0 to come.
+            self._path = keep_metrics(state.run.job.output_dir, state.step or -1)
         if state.step == 0:
             self._write(state, 0, state.before)
 
@@ -213,8 +217,8 @@ class IterationLines(Callback):
 
     def _write(self, state: GrpoState, step: int, line: dict[str, Any]) -> None:
         seconds = state.times.gather(state.rollouts, state.actor)  # of all ranks
-        if self._log is not None:
-            self._log.write(step, {**line, **seconds})
+        if state.worker.rank == 0:
+            append_line(self._path, json.dumps({"step": step, **line, **seconds}))
 
     def on_end(self, state: GrpoState) -> None:
         state.rollouts.close()

@@ -8,20 +8,17 @@ these actions, with rendering on, in tasks of the cluster (`evaluation/recording
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.mirror import address, contents, pull, remove
-from vla_finetuning.rl.actor import StochasticActor
 from vla_finetuning.rl.resolve import GrpoRun
-from vla_finetuning.rollouts.episodes import Episode, line_of, pack_actions, unpack_actions
+from vla_finetuning.rollouts.episodes import PlayedEpisode, pack_actions, unpack_actions
 from vla_finetuning.rollouts.player import Eyes
-from vla_finetuning.rollouts.recording import PlayedEpisode, is_recorded, record_played
-from vla_finetuning.rollouts.stage import Ended, Start
-from vla_finetuning.terminal import tell
+from vla_finetuning.rollouts.recording import is_recorded, record_played
 from vla_finetuning.training.worker import Worker
 
 FOLDER, FLAG = "rollouts", "--grpo.record_dataset"
@@ -30,19 +27,6 @@ FOLDER, FLAG = "rollouts", "--grpo.record_dataset"
 def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
     """Return whether the episodes of an iteration, counted from 0, are written down."""
     return run.options.record_dataset is not None and iteration % run.options.record_every == 0
-
-
-def recorded_episodes(
-    starts: Sequence[Start], ended: Mapping[int, Ended], explorer: StochasticActor
-) -> list[PlayedEpisode]:
-    """Each episode's line, as an evaluation has it, and the actions that it executed, in the order of the list."""
-    found: list[PlayedEpisode] = []
-    for start in starts:
-        one = ended[start.number]
-        named = Episode("plain", start.task, start.initial_state, start.seed)
-        line = line_of(named, one, None, explorer.decisions(start.number))
-        found.append((line, explorer.executed(start.number, one.steps)))
-    return found
 
 
 def forget_episodes(output_dir: Path, first: int) -> None:
@@ -104,5 +88,3 @@ def record_rollouts(run: GrpoRun) -> None:
             f"were played without {FLAG}: it must be given from the first iteration on"
         )
     record_played(root, task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes, about)
-    succeeded = sum(line["success_once"] for line, _ in episodes)
-    tell(f"Dataset      {root}: {len(episodes)} episodes, {succeeded} succeeded")

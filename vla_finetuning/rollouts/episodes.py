@@ -16,6 +16,13 @@ import numpy as np
 
 from vla_finetuning.rollouts.stage import Ended
 
+# Of a decision's random numbers: the seed of the noise, the task, the episode's number and the decision's.
+Key = tuple[int, str, int, int]
+# What became of an episode, as episodes.jsonl has it.
+Line = dict[str, Any]
+# An episode that came to its end: its line, and the actions that were executed, (steps, A).
+PlayedEpisode = tuple[Line, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -72,7 +79,7 @@ def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Ge
     return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
 
 
-def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions: int) -> dict[str, Any]:
+def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions: int) -> Line:
     """An episode's line. One that could not be played to its end has an `error`, and null for what is not known."""
     known = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
     known.pop("number")

@@ -23,7 +23,7 @@ from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_STATE, OBS_STR
 
-from vla_finetuning.envs.protocol import Observation
+from vla_finetuning.envs.protocol import Observation, select_rows, stack
 from vla_finetuning.files import read_json
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.policies.flow import FlowLoss, guided_chunk
@@ -33,11 +33,9 @@ from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
-from vla_finetuning.rollouts.episodes import generator, noise
+from vla_finetuning.rollouts.episodes import Key, generator, noise
 
 TASK = "task"
-# What a decision's draws are named by: seed, task, episode, decision.
-Key = tuple[int, str, int, int]
 
 
 # Tensors as the object store holds them once for all processes of a node: bytes, type and shape, by name.
@@ -167,7 +165,7 @@ class Player:
             return self._act(observation, instructions, keys)
         # One that draws for itself has one generator for a whole batch, so rows go one by one, from the observation on:
         # processors of language models pack the images of a batch, and others remember the states of the last one.
-        alone = [self._act(_row(observation, row), [instructions[row]], [key]) for row, key in enumerate(keys)]
+        alone = [self._act(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
         return np.concatenate(alone)
 
     def _act(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
@@ -221,11 +219,6 @@ class Player:
         return torch.from_numpy(np.stack(drawn)).to(self._device)
 
 
-def _row(observation: Mapping[str, Any], row: int) -> Observation:
-    """One row of an observation, as N = 1."""
-    return {k: _row(v, row) if isinstance(v, Mapping) else v[row : row + 1] for k, v in observation.items()}
-
-
 @dataclass(frozen=True)
 class Eyes:
     """How an environment's observations become a dataset's, as a policy sees them before its own processors."""
@@ -236,7 +229,7 @@ class Eyes:
     def __call__(self, observation: Observation) -> dict[str, np.ndarray]:
         """Return the actions for one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
         before, _ = family_of(self.config).env_processors(self.config, self.env, own=(IMAGENET_STEP,))
-        seen = before(preprocess_observation(_stacked(observation)))
+        seen = before(preprocess_observation(stack([observation])))
         found = {}
         for key, value in seen.items():
             if key.startswith(OBS_STR) and isinstance(value, torch.Tensor):
@@ -244,10 +237,6 @@ class Eyes:
                 image = row.ndim == 3
                 found[key] = ((row * 255).round().to(torch.uint8).permute(1, 2, 0) if image else row.float()).numpy()
         return found
-
-
-def _stacked(observation: Observation) -> Observation:
-    return {k: _stacked(v) if isinstance(v, dict) else np.asarray(v)[None] for k, v in observation.items()}
 
 
 def opening_of(folder: Path) -> str:

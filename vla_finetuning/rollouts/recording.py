@@ -27,6 +27,7 @@ from vla_finetuning.envs.protocol import Maker, Observation, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.rollouts.episodes import PlayedEpisode
 from vla_finetuning.rollouts.replay import play_again
 from vla_finetuning.terminal import tell
 
@@ -38,8 +39,6 @@ REPO_ID, SUCCESS = "recorded/policy", "next.success"
 SHARE_EPISODES = 10
 # A frame as LeRobot's writer takes it.
 Frame = dict[str, Any]
-# An episode: its line in episodes.jsonl, and the actions that were executed, (steps, A).
-PlayedEpisode = tuple[Mapping[str, Any], np.ndarray]
 # Plays an episode in an environment of its task, and gives its frames; None: it is not worth being written.
 Play = Callable[[gymnasium.Env[Any, Any], Any], Iterable[Frame] | None]
 # Episodes that one process writes: of which task, and what `Play` takes.
@@ -203,3 +202,5 @@ def record_played(
     form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)
     facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
     record_dataset(root, makers, partial(replay_frames, eyes), shares, form, lambda _: facts)
+    succeeded = sum(line["success_once"] for line, _ in episodes)
+    tell(f"Dataset      {root}: {len(episodes)} episodes, {succeeded} succeeded")

@@ -21,6 +21,7 @@ from vla_finetuning.envs.protocol import (
     choose_initial_state,
     look_on_demand,
     looked,
+    stack,
     state_hash,
 )
 
@@ -37,6 +38,8 @@ class Start:
     seed: int
     # For environments that have a list of states to start from, as LIBERO's.
     initial_state: int = 0
+    # What it has executed already, where the process failed that played it: float (T, A) each.
+    chunks: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True)
@@ -90,46 +93,38 @@ class Stage:
 
     def __init__(self, makers: Mapping[str, Maker], slots: int, step_limit_s: float) -> None:
         choose_gl()
-        self._step_limit_s = step_limit_s
-        self._slots = [_Slot(makers) for _ in range(slots)]
+        self._slots = [_Slot(makers, step_limit_s) for _ in range(slots)]
         self._slots[0].make(next(iter(makers)))
         self._waiting: list[_Slot] = []
         self._busy_s = 0.0
 
     def advance(
-        self, begin: Sequence[Start], chunks: np.ndarray | None = None, first: int = 0
+        self, begin: Sequence[Start], chunks: np.ndarray | None = None
     ) -> tuple[tuple[list[Ended], list[Decision]], Observation | None]:
         """Execute a chunk in each waiting episode, and begin others in free slots.
 
         Args:
-            begin: episodes; those for which no slot becomes free are left alone.
-            chunks: float (N, T, A); rows from `first` on are for the last call's decisions, in their order. None if
-                none was pending.
+            begin: episodes, those with chunks first; those for which no slot becomes free are left alone.
+            chunks: float (N, T, A), for the last call's decisions, in their order. None if none was pending.
         Returns:
             What ended, and what waits; and what those see, stacked, in their order.
         """
         started = time.perf_counter()
-        ended = []
-        own = np.empty((0, 0, 0)) if chunks is None else chunks[first : first + len(self._waiting)]
-        for slot, chunk in zip(self._waiting, own, strict=True):
-            for action, last in zip(chunk, [False] * (len(chunk) - 1) + [True], strict=True):
-                with _limit(self._step_limit_s):
-                    slot.step(action, look=last)
-                if slot.over:
-                    break
-        to_begin = list(begin)
+        ended, to_begin = [], list(begin)
+        for slot, chunk in zip(self._waiting, () if chunks is None else chunks, strict=True):
+            slot.execute(chunk)
+        # Those that go on, before a slot becomes free: they keep their order, whatever ends.
+        for slot in self._slots:
+            if slot.free and to_begin and to_begin[0].chunks:
+                slot.begin(to_begin.pop(0))
         for slot in self._slots:
             while (slot.free or slot.over) and (slot.over or to_begin):
                 if slot.over:
                     ended.append(slot.take_ended())
                 else:
-                    start = to_begin.pop(0)
-                    slot.make(start.task)
-                    # Some load their simulator at the first reset.
-                    with _limit(MAKE_LIMIT_S if slot.fresh else self._step_limit_s):
-                        slot.begin(start)
+                    slot.begin(to_begin.pop(0))
         self._waiting = [slot for slot in self._slots if not slot.free]
-        seen = _stack([slot.observation for slot in self._waiting]) if self._waiting else None
+        seen = stack([slot.observation for slot in self._waiting]) if self._waiting else None
         self._busy_s += time.perf_counter() - started
         return (ended, [slot.decision() for slot in self._waiting]), seen
 
@@ -148,8 +143,8 @@ class _Slot:
 
     _env: gymnasium.Env[Any, Any]
 
-    def __init__(self, makers: Mapping[str, Maker]) -> None:
-        self._makers = makers
+    def __init__(self, makers: Mapping[str, Maker], step_limit_s: float) -> None:
+        self._makers, self._step_limit_s = makers, step_limit_s
         self._task: str | None = None
         self.free, self.over = True, False
 
@@ -161,13 +156,16 @@ class _Slot:
             self._env.close()
         with _limit(MAKE_LIMIT_S):
             self._env = self._makers[task]()
-        self._task, self.fresh = task, True
+        self._task, self._fresh = task, True
 
     def begin(self, start: Start) -> None:
+        """Reset the environment of the episode's task, and execute what the episode has executed already."""
+        self.make(start.task)
         look_on_demand(self._env, True)
         choose_initial_state(self._env, start.initial_state)
-        self.observation, info = self._env.reset(seed=start.seed)
-        self.free, self.over, self.fresh = False, False, False
+        with _limit(MAKE_LIMIT_S if self._fresh else self._step_limit_s):  # some load their simulator here
+            self.observation, info = self._env.reset(seed=start.seed)
+        self.free, self.over, self._fresh = False, False, False
         self._number = start.number
         self._initial_state = state_hash(self._env, self.observation)
         # Where LeRobot's evaluation looks, in its order.
@@ -177,8 +175,19 @@ class _Slot:
         self._rewards: list[float] = []
         self._success_decision: int | None = None
         self._reward, self._info = 0.0, info
+        for number, chunk in enumerate(start.chunks, 1):
+            self.decision()
+            self.execute(chunk, look=number == len(start.chunks))
 
-    def step(self, action: np.ndarray, look: bool) -> None:
+    def execute(self, chunk: np.ndarray, look: bool = True) -> None:
+        """Step through the actions of a chunk (T, A) until the episode is over. look: at what the last one leads to."""
+        for number, action in enumerate(chunk, 1):
+            if self.over:
+                return
+            with _limit(self._step_limit_s):
+                self._step(action, look and number == len(chunk))
+
+    def _step(self, action: np.ndarray, look: bool) -> None:
         look_on_demand(self._env, look)
         self.observation, reward, terminated, truncated, self._info = self._env.step(action)
         self._reward += float(reward)
@@ -234,16 +243,6 @@ class _limit:
 
     def __exit__(self, *exception: object) -> None:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _stack(observations: Sequence[Observation]) -> Observation:
-    """Nested dicts of arrays with a row for each."""
-    return {
-        key: _stack([o[key] for o in observations])
-        if isinstance(value, Mapping)
-        else np.stack([o[key] for o in observations])
-        for key, value in observations[0].items()
-    }
 
 
 def _plain(value: Any) -> str | float | int | bool | None:

@@ -11,13 +11,14 @@ import ray
 
 from tests.rollouts.players import FAULTY_ID, Seeing
 from vla_finetuning.envs import two_bins
-from vla_finetuning.rollouts import lockstep
-from vla_finetuning.rollouts.lockstep import Rollouts
-from vla_finetuning.rollouts.stage import Start
+from vla_finetuning.rollouts import scheduler
+from vla_finetuning.rollouts.episodes import Episode
+from vla_finetuning.rollouts.scheduler import NoCapacityError, Scheduler
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 MAKERS = {"two_bins": partial(gymnasium.make, f"{two_bins.__name__}:{two_bins.GYM_ID}", max_episode_steps=30)}
-EPISODES = [Start(number, "two_bins", 100 + number // 2) for number in range(12)]
+EPISODES = {number: Episode("plain", "two_bins", 0, 100 + number // 2) for number in range(12)}
+FIRST = {number: EPISODES[number] for number in range(3)}
 
 
 def faulty(**options):
@@ -36,28 +37,34 @@ class Scattered:
         return Seeing()(observation, [decision.instruction for decision in decisions], keys)
 
 
-def play(makers=MAKERS, actors=3, slots=3, step_limit_s=60.0, disturb=lambda rollouts, asked: None):
-    rollouts = Rollouts(makers, actors=actors, slots=slots, cpus=0.1, step_limit_s=step_limit_s, room_s=120.0)
-    decide = Scattered()
+def make_scheduler(makers=MAKERS, stages=3, slots=3, cpus=0.1, step_limit_s=60.0):
+    return Scheduler(makers, stages=stages, slots=slots, cpus=cpus, step_limit_s=step_limit_s)
+
+
+def lines_of(played):
+    return {number: line for number, (line, _) in played.items()}
+
+
+def play(*made, disturb=lambda rollouts, asked: None, **options):
+    """The line of each episode, what was decided together, and seconds."""
+    rollouts, decide = make_scheduler(*made, **options), Scattered()
 
     def disturbed(observation, decisions):
         disturb(rollouts, decide.asked)
         return decide(observation, decisions)
 
     try:
-        ended = rollouts.play(EPISODES, disturbed)
-        return ended, decide.asked, rollouts.take_seconds()
+        return lines_of(rollouts.play_here(EPISODES, disturbed)), decide.asked, rollouts.take_seconds()
     finally:
         rollouts.close()
 
 
 def test_a_process_that_has_no_cpu_and_no_episode_is_not_waited_for():
     """Two of four find their CPUs; there are episodes for two."""
-    rollouts = Rollouts(MAKERS, actors=2, slots=1, cpus=0.1, step_limit_s=60.0, room_s=120.0)
-    rollouts._cpus = 1000.0  # more than there are
-    rollouts._seats += [lockstep._Seat(*rollouts._make_stage()) for _ in range(2)]
+    rollouts, without = make_scheduler(stages=2, slots=1), make_scheduler(stages=2, slots=1, cpus=1000.0)
+    rollouts.seats += without.seats
     try:
-        assert len(rollouts.play(EPISODES[:2], Scattered())) == 2
+        assert len(rollouts.play_here(dict(list(EPISODES.items())[:2]), Scattered())) == 2
         assert rollouts.take_seconds()[0] > 0 and rollouts.take_seconds() == (0.0, 0.0)
     finally:
         rollouts.close()
@@ -70,9 +77,9 @@ def undisturbed():
 
 def test_every_episode_is_that_of_a_plain_loop(undisturbed):
     ended, asked, (simulation_s, rendering_s) = undisturbed
-    assert list(ended) == [start.number for start in EPISODES]
-    assert len({one.initial_state for one in ended.values()}) == 6  # the scenes, of two episodes each
-    for number, seed in [(start.number, start.seed) for start in EPISODES[:4]]:
+    assert list(ended) == list(EPISODES)
+    assert len({line["initial_state"] for line in ended.values()}) == 6  # the scenes, of two episodes each
+    for number, seed in [(number, EPISODES[number].seed) for number in range(4)]:
         with gymnasium.make(two_bins.GYM_ID, max_episode_steps=30) as env:
             seen, _ = env.reset(seed=seed)
             over, steps, decisions = False, 0, 0
@@ -86,7 +93,7 @@ def test_every_episode_is_that_of_a_plain_loop(undisturbed):
                     steps += 1
                     if over := terminated or truncated:
                         break
-        assert (ended[number].steps, ended[number].success_once) == (steps, info["is_success"])
+        assert (ended[number]["steps"], ended[number]["success_once"]) == (steps, info["is_success"])
         assert sum(one[0] == number for half in asked for one in half) == decisions
     assert 0 < rendering_s < 30 and 0 < simulation_s < 30
 
@@ -103,7 +110,7 @@ def test_a_process_that_is_killed_changes_nothing(undisturbed):
 
     def kill(rollouts, asked):
         if len(asked) in (2, 5):
-            stage = rollouts._seats[1 if len(asked) == 2 else 2].stage
+            stage = rollouts.seats[1 if len(asked) == 2 else 2].stage
             pid = ray.get(stage.__ray_call__.remote(lambda _: os.getpid()))
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
@@ -113,12 +120,12 @@ def test_a_process_that_is_killed_changes_nothing(undisturbed):
 
 
 def test_one_that_is_killed_between_two_plays_is_made_anew(undisturbed):
-    rollouts = Rollouts(MAKERS, actors=3, slots=3, cpus=0.1, step_limit_s=60.0, room_s=120.0)
+    rollouts = make_scheduler()
     try:
-        rollouts.play(EPISODES[:3], Scattered())
-        ray.kill(rollouts._seats[0].stage)
+        rollouts.play_here(FIRST, Scattered())
+        ray.kill(rollouts.seats[0].stage)
         assert rollouts.take_seconds()[0] > 0  # the others'
-        assert rollouts.play(EPISODES, Scattered()) == undisturbed[0]
+        assert lines_of(rollouts.play_here(EPISODES, Scattered())) == undisturbed[0]
     finally:
         rollouts.close()
 
@@ -131,21 +138,22 @@ def test_an_environment_that_fails_once_changes_nothing_either(undisturbed, tmp_
 
 
 def test_one_that_fails_always_is_said(monkeypatch):
-    monkeypatch.setattr(lockstep, "DEATHS", 1)
+    monkeypatch.setattr(scheduler, "ATTEMPTS", 2)
     options = {"seed": 103, "how": "raises", "max_episode_steps": 30}
     with pytest.raises(RuntimeError, match="failed 2 times.*the simulation diverged"):
         play(faulty(**options))
 
 
-def test_no_room_for_environments_is_said():
-    rollouts = Rollouts(MAKERS, actors=1, slots=1, cpus=1000.0, step_limit_s=60.0, room_s=1.0)
-    with pytest.raises(RuntimeError, match="1000 CPUs .*lower --grpo.env_actors"):
-        rollouts.play(EPISODES[:1], Scattered())
+def test_no_room_for_environments_is_said(monkeypatch):
+    monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 1.0)
+    rollouts = make_scheduler(stages=1, slots=1, cpus=1000.0)
+    with pytest.raises(NoCapacityError, match="needs 1000 CPUs, .* --grpo.env_actors"):
+        rollouts.play_here(FIRST, Scattered())
     rollouts.close()
 
 
 def test_the_numbers_of_an_episode_are_its_own():
     """Also where there are fewer environments than episodes, shared otherwise."""
-    few, _, _ = play(actors=1, slots=2)
-    many, _, _ = play(actors=2, slots=8)
-    assert few == many and np.mean([one.success_once for one in few.values()]) not in (0, 1)
+    few, _, _ = play(stages=1, slots=2)
+    many, _, _ = play(stages=2, slots=8)
+    assert few == many and np.mean([line["success_once"] for line in few.values()]) not in (0, 1)

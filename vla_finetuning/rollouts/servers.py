@@ -1,0 +1,256 @@
+"""Does the robot succeed? Many episodes of an environment at once, decided for by servers of the policy.
+
+The driver sees neither images nor weights: it has the list (`episodes.py`), hands out episodes, and writes down how
+they ended. Which process plays an episode, and with which others, leaves no trace in it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError
+
+from vla_finetuning.environment import Timeouts
+from vla_finetuning.envs.protocol import Maker, Observation, concatenate, map_arrays, select_rows
+from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.rollouts.episodes import Condition, Episode, Key, Line
+from vla_finetuning.rollouts.scheduler import Policy, Scheduler, Seat
+from vla_finetuning.rollouts.stage import Decision
+from vla_finetuning.run.failures import root_cause
+
+# Policy servers that may die before the evaluation gives up.
+SERVER_DEATHS = 3
+# Two processes share a CPU: while one waits for decisions, the other simulates or decides.
+STAGE_CPUS = SERVER_CPUS = 0.5
+# Policy servers on CPUs: so many at most, with so many bytes of weights in all, and so many episodes for each at least.
+MOST_SERVERS, SERVERS_BYTES, SERVER_EPISODES = 4, 2 * 2**30, 10
+
+
+class Player(Protocol):
+    """Decides: (observation of N rows, N instructions, N keys of random numbers) to actions (N, T, A)."""
+
+    def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray: ...
+
+
+class Source(Protocol):
+    """Where a process gets a player from; can be pickled."""
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    def load(self, threads: int) -> Player:
+        """threads: for what it computes on CPUs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """A decision to be made: by which policy, on what."""
+
+    policy: str
+    instruction: str
+    blindfolded: bool
+    key: Key
+
+
+class PolicyServer:
+    """The policies of an evaluation, in one process. Made into an actor.
+
+    Args:
+        sources: by name, as conditions name them.
+        batch_size: rows that a policy sees at most at once.
+        exact: always so many; where fewer wait, the last row is repeated. What a batch computes for a row then does not
+            depend on how many others there are.
+        threads: for what is computed on CPUs; of those of the machine at most.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], batch_size: int, exact: bool, threads: int = 1) -> None:
+        self._sources, self._batch_size, self._exact = sources, batch_size, exact
+        self._threads = min(threads, os.cpu_count() or 1)
+        self._players: dict[str, Player] = {}
+
+    def load(self) -> None:
+        """Load the policies, unless that is done. What is wrong with them is said by `act` again."""
+        if not self._players:
+            self._players = {name: source.load(self._threads) for name, source in self._sources.items()}
+
+    def act(self, rows: Sequence[Row], *observations: Observation) -> np.ndarray:
+        """Actions (N, T, A) of all rows, those of the first stacked observation first."""
+        self.load()
+        seen = _blacked_out(concatenate(observations), [i for i, row in enumerate(rows) if row.blindfolded])
+        chunks: dict[int, np.ndarray] = {}
+        for policy in dict.fromkeys(row.policy for row in rows):
+            own = [i for i, row in enumerate(rows) if row.policy == policy]
+            for start in range(0, len(own), self._batch_size):
+                batch = own[start : start + self._batch_size]
+                padded = batch + [batch[-1]] * (self._batch_size - len(batch)) if self._exact else batch
+                actions = self._players[policy](
+                    select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
+                )
+                chunks |= dict(zip(batch, actions, strict=False))
+        return np.stack([chunks[i] for i in range(len(rows))])
+
+
+def _blacked_out(observation: Observation, indices: Sequence[int]) -> Observation:
+    """With black images in some rows."""
+
+    def black(images: np.ndarray) -> np.ndarray:
+        images = images.copy()
+        images[list(indices)] = 0
+        return images
+
+    return {**observation, **map_arrays(black, {"pixels": observation["pixels"]})} if indices else observation
+
+
+class PolicyServers(Policy):
+    """Policy servers, each of which decides for a batch at a time; one that dies is replaced.
+
+    Args:
+        seed: of the noise; environments have their own.
+    """
+
+    def __init__(
+        self,
+        conditions: Mapping[str, Condition],
+        sources: Mapping[str, Source],
+        options: EvalOptions,
+        *,
+        servers: int,
+        threads: int,
+        seed: int,
+        use_gpu: bool,
+    ) -> None:
+        super().__init__()
+        self._conditions, self._options, self._seed, self._gpus = conditions, options, seed, int(use_gpu)
+        self._arguments = dict(sources), options.batch_size, options.exact, threads
+        self.lacks = SERVER_CPUS, self._gpus
+        self._free, self._busy, self._deaths = list[Any](), dict[ray.ObjectRef[Any], Any](), 0
+        for _ in range(servers):
+            self._make_server()
+
+    def _make_server(self) -> None:
+        made: Any = ray.remote(PolicyServer).options(num_cpus=SERVER_CPUS, num_gpus=self._gpus)
+        server = made.remote(*self._arguments)
+        self._await(server, server.__ray_ready__.remote(), [])
+        server.load.remote()  # while the stages begin
+
+    def _await(self, server: Any, ref: ray.ObjectRef[Any], batch: list[Seat]) -> None:
+        self._busy[ref], self.pending[ref] = server, batch
+
+    def close(self) -> None:
+        for server in (*self._free, *self._busy.values()):
+            ray.kill(server)
+
+    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], np.ndarray]]:
+        for ref in ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)[0] if self.pending else ():
+            server, batch = self._busy.pop(ref), self.pending.pop(ref)
+            try:
+                chunks = ray.get(ref)  # a few numbers a row; what went wrong is raised here
+            except RayActorError as error:
+                self._deaths += 1
+                if self._deaths > SERVER_DEATHS:
+                    raise RuntimeError(f"policy servers died {self._deaths} times: {root_cause(error)}") from error
+                ray.kill(server)
+                self._make_server()
+                for seat in batch:
+                    seat.since = 0.0  # before others
+                continue
+            self.lacks = None
+            self._free.append(server)
+            if batch:
+                yield batch, chunks
+        waiting = sorted((seat for seat in seats if seat.since is not None), key=lambda seat: seat.since or 0.0)
+        while self._free and waiting:
+            batch, rows = list[Seat](), list[Row]()
+            while waiting and (not batch or len(rows) + len(waiting[0].playing) <= self._options.batch_size):
+                batch.append(seat := waiting.pop(0))
+                seat.since = None
+                rows += map(self._row, [playing.episode for playing in seat.playing], seat.decisions)
+            server = self._free.pop(0)
+            self._await(server, server.act.remote(rows, *(seat.seen for seat in batch)), batch)
+
+    def _row(self, episode: Episode, decision: Decision) -> Row:
+        condition = self._conditions[episode.condition]
+        instruction = condition.instructions.get(decision.instruction, decision.instruction)
+        key = (self._seed, episode.task, episode.episode, decision.decision)
+        return Row(condition.policy, instruction, condition.blindfolded, key)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How many processes play an evaluation.
+
+    Attributes:
+        servers, stages: that decide, and that simulate.
+        threads: of a server, for what it computes on CPUs.
+        slots: how many episodes a stage plays at once. While every server decides for a batch, another is simulated.
+            More would only take memory: an environment of Meta-World that renders has 155 MB.
+    """
+
+    servers: int
+    stages: int
+    threads: int
+    slots: int
+
+    @classmethod
+    def of(cls, options: EvalOptions, cpus: float, *, episodes: int, weights_bytes: int = 0, use_gpu: bool) -> Cast:
+        """Decide the numbers of actors; what is not given fills the CPUs of a cluster.
+
+        On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough to
+        begin with, and one thread. With `exact` they have one thread, too, as threads change how sums are rounded.
+        """
+        fit, worth = SERVERS_BYTES // max(1, weights_bytes), episodes // SERVER_EPISODES
+        servers = options.policy_actors or (1 if use_gpu else max(1, min(int(cpus), MOST_SERVERS, fit, worth)))
+        stages = options.env_actors or max(2, int((cpus - servers * SERVER_CPUS) / STAGE_CPUS))
+        stages = max(1, min(stages, episodes))
+        threads = 1 if options.exact or use_gpu else max(1, round(stages * STAGE_CPUS / servers + SERVER_CPUS))
+        of_two_batches = math.ceil(2 * options.batch_size * servers / stages)
+        return cls(servers, stages, threads, min(options.batch_size, of_two_batches, math.ceil(episodes / stages)))
+
+
+def play(
+    episodes: Sequence[Episode],
+    conditions: Mapping[str, Condition],
+    sources: Mapping[str, Source],
+    makers: Mapping[str, Maker],
+    options: EvalOptions,
+    *,
+    seed: int,
+    use_gpu: bool = False,
+    on_end: Callable[[Line, np.ndarray | None], None],
+    stopped: Callable[[], bool] | None = None,
+) -> None:
+    """Play the episodes of a list, in whatever order they get done.
+
+    Runs on the driver, joined to a cluster. Its processes end with it, however it ends.
+
+    Args:
+        conditions, sources: by the names that episodes and conditions have for them.
+        makers: of the tasks' environments, by the names that episodes have for them.
+        seed: of the noise; environments have their own.
+        on_end: called as each ends, with its line (`episodes.line_of`) and all actions that it executed, (steps, A),
+            None after an error.
+        stopped: asked every second or so; when it says so, what is not over is let go.
+    Raises:
+        ValueError, OSError: a policy cannot be loaded, or cannot use what it sees.
+        NoCapacityError: nothing that decides, or nothing that simulates, has started for ROOM_TIMEOUT_S.
+        RuntimeError: policy servers died again and again, or stages do without end.
+    """
+    cpus, weights_bytes = ray.cluster_resources().get("CPU", 1.0), sum(of.weights_bytes for of in sources.values())
+    cast = Cast.of(options, cpus, episodes=len(episodes), weights_bytes=weights_bytes, use_gpu=use_gpu)
+    used = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
+    step_limit_s = Timeouts.from_environment().step
+    servers, threads = cast.servers, cast.threads
+    policy = PolicyServers(conditions, sources, options, servers=servers, threads=threads, seed=seed, use_gpu=use_gpu)
+    scheduler = Scheduler(used, stages=cast.stages, slots=cast.slots, cpus=STAGE_CPUS, step_limit_s=step_limit_s)
+    try:
+        scheduler.play(dict(enumerate(episodes)), policy, lambda _, *ended: on_end(*ended), stopped)
+    finally:
+        scheduler.close()
+        policy.close()
