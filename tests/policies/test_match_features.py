@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.datasets.factory import resolve_delta_timestamps
+from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.factory import make_policy as make_lerobot_policy
 from lerobot.policies.fastwam.configuration_fastwam import FastWAMConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
@@ -16,6 +17,7 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 
 from tests.tiny import ACTION_DIM, STATE_DIM, make_config
 from vla_finetuning.policies.loading import match_features
+from vla_finetuning.policies.own_names import own_camera_names
 
 
 @dataclass(frozen=True)
@@ -291,3 +293,16 @@ def test_channel_first_cameras_and_names_by_group():
     assert config.image_features["observation.images.top"].shape == (3, 48, 64)
     assert config.action_feature_names == ["a", "b", "c"]
     assert "observation.note" not in config.input_features
+
+
+def test_a_policy_that_sorts_its_cameras_keeps_its_names_unless_the_order_is_the_same():
+    """FastWAM puts `sorted` cameras side by side, whatever its configuration says."""
+    first, second, left, right = (f"observation.images.{name}" for name in ("a", "b", "left", "right"))
+    inputs = {key: PolicyFeature(FeatureType.VISUAL, (3, 224, 224)) for key in (first, second)}
+    inputs[OBS_STATE] = PolicyFeature(FeatureType.STATE, (8,))
+    outputs = {ACTION: PolicyFeature(FeatureType.ACTION, (7,))}
+    config = FastWAMConfig(device="cpu", input_features=inputs, output_features=outputs)
+    assert own_camera_names(config, {left: first, right: second}) == ({first: left, second: right}, "")
+    assert "in the order of their names" in own_camera_names(config, {right: first, left: second})[1]
+    act = ACTConfig(device="cpu", input_features=inputs, output_features=outputs)
+    assert own_camera_names(act, {right: first, left: second}) == ({first: right, second: left}, "")

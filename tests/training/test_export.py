@@ -17,12 +17,13 @@ from tests.tiny import make_base
 from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
-from vla_finetuning.training.export import export, exported_checkpoint, exported_config
+from vla_finetuning.training.export import export, exported_checkpoint, exported_config, policy_at
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 # Of somebody's policy for another robot.
@@ -202,3 +203,67 @@ def policy_features(root, begins_with):
         for key, feature in features_of(root).items()
         if key.startswith(begins_with)
     }
+
+
+BASES = [f"observation.images.{name}_0_rgb" for name in ("base", "left_wrist", "right_wrist")]
+
+
+@pytest.fixture(scope="module")
+def renamed(folder):
+    """Flags of a run from a base with other names, as pi05_base's, of which it masks one."""
+    theirs = make_dataset(
+        folder / "three", episodes=(6,), cameras=dict.fromkeys(BASES, (32, 32)), state_dim=3, action_dim=3
+    )
+    make_dataset(folder / "pair", episodes=(6, 5, 4), state_dim=3, action_dim=3)
+    make_base(folder / "pi05", load_metadata(theirs), chunk_size=4, **in_process.TINY)
+    names = json.dumps({WRIST: BASES[0], TOP: BASES[1]})
+    return [f"--policy.path={folder / 'pi05'}", f"--dataset.root={folder / 'pair'}", f"--rename_map={names}"]
+
+
+def select_actions(policy, pre, post, seen):
+    torch.manual_seed(0)
+    policy.reset()
+    with torch.no_grad():
+        return torch.cat([post(policy.select_action(pre(dict(frame)))) for frame in seen])
+
+
+def test_an_export_has_the_robots_names(folder, renamed, tmp_path):
+    """So that LeRobot's tools, which replace a saved rename step by none, play what was trained, bit for bit."""
+    run = trained(folder, *renamed, f"--output_dir={tmp_path / 'run'}")
+    where = exported(run)
+    config, shapes = json.loads((where / "config.json").read_text()), features_of(folder / "pair")
+    inputs = {WRIST: shapes[WRIST], TOP: shapes[TOP], BASES[2]: {"type": "VISUAL", "shape": [3, 32, 32]}}
+    assert list(config["input_features"]) == [WRIST, TOP, BASES[2], "observation.state"]
+    assert config["input_features"] == {**inputs, "observation.state": shapes["observation.state"]}
+    assert all("policy" not in size for size in json.loads((where / "robot.json").read_text())["cameras"].values())
+
+    checkpoint = exported_checkpoint(run.job, best=False)
+    reference, processors = policy_at(run.policy, checkpoint).eval(), run.policy.processors()
+    policy = get_policy_class(config["type"]).from_pretrained(where)
+    rollouts = {"rename_observations_processor": {"rename_map": {}}}  # as rollout, server and eval build them
+    plain = make_pre_post_processors(policy.config, pretrained_path=str(where), preprocessor_overrides=rollouts)
+    cameras = (WRIST, TOP)
+    seen = [{key: torch.rand(1, *shapes[key]["shape"]) for key in (*cameras, "observation.state")} for _ in range(3)]
+    seen = [{**frame, "task": ["go to the red bin"]} for frame in seen]
+    actions = select_actions(policy, *plain, seen)
+    torch.testing.assert_close(actions, select_actions(reference, *processors, seen), rtol=0, atol=0)
+
+    again = trained(folder, renamed[1], f"--policy.path={where}", "--output_dir=x")
+    assert again.policy.config.input_features == policy.config.input_features and not again.robots[0].rename_map
+    with pytest.raises(ValueError, match=f"it has '{WRIST}' already, leave that out"):
+        trained(folder, *renamed[1:], f"--policy.path={where}", "--output_dir=x")
+
+
+def test_names_of_the_policy_stay_where_two_cameras_would_have_one(folder, renamed, tmp_path):
+    """The dataset calls its first camera as the policy calls one that is masked."""
+    make_dataset(tmp_path / "data", episodes=(6,), cameras={BASES[1]: (96, 80)}, state_dim=3, action_dim=3)
+    names = json.dumps({BASES[1]: BASES[0]})
+    flags = [renamed[0], f"--dataset.root={tmp_path / 'data'}", f"--rename_map={names}"]
+    run = trained(folder, *flags, f"--output_dir={tmp_path / 'run'}")
+    assert f"{BASES[1]} is also the name of another camera of the policy" in describe(run)
+    assert f"lerobot-eval need --rename_map='{names}'" in describe(run)
+    where = exported(run)
+    config = json.loads((where / "config.json").read_text())
+    assert list(config["input_features"])[:3] == BASES
+    assert steps_of(where, "pre")["rename_observations_processor"] == {"rename_map": {BASES[1]: BASES[0]}}
+    assert json.loads((where / "robot.json").read_text())["cameras"][BASES[1]]["policy"] == BASES[0]

@@ -15,7 +15,7 @@ from vla_finetuning.mirror import fetched_for_good
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import load_policy_config
-from vla_finetuning.policies.pipelines import saved_shapes
+from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rollouts.episodes import Condition
@@ -75,9 +75,9 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         processors = policy.processors(untrained)
         sources["untrained"] = PolicySource(policy.folder, untrained, processors=processors, **options)
         conditions["untrained"] = Condition("untrained")
-    shapes = saved_shapes(exported, trained)
-    for source in sources.values():
-        check_fits(source.config, env, policy.robots[0].rename_map, shapes)  # by which the processors rename
+    check_fits(trained, env, saved_rename_map(exported), saved_shapes(exported, trained))
+    if "untrained" in sources:
+        check_fits(sources["untrained"].config, env, policy.robots[0].rename_map, policy.robots[0].match.trained)
     beside = SideBySide(
         conditions,
         sources,

@@ -20,6 +20,7 @@ from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.loading import aligned
+from vla_finetuning.policies.own_names import describe_names
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import brought_along
 from vla_finetuning.policies.spec import PolicySpec
@@ -126,6 +127,8 @@ def _features(run: Run) -> list[str]:
             f"Features     {robot.name or 'dataset'} -> policy",
             *(f"             {line}" for line in robot.match.table()),
         ]
+        if kept := describe_names(robot.config, robot.by_own_names().rename_map):
+            lines.append(f"             {kept}")
     if not run.policy.mixes_robots:
         return lines
     widest, own = run.policy.config.output_features["action"].shape[0], run.policy.train.pad_loss == "own"

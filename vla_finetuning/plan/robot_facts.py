@@ -21,7 +21,7 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
 
     `fps`: actions per second. `state`, `action`: the entries in their order, by the dataset's names. `action_kind`:
     "absolute", or "relative to the state at the start of the chunk" but for `absolute_entries`. `cameras`: height and
-    width as recorded, and the policy's name where it is another. `instructions`: as trained, between
+    width as recorded; `export` adds the policy's name where it stays another. `instructions`: as trained, between
     `instructions_begin_with` and `instructions_end_with`. `chunk_size`, `n_action_steps`: actions predicted, and
     executed of them. `statistics`: as --dataset.statistics.
     """
@@ -38,8 +38,7 @@ def _facts(run: Run, robot: Robot) -> dict[str, Any]:
     cameras = {}
     for key in robot.cameras:
         height, width = height_width(meta.features[key])
-        name, policy_name = robot.own_names.get(key, key), robot.rename_map.get(key, key)
-        cameras[name] = {"height": height, "width": width, **({"policy": policy_name} if policy_name != name else {})}
+        cameras[robot.own_names.get(key, key)] = {"height": height, "width": width}
     return {
         **({"robot": robot.name} if robot.name else {}),
         **({"robot_type": meta.robot_type} if meta.robot_type else {}),

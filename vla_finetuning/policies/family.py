@@ -170,6 +170,7 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         masks_cameras: it can do without some of its cameras.
+        sorts_cameras: it takes cameras in the order of their names, whatever their order in its configuration.
         takes_any: it plays with any of its cameras, and masks the others, and pads or cuts a state of any length.
         pads_statistics: its processors pad vectors before they normalise them, and statistics too.
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
@@ -198,6 +199,7 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
+    sorts_cameras: ClassVar[bool] = False
     takes_any: ClassVar[bool] = False
     pads_statistics: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()

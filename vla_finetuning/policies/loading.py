@@ -523,7 +523,8 @@ def _check_rename_map(
         if not key.startswith(OBS_PREFIX):
             raise ValueError(f"{where}; LeRobot renames only keys that start with '{OBS_PREFIX}'")
         if config.input_features and name not in config.input_features:
-            raise ValueError(f"{where}, and the policy's inputs are {sorted(config.input_features)}")
+            hint = f": it has '{key}' already, leave that out" if key in config.input_features else ""
+            raise ValueError(f"{where}, and the policy's inputs are {sorted(config.input_features)}{hint}")
         same = sorted(other for other in names if names[other] == name)
         if len(same) > 1:
             raise ValueError(f"{where}, so that {same} would all be called '{name}'")

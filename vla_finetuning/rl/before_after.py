@@ -41,11 +41,11 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     after = load_policy_config(folder)
     after.n_action_steps = policy.config.n_action_steps
     (robot,) = policy.robots
-    options: dict[str, Any] = {"env": env, "rename_map": robot.rename_map, "opening": robot.opening}
-    options["device"] = "cuda" if job.use_gpu else "cpu"
+    options: dict[str, Any] = {"env": env, "opening": robot.opening, "device": "cuda" if job.use_gpu else "cpu"}
+    started = copy.deepcopy(policy.config)
     sources = {
-        "before": PolicySource(policy.folder, copy.deepcopy(policy.config), **options),
-        "after": PolicySource(folder, after, **options),
+        "before": PolicySource(policy.folder, started, rename_map=robot.rename_map, **options),
+        "after": PolicySource(folder, after, **options),  # in the environment's own names
     }
     makers = task_makers(env)
     beside = SideBySide(

@@ -21,8 +21,14 @@ from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
+from vla_finetuning.policies.own_names import (
+    config_with_names,
+    own_camera_names,
+    pipeline_with_names,
+    saved_names,
+)
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.spec import PolicySpec, Processors
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     TRAINABLE,
@@ -98,16 +104,19 @@ def export(
         for robot in robots if spec.adapters.export == "adapter" else ():
             own = spec.select_robot(robot)
             with _made_for(output_dir / "adapter" / robot.name) as folder:
-                config = exported_config(own)
-                save_adapters(adapted, own.base["path"], own.base["revision"], *own.processors(), folder, config)
+                pipelines, config, _ = _by_own_names(own)
+                save_adapters(adapted, own.base["path"], own.base["revision"], *pipelines, folder, config)
         merge(adapted)
     with _made_for(output_dir / "pretrained_model") as whole:
         written = None
         for robot in robots:
             own, folder = spec.select_robot(robot), whole / robot.name
-            save_pretrained(policy, *own.processors(), folder, exported_config(own), written)
+            pipelines, config, renamed = _by_own_names(own)
+            save_pretrained(policy, *pipelines, folder, config, written)
             written = folder
             said = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
+            if "cameras" in said:
+                said["cameras"] = {key: _camera(size, renamed.get(key)) for key, size in said["cameras"].items()}
             if robot.opening:
                 # Of a policy that goes on from one of several robots no name is known, and none is needed.
                 said |= {"robot": robot.name} if robot.name else {}
@@ -117,6 +126,22 @@ def export(
             if shown := drawn.get(robot.name):
                 # An evaluation in the simulator must show it the same pictures.
                 write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
+
+
+def _by_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:
+    """Return the processors and the configuration of a robot's export, and which of its names are still renamed."""
+    config, (before, after), (robot,) = exported_config(spec), spec.processors(), spec.robots
+    rename_map = {**saved_names(before), **robot.rename_map}
+    names, reason = own_camera_names(config, rename_map)
+    if reason:
+        names = {}
+    renamed = {key: name for key, name in rename_map.items() if name not in names}
+    pipelines = pipeline_with_names(before, names, renamed), pipeline_with_names(after, names, renamed)
+    return pipelines, config_with_names(config, names), renamed
+
+
+def _camera(size: Mapping[str, Any], policy: str | None) -> dict[str, Any]:
+    return {"height": size["height"], "width": size["width"], **({"policy": policy} if policy else {})}
 
 
 def exported_config(spec: PolicySpec) -> PreTrainedConfig:

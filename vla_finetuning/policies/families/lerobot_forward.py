@@ -171,6 +171,8 @@ class FastWAMLoss(PolicyLoss):
 class FastWAM(Family):
     """FastWAM and types that derive from it."""
 
+    sorts_cameras = True
+
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         return FastWAMLoss(policy, images=super().make_loss(policy, **options).images)
 

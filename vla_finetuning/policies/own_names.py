@@ -1,0 +1,98 @@
+"""Give an exported policy the names that its robot's cameras have, so that no program has to rename them.
+
+LeRobot 0.6.1 replaces a saved rename step by its own flag, empty unless given, in lerobot-rollout, lerobot-eval and its
+PolicyServer, and the server also looks a camera up by the robot's name, before it renames.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lerobot.configs import PreTrainedConfig
+from lerobot.processor import PolicyProcessorPipeline, ProcessorStep, RenameObservationsProcessorStep
+
+from vla_finetuning.policies.registry import family_of
+
+
+def own_camera_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """Return the robot's names of cameras by the policy's, and why they cannot be the export's; "" where they can.
+
+    Args:
+        config: of the policy, by its own names. rename_map: the robot's names -> the policy's.
+    """
+    names = {name: key for key, name in rename_map.items() if name in config.image_features and name != key}
+    after = [names.get(key, key) for key in config.input_features or ()]
+    if taken := sorted({key for key in after if after.count(key) > 1}):
+        return names, f"{', '.join(taken)} is also the name of another camera of the policy"
+    cameras = sorted(config.image_features)
+    if family_of(config).sorts_cameras and sorted(cameras, key=lambda key: names.get(key, key)) != cameras:
+        return names, f"a '{config.type}' takes cameras in the order of their names, and the robot's have another"
+    return names, ""
+
+
+def describe_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> str:
+    """Say what LeRobot's tools need where an export keeps the policy's names of cameras; nothing where it does not."""
+    names, reason = own_camera_names(config, rename_map)
+    if not reason:
+        return ""
+    given = json.dumps({key: name for name, key in names.items()})
+    return (
+        f"cameras keep the policy's names in the export, because {reason}: lerobot-rollout and lerobot-eval need "
+        f"--rename_map='{given}', and LeRobot's PolicyServer cannot run it"
+    )
+
+
+def saved_names(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
+    """Return what a preprocessor renames."""
+    steps = (step for step in preprocessor.steps if isinstance(step, RenameObservationsProcessorStep))
+    return next((dict(step.rename_map) for step in steps), {})
+
+
+def config_with_names(config: PreTrainedConfig, names: Mapping[str, str]) -> PreTrainedConfig:
+    """Return the configuration with other names of cameras, in the same order."""
+    changed = copy.deepcopy(config)
+    for field in dataclasses.fields(config):
+        setattr(changed, field.name, _renamed(getattr(changed, field.name), names))
+    return changed
+
+
+def pipeline_with_names(
+    pipeline: PolicyProcessorPipeline, names: Mapping[str, str], rename_map: Mapping[str, str]
+) -> PolicyProcessorPipeline:
+    """Return LeRobot's pipeline for cameras with other names.
+
+    Args:
+        names: the pipeline's -> the new ones. rename_map: what its first step renames from now on.
+    """
+    changed = copy.copy(pipeline)
+    changed.steps = [_step_with_names(step, names, rename_map) for step in pipeline.steps]
+    return changed
+
+
+def _step_with_names(step: ProcessorStep, names: Mapping[str, str], rename_map: Mapping[str, str]) -> ProcessorStep:
+    if isinstance(step, RenameObservationsProcessorStep):
+        return RenameObservationsProcessorStep(rename_map=dict(rename_map))
+    options = step.get_config()
+    changed = _renamed(options, names)
+    state = {}
+    for key, value in step.state_dict().items():  # FEATURE.STATISTIC
+        feature, dot, statistic = key.rpartition(".")
+        state[f"{names.get(feature, feature)}{dot}{statistic}"] = value
+    if changed == options and state.keys() == step.state_dict().keys():
+        return step
+    made: Any = type(step)(**changed)
+    made.load_state_dict(state)
+    return made
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """Return a value as JSON has it, with other names wherever one stands alone."""
+    if isinstance(value, dict):
+        return {names.get(key, key): _renamed(inner, names) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_renamed(inner, names) for inner in value]
+    return names.get(value, value) if isinstance(value, str) else value
