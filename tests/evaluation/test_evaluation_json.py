@@ -31,6 +31,8 @@ LABELS = {
     "blindfolded": "trained, blindfolded",
 }
 FILMS = [{"title": "a picture"}]
+# LeRobot's tools play it as evaluate.py does; tests/evaluation/test_robot_tools.py computes it.
+ALIKE = {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,7 @@ def test_every_number_is_a_plain_computation(run, evaluated):
     expected = {
         "trained": open_loop_by_hand(exported, exported, rows, mean, {red: blue, blue: red}),
         "untrained": open_loop_by_hand(run.policy.folder, exported, rows, mean),
+        "tools": ALIKE,
         "closed_loop": closed_loop_by_hand(played),
         "films": FILMS,
     }

@@ -13,6 +13,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from tests.datasets import make_dataset
 from tests.evaluation.test_evaluation_json import (
+    ALIKE,
     AT_ONCE,
     CHUNK,
     FRAMES,
@@ -30,6 +31,7 @@ from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import make_tiny_base
 from vla_finetuning.run import cluster
+from vla_finetuning.training.export import in_own_names
 
 FRONT, TOP, WRIST, BASE = (f"observation.images.{name}" for name in ("front", "top", "wrist", "base"))
 RED, BLUE, GREEN = (f"go to the {colour} bin" for colour in ("red", "blue", "green"))
@@ -78,7 +80,8 @@ def run(tmp_path_factory):
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     for robot in run.robots:
         own = run.policy.select_robot(robot.by_own_names())
-        save_pretrained(trained, *own.processors(), exported(run, robot.name), own.config)
+        pipelines, config, _ = in_own_names(own)
+        save_pretrained(trained, *pipelines, exported(run, robot.name), config)
     return run
 
 
@@ -119,6 +122,7 @@ def test_every_number_of_each_robot_is_a_plain_computation(run):
         expected[robot] = {
             "trained": open_loop_by_hand(own, own, rows, mean, others),
             "untrained": open_loop_by_hand(run.policy.folder, own, rows, mean),
+            "tools": ALIKE,
         }
     check(written, {"robots": expected})
     names = ("mean_action", "policy", "other_instruction")

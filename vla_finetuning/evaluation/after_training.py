@@ -8,6 +8,7 @@ from ray.exceptions import RayError
 
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
+from vla_finetuning.evaluation.robot_tools import describe_tools
 from vla_finetuning.files import write_json
 from vla_finetuning.plan.record import errors_by_robot
 from vla_finetuning.plan.resolve import Run
@@ -27,6 +28,8 @@ def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:
         errors = cluster.run_remote(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
         for name, of in errors_by_robot(errors).items():
             tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
+            for line in describe_tools(of["tools"]):
+                tell(f"On the robot {name}{': ' if name else ''}{line}")
         if is_demo(run.config, run.policy):
             scores, films = try_demo(run.job, run.policy)
             write_json(run.job.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})

@@ -24,6 +24,7 @@ from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.selection import tasks_of
+from vla_finetuning.evaluation.robot_tools import MOST_STEPS, compare_tools
 from vla_finetuning.files import write_json
 from vla_finetuning.mirror import fetched_for_good, push
 from vla_finetuning.plan.resolve import Run, select_robot
@@ -323,7 +324,8 @@ def evaluate_run(
     Args:
         rows_that_fit: rows to predict at once on a GPU; None: as many as are read.
     Returns:
-        `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; of several robots `{"robots": {name:
+        `{"trained": ..., "untrained": ..., "tools": ...}`, the first two as from `open_loop_errors`, the last as from
+        `compare_tools`; of several robots `{"robots": {name:
         that}}` of those with held-out episodes. Also written to `evaluation.json`.
     """
     folder = fetched_for_good(run.job.output_dir / "pretrained_model")
@@ -382,6 +384,15 @@ def _errors_of(
     trained, options["at_once"] = _placed(spec, trained, autocast, device, rows_that_fit)
     named = [{robot.own_names.get(key, key): values for key, values in batch.items()} for batch in batches]
     errors = {"trained": open_loop_errors(trained, pre, post, named, **options)}
+    try:
+        seen = list(held_out_frames(rows, MOST_STEPS))
+    except (ValueError, OSError) as error:  # with --dataset.on_error=skip no error of the evaluation
+        errors["tools"] = {"LeRobot's tools": f"not tried, the first held-out episode cannot be read: {error}"}
+    else:
+        seen = [{robot.own_names.get(key, key): value for key, value in frame.items()} for frame in seen]
+        seen = [{**frame, TASK: f"{robot.opening}{frame[TASK]}"} for frame in seen]
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            errors["tools"] = compare_tools(trained, folder, seen, trusted=spec.trusted)
     del trained
     if spec.folder is not None:
         untrained = spec.start()

@@ -104,14 +104,14 @@ def export(
         for robot in robots if spec.adapters.export == "adapter" else ():
             own = spec.select_robot(robot)
             with _made_for(output_dir / "adapter" / robot.name) as folder:
-                pipelines, config, _ = _by_own_names(own)
+                pipelines, config, _ = in_own_names(own)
                 save_adapters(adapted, own.base["path"], own.base["revision"], *pipelines, folder, config)
         merge(adapted)
     with _made_for(output_dir / "pretrained_model") as whole:
         written = None
         for robot in robots:
             own, folder = spec.select_robot(robot), whole / robot.name
-            pipelines, config, renamed = _by_own_names(own)
+            pipelines, config, renamed = in_own_names(own)
             save_pretrained(policy, *pipelines, folder, config, written)
             written = folder
             said = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
@@ -128,7 +128,7 @@ def export(
                 write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
 
 
-def _by_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:
+def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:
     """Return the processors and the configuration of a robot's export, and which of its names are still renamed."""
     config, (before, after), (robot,) = exported_config(spec), spec.processors(), spec.robots
     rename_map = {**saved_names(before), **robot.rename_map}

@@ -1,0 +1,176 @@
+"""What is said of LeRobot's tools, against its PolicyServer and its rollout themselves, on a robot that is none."""
+
+import json
+import pickle
+from threading import Event
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.rollout import context
+from lerobot.rollout.inference import SyncInferenceConfig
+from lerobot.utils.feature_utils import build_dataset_frame, hw_to_dataset_features
+
+from tests.datasets import make_dataset
+from tests.in_process import TINY
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.evaluation.robot_tools import compare_tools, describe_tools
+from vla_finetuning.policies.loading import load_policy, load_policy_config, save_pretrained
+from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
+
+STEPS, CHUNK = 5, 6
+MOTORS = [f"{number}.pos" for number in range(3)]
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+BASE, LEFT = "observation.images.base_0_rgb", "observation.images.left_wrist_0_rgb"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`own`: a policy in the names of its robot. `base`: the same in others, with square cameras, and a rename step."""
+    folder = tmp_path_factory.mktemp("tools")
+    meta = load_metadata(make_dataset(folder / "dataset", episodes=(9,), state_dim=3, action_dim=3))
+    make_base(folder / "own", meta, chunk_size=CHUNK, **TINY)
+    renamed = {BASE: (32, 32), LEFT: (32, 32)}
+    theirs = load_metadata(make_dataset(folder / "theirs", episodes=(6,), cameras=renamed, state_dim=3, action_dim=3))
+    base = make_base(folder / "theirs_base", theirs, chunk_size=CHUNK, **TINY)
+    config = load_policy_config(base)
+    processors = make_processors(base, config, meta.stats, {TOP: BASE, WRIST: LEFT})
+    save_pretrained(load_policy(base, config), *processors, folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def frames(folder):
+    dataset = LeRobotDataset("local/x", root=folder / "dataset", video_backend="pyav")
+    keys = ("task", "action", "observation.state", TOP, WRIST)
+    return [{key: dataset[number][key] for key in keys} for number in range(STEPS)]
+
+
+def shown(frame):
+    """What a robot of LeRobot's shows."""
+    images = {key.rpartition(".")[2]: (frame[key] * 255).round().to(torch.uint8) for key in (TOP, WRIST)}
+    motors = dict(zip(MOTORS, frame["observation.state"].tolist(), strict=True))
+    return motors | {name: image.permute(1, 2, 0).numpy() for name, image in images.items()}
+
+
+def hardware(frames):
+    return {key: float if key in MOTORS else value.shape for key, value in shown(frames[0]).items()}
+
+
+def plain(where, frames):
+    """A chunk of the first frame, all of it at once, by LeRobot's calls and the folder's own renaming."""
+    policy = TinyPI05Policy.from_pretrained(where).eval()
+    before, after = make_pre_post_processors(policy.config, pretrained_path=str(where))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        seen = {key: value for key, value in frames[0].items() if key != "action"}
+        return after(policy.predict_action_chunk(before(seen)))[0, :STEPS]
+
+
+def rollouts(where, frames, monkeypatch):
+    """What lerobot-rollout commands."""
+    names = [*MOTORS]
+    robot = SimpleNamespace(
+        name="fake", robot_type="fake", connect=lambda: None, get_observation=lambda: shown(frames[0])
+    )
+    robot.observation_features, robot.action_features = hardware(frames), dict.fromkeys(names, float)
+    monkeypatch.setattr(context, "make_robot_from_config", lambda config: robot)
+    policy = PreTrainedConfig.from_pretrained(where, cli_overrides=["--device=cpu"])
+    policy.pretrained_path = str(where)
+    config = {"inference": SyncInferenceConfig(), "policy": policy, "robot": None, "teleop": None, "dataset": None}
+    config |= {"device": "cpu", "task": frames[0]["task"], "fps": 10.0, "rename_map": {}, "strategy": None}
+    config |= {"use_torch_compile": False, "compile_warmup_inferences": 0, "resume": False}
+    made = context.build_rollout_context(SimpleNamespace(**config), Event())
+    engine = made.policy.inference
+    torch.manual_seed(0)
+    observed = [build_dataset_frame(made.data.hw_features, shown(frame), prefix="observation") for frame in frames]
+    return torch.stack([engine.get_action(frame) for frame in observed])
+
+
+def served(where, frames, monkeypatch, tmp_path):
+    """What PolicyServer answers."""
+    monkeypatch.chdir(tmp_path)  # it makes a folder for logs where it is imported
+    from lerobot.async_inference import helpers, policy_server
+    from lerobot.async_inference.configs import PolicyServerConfig
+
+    monkeypatch.setattr(policy_server, "get_policy_class", lambda _: TinyPI05Policy)
+    server = policy_server.PolicyServer(PolicyServerConfig())
+    features = hw_to_dataset_features(hardware(frames), "observation", use_video=False)
+    asked = helpers.RemotePolicyConfig("pi05", str(where), features, STEPS)
+    server.SendPolicyInstructions(SimpleNamespace(data=pickle.dumps(asked)), SimpleNamespace(peer=lambda: "x"))
+    raw = {**shown(frames[0]), "task": frames[0]["task"]}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        answer = server._predict_action_chunk(helpers.TimedObservation(timestamp=0.0, timestep=0, observation=raw))
+    return torch.stack([action.get_action() for action in answer])
+
+
+def compared(where, frames):
+    return compare_tools(TinyPI05Policy.from_pretrained(where).eval(), where, frames)
+
+
+def largest(a, b):
+    return float((a.double() - b.double()).abs().max())
+
+
+def test_all_tools_play_an_export_in_the_robots_names(folder, frames, tmp_path, monkeypatch):
+    where = folder / "own"
+    found, expected = compared(where, frames), plain(where, frames)
+    assert found == {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
+    assert largest(rollouts(where, frames, monkeypatch), expected) == 0.0
+    assert largest(served(where, frames, monkeypatch, tmp_path), expected) == 0.0
+    assert describe_tools(found) == ["select_action, lerobot-rollout, PolicyServer: as evaluate.py, bit for bit"]
+
+
+def test_an_export_that_renames_fails_as_it_is_said(folder, frames, tmp_path, monkeypatch):
+    where = folder / "base"
+    found = compared(where, frames)
+    with pytest.raises(ValueError, match="Visual feature mismatch"):
+        rollouts(where, frames, monkeypatch)
+    assert "image features are missing" in found["lerobot-rollout"]
+    with pytest.raises(KeyError, match=TOP):
+        served(where, frames, monkeypatch, tmp_path)
+    assert found["PolicyServer"] == f"KeyError: '{TOP}'"
+    assert any("select_action: ValueError" in line for line in describe_tools(found))
+
+
+def test_sizes_that_are_not_the_cameras_are_measured(folder, frames, tmp_path, monkeypatch):
+    """PolicyServer stretches images to the sizes in config.json."""
+    where = tmp_path / "square"
+    config = load_policy_config(folder / "own")
+    for key in (TOP, WRIST):
+        config.input_features[key].shape = (3, 32, 32)
+    policy = load_policy(folder / "own", config)
+    save_pretrained(policy, *make_pre_post_processors(config, pretrained_path=str(folder / "own")), where)
+    found = compared(where, frames)
+    assert found["select_action"] == found["lerobot-rollout"] == 0.0 < found["PolicyServer"]
+    stretched = served(where, frames, monkeypatch, tmp_path)
+    assert found["PolicyServer"] == pytest.approx(largest(stretched, plain(where, frames)), rel=1e-6)
+
+
+def test_relative_actions_differ_by_the_way_of_the_state(folder, frames, tmp_path, monkeypatch):
+    where = tmp_path / "relative"
+    config = load_policy_config(folder / "own")
+    config.use_relative_actions = True
+    steps = {"relative_actions_processor": {"enabled": True}}
+    processors = make_pre_post_processors(
+        config,
+        pretrained_path=str(folder / "own"),
+        preprocessor_overrides=steps,
+        postprocessor_overrides={"absolute_actions_processor": {"enabled": True}},
+    )
+    save_pretrained(load_policy(folder / "own", config), *processors, where)
+    found = compared(where, frames)
+    states = np.stack([frame["observation.state"].numpy() for frame in frames])
+    assert found["select_action"] == pytest.approx(np.abs(states - states[0]).max(), rel=1e-4) and states.std() > 0
+    assert found["PolicyServer"] == 0.0 == largest(served(where, frames, monkeypatch, tmp_path), plain(where, frames))
+    with pytest.raises(NotImplementedError, match="--inference.type=rtc"):
+        rollouts(where, frames, monkeypatch)
+    assert "refuses relative actions, but with --inference.type=rtc" in found["lerobot-rollout"]
+    assert json.loads(json.dumps(found)) == found

@@ -1,0 +1,175 @@
+"""What LeRobot's own tools make of an exported policy, beside what evaluate.py plays of it.
+
+Each tool's own functions see the same recorded frames, as its robot or environment would show them. Measured on LeRobot
+0.6.1; lerobot-rollout's real-time engine and PolicyServer postprocess a chunk when it is predicted, the others each
+action when it is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE, OBS_STR
+from lerobot.utils.feature_utils import build_dataset_frame, hw_to_dataset_features
+
+from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.remote_code import remote_code
+
+TASK = "task"
+# Actions of a chunk that are compared, at most.
+MOST_STEPS = 16
+
+
+class Robot:
+    """A robot that shows recorded frames, as LeRobot's drivers describe and show theirs.
+
+    Args:
+        frames: `task`, observations and `action`, as `open_loop.held_out_frames` yields them.
+    Raises:
+        ValueError: a vector or camera that no robot of LeRobot's shows.
+    """
+
+    def __init__(self, frames: Sequence[Mapping[str, Any]]):
+        self.frames = frames
+        keys = [key for key in frames[0] if key.startswith(f"{OBS_STR}.")]
+        self._cameras = {key: key.removeprefix(f"{OBS_IMAGES}.") for key in keys if frames[0][key].ndim == 3}
+        if unknown := [key for key in keys if key != OBS_STATE and not key.startswith(f"{OBS_IMAGES}.")]:
+            raise ValueError(f"robots of LeRobot show {OBS_STATE} and {OBS_IMAGES}.NAME, and the policy sees {unknown}")
+        self._motors = [f"{number}.pos" for number in range(len(frames[0][OBS_STATE]))]
+        height_width = {name: tuple(frames[0][key].shape[1:]) for key, name in self._cameras.items()}
+        shown: dict[str, Any] = {name: float for name in self._motors}
+        shown |= {name: (*size, 3) for name, size in height_width.items()}
+        self.features = hw_to_dataset_features(shown, OBS_STR, use_video=False)
+
+    def observation(self, frame: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `robot.get_observation()` returns: a number for each motor, cameras uint8 (H, W, 3)."""
+        motors = dict(zip(self._motors, map(float, frame[OBS_STATE]), strict=True))
+        images = {name: frame[key] for key, name in self._cameras.items()}
+        return motors | {
+            name: (image * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+            for name, image in images.items()
+        }
+
+
+def compare_tools(
+    policy: PreTrainedPolicy, folder: Path, frames: Sequence[Mapping[str, Any]], *, trusted: bool = False
+) -> dict[str, Any]:
+    """Play frames as evaluate.py does, and by the functions of LeRobot's tools.
+
+    Args:
+        policy: the export's, on its device. folder: the export. frames: one after the other, of one episode, under the
+            robot's own names.
+        trusted: whether code that comes with the folder may run.
+    Returns:
+        By tool: the largest difference of an action in the dataset's units, 0.0 where all are equal bit for bit; or
+        why the tool does not play it, in words. Nothing of a policy that evaluate.py does not play.
+    """
+    family, config = family_of(policy.config), policy.config
+    if family.remembers(config) or family.cannot_predict(config):
+        return {}
+    steps = min(len(frames), getattr(config, "n_action_steps", 1), MOST_STEPS)
+    frames, device, was_training = frames[:steps], next(policy.parameters()).device, policy.training
+    # As LeRobot's tools load them: with the device, and their own renaming in place of the export's.
+    loading = {"rename_observations_processor": {"rename_map": {}}, "device_processor": {"device": device.type}}
+
+    def lerobots() -> tuple[Any, Any]:
+        return make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=loading)
+
+    def ours() -> torch.Tensor:
+        before, after = load_processors(folder, config, trusted=trusted)
+        seen = before(
+            {key: value[None] if isinstance(value, torch.Tensor) else [value] for key, value in first.items()}
+        )
+        seen = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in seen.items()}
+        with torch.autocast(device.type, enabled=config.use_amp):
+            chunk = family.predict_chunk(policy, seen)
+        return after(chunk)[0, :steps]
+
+    first = {key: value for key, value in frames[0].items() if key != ACTION}
+    tools: dict[str, Callable[[], torch.Tensor]] = {
+        "select_action": lambda: _select_actions(policy, lerobots(), frames),
+        "lerobot-rollout": lambda: _rollout(policy, lerobots(), frames),
+        "PolicyServer": lambda: _served(policy, lerobots(), frames, steps),
+    }
+    found: dict[str, Any] = {}
+    policy.eval()
+    try:
+        with remote_code(trusted):
+            expected = _seeded(ours, device)
+            for name, play in tools.items():
+                try:
+                    difference = (_seeded(play, device) - expected).abs()
+                    found[name] = float(difference.max())
+                except Exception as error:  # whatever LeRobot ends with is what a user would see
+                    found[name] = f"{type(error).__name__}: {error}"
+    finally:
+        policy.reset()
+        policy.train(was_training)
+    return found
+
+
+def _seeded(play: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return actions (steps, A) on the CPU, with the same draws every time."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(0)
+        return play().double().cpu()
+
+
+def _select_actions(
+    policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Sequence[Mapping[str, Any]]
+) -> torch.Tensor:
+    """Act as lerobot-eval's `rollout`, and the loop of README.ipynb."""
+    before, after = pipelines
+    policy.reset()
+    actions = []
+    for frame in frames:
+        seen = {key: frame[key][None] for key in frame if key.startswith(OBS_STR)} | {TASK: [frame[TASK]]}
+        with torch.autocast(next(policy.parameters()).device.type, enabled=policy.config.use_amp):
+            actions.append(after(policy.select_action(before(seen))))
+    return torch.cat(actions)
+
+
+def _rollout(policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """Act as lerobot-rollout with its default engine, which it refuses relative actions for."""
+    from lerobot.rollout.inference.sync import SyncInferenceEngine  # not above: it brings drivers of robots
+
+    if getattr(policy.config, "use_relative_actions", False):
+        raise NotImplementedError("it refuses relative actions, but with --inference.type=rtc")
+    robot, names = Robot(frames), [f"{number}.pos" for number in range(len(frames[0][ACTION]))]
+    features = {**robot.features, ACTION: {"dtype": "float32", "shape": (len(names),), "names": names}}
+    device = str(next(policy.parameters()).device)
+    engine = SyncInferenceEngine(policy, *pipelines, features, names, frames[0][TASK], device, "")
+    engine.reset()
+    shown = [build_dataset_frame(robot.features, robot.observation(frame), prefix=OBS_STR) for frame in frames]
+    return torch.stack([torch.as_tensor(engine.get_action(seen)) for seen in shown])
+
+
+def _served(
+    policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Sequence[Mapping[str, Any]], steps: int
+) -> torch.Tensor:
+    """Predict a chunk as PolicyServer does of the first frame."""
+    from lerobot.async_inference import helpers  # not above, neither
+
+    (before, after), robot = pipelines, Robot(frames)
+    raw = {**robot.observation(frames[0]), TASK: frames[0][TASK]}
+    seen = helpers.raw_observation_to_observation(raw, robot.features, policy.config.image_features)
+    chunk = policy.predict_action_chunk(before(seen))
+    return torch.stack([after(chunk[:, step]) for step in range(steps)], dim=1)[0]
+
+
+def describe_tools(found: Mapping[str, Any]) -> list[str]:
+    """Say of a policy which of LeRobot's tools play what evaluate.py plays."""
+    same = [name for name, difference in found.items() if difference == 0.0]
+    lines = [f"{', '.join(same)}: as evaluate.py, bit for bit"] if same else []
+    for name, difference in found.items():
+        if isinstance(difference, str):
+            lines.append(f"{name}: {difference}")
+        elif difference:
+            lines.append(f"{name}: up to {difference:.3g} from what evaluate.py plays, in the dataset's units")
+    return lines
