@@ -88,6 +88,7 @@ def test_a_run_of_relative_actions(tmp_path, monkeypatch):
     run = in_process.resolved((folder, root, base), **flags, **{"policy.chunk_size": CHUNK, "policy.n_action_steps": 2})
     assert run.robots[0].missing_stats["action"] >= {"q01", "q99"} and not run.robots[0].stats
     assert "predicts 2 of 3 dimensions of an action relative to the state" in describe(run)
+    assert "which is played by lerobot-rollout --inference.type=rtc and PolicyServer; a loop" in describe(run)
     monkeypatch.setattr(relative_actions, "over_files", one_after_the_other)
     run = with_stats(run)
     names = load_metadata(root).features["action"].names

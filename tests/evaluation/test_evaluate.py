@@ -11,8 +11,9 @@ import evaluate
 import tests.arm  # noqa: F401 (an environment)
 from tests.buckets import Bucket, forget, runs_bucket
 from tests.pages import check_page
-from tests.rollouts.test_player import STATS, act_config, masked  # noqa: F401 (a fixture)
+from tests.rollouts.test_player import STATS, act_config, make_base, masked  # noqa: F401 (a fixture)
 from vla_finetuning import mirror
+from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import write_json
@@ -173,6 +174,33 @@ def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, 
         assert evaluate.main(flags) == 2, flags
         assert message in capsys.readouterr().err, flags
     assert not (tmp_path / "out").exists()
+
+
+def test_the_controller_is_of_relative_actions(folder, tmp_path):
+    """Others are played alike by both, and go as they did."""
+    relative = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
+    for name in ("config", "policy_preprocessor", "policy_postprocessor"):
+        saved = json.loads((relative / f"{name}.json").read_text())
+        for options in [saved, *(step["config"] for step in saved.get("steps", ()))]:
+            options |= {key: True for key in ("enabled", "use_relative_actions") if key in options}
+        write_json(relative / f"{name}.json", saved)
+
+    def found(policy, *flags):
+        flags = [f"--policy.path={policy}", f"--output_dir={tmp_path / 'out'}", *flags, *FLAGS]
+        return trial.resolve_trial(parse_evaluate(flags))
+
+    by_steps = found(relative, "--eval.controller=select_action")
+    assert by_steps.source.by_select_action and by_steps.options.policy_actors == 1
+    assert by_steps.about["policy"]["controller"] == "select_action"
+    (line,) = trial.describe_controller(by_steps.source)
+    assert "added to the current state, as by lerobot-eval" in line
+    (line,) = trial.describe_controller(found(relative).source)
+    assert "lerobot-rollout --inference.type=rtc and PolicyServer" in line and "--eval.controller=select_action" in line
+    for other in (found(relative), found(folder, "--eval.controller=select_action")):
+        assert not other.source.by_select_action and "controller" not in other.about["policy"]
+    assert not trial.describe_controller(found(folder).source)
+    with pytest.raises(ValueError, match="--eval.policy_actors=2: with --eval.controller=select_action one process"):
+        found(relative, "--eval.controller=select_action", "--eval.policy_actors=2")
 
 
 def test_flags_are_lerobot_evals():

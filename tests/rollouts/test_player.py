@@ -94,6 +94,51 @@ def test_the_chunk_is_lerobots_for_the_same_noise(pi05, instructions):
     assert found.shape == (len(KEYS), 4, 3) and found.dtype == np.float32
 
 
+def moved(observation, steps):
+    """What is seen so many steps later."""
+    return {**observation, "agent_pos": observation["agent_pos"] + np.float32(0.3 * steps)}
+
+
+def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instructions):
+    """With relative actions, to each of which that adds the current state; rows are at different steps of a chunk."""
+    policy, pre, post = copy.deepcopy(pi05)
+    policy.config.use_relative_actions = True
+    absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
+    absolute.relative_step = next(step for step in pre.steps if hasattr(step, "get_cached_state"))
+    absolute.enabled = absolute.relative_step.enabled = True
+    player = Player(policy, pre, post, env=ENV, rename_map={}, by_select_action=True)
+    seen, shape = observed(), (1, policy.config.chunk_size, policy.config.max_action_dim)
+    found = {0: [], 1: []}
+    for decision in range(8):  # the second episode begins three steps later
+        rows = [row for row, first in ((0, 0), (1, 3)) if decision >= first]
+        steps = {row: decision - 3 * row for row in rows}
+        shown = [moved(rows_of(seen, [row]), steps[row]) for row in rows]
+        both = {
+            "agent_pos": np.concatenate([one["agent_pos"] for one in shown]),
+            "pixels": rows_of(seen, rows)["pixels"],
+        }
+        actions = player(both, [instructions[row] for row in rows], [(7, "two_bins", row, steps[row]) for row in rows])
+        assert actions.shape == (len(rows), 1, 3)
+        for row, action in zip(rows, actions, strict=True):
+            found[row].append(action[0])
+    for row, actions in found.items():
+        policy.reset()
+        for step, action in enumerate(actions):
+            chunk = step // policy.config.n_action_steps
+            policy.model.sample_noise = lambda *_, key=(7, "two_bins", row, chunk): torch.from_numpy(
+                noise(*key, shape[1:])[None]
+            )
+            batch = pre({**preprocess_observation(moved(rows_of(seen, [row]), step)), "task": [instructions[row]]})
+            with torch.no_grad():
+                expected = post(policy.select_action(batch))[0]
+            np.testing.assert_allclose(action, expected.numpy(), rtol=1e-4, atol=1e-4)
+    whole = Player(policy, pre, post, env=ENV, rename_map={})
+    chunk = whole(rows_of(seen, [0]), instructions[:1], [(7, "two_bins", 0, 0)])[0]
+    np.testing.assert_allclose(found[0][:4] - chunk, np.arange(4)[:, None] * [[0.3] * 3], atol=1e-3)
+    with pytest.raises(RuntimeError, match="a policy process died"):
+        player(rows_of(seen, [2]), instructions[:1], [(7, "two_bins", 2, 1)])
+
+
 def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, instructions):
     player = Player(*pi05, env=ENV, rename_map={})
     seen = observed()

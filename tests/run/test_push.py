@@ -22,6 +22,7 @@ from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.policies.loading import save_pretrained
@@ -113,6 +114,16 @@ def test_everything_arrives_with_a_card(server, finished):
     # Nobody's folders and buckets, nothing of a stranger's that is taken for HTML.
     assert "secret" not in text and "`arm / <script>alert(1)</script> 'x'`" in text
     assert TOKEN not in text
+
+
+def test_the_card_says_what_plays_relative_actions(finished):
+    facts = {"fps": 10, "cameras": {}, "action": ["x"], "n_action_steps": 4, "chunk_size": 6, "instructions": []}
+    facts |= {"instructions_begin_with": "", "instructions_end_with": ""}
+    rows = []
+    for kind in ("absolute", "relative to the state at the start of the chunk"):
+        (finished / "pretrained_model" / "robot.json").write_text(json.dumps({**facts, "action_kind": kind}))
+        rows.append([row for row in push.model_card(finished, REPO).splitlines() if row.startswith("| played by")])
+    assert rows == [[], [f"| played by | `{RELATIVE_PLAYED_BY}` |"]]
 
 
 def test_only_what_an_export_writes_is_pushed(server, finished, caplog):

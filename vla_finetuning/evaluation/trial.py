@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from vla_finetuning.evaluation.intervals import compare, comparison_text, share,
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.mirror import address, as_path, pull, synced
 from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config, EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
+from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_list
@@ -90,6 +92,8 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)
     check_advantage(policy_config, config.advantage, config.guidance)
+    by_select_action = config.controller == "select_action" and relative_actions(policy_config) is not None
+    options = replace(config.eval, policy_actors=1) if by_select_action else config.eval
     use_gpu = find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
     source = PolicySource(
         folder,
@@ -101,8 +105,12 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         opening=opening_of(folder),
         advantage=config.advantage,
         guidance=config.guidance,
+        by_select_action=by_select_action,
     )
-    told = {} if config.advantage is None else {"advantage": config.advantage, "guidance": config.guidance}
+    told: dict[str, Any] = (
+        {} if config.advantage is None else {"advantage": config.advantage, "guidance": config.guidance}
+    )
+    told |= {"controller": config.controller} if by_select_action else {}
     about = {
         "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map, **told},
         "environment": {"type": config.env_type, "options": config.env_options},
@@ -114,7 +122,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
     if dataset is not None:
         is_recorded(dataset, about)
-    return Trial(output_dir, env, makers, source, episodes, config.eval, config.seed, about, dataset)
+    return Trial(output_dir, env, makers, source, episodes, options, config.seed, about, dataset)
 
 
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
@@ -180,7 +188,18 @@ def _run_trial(trial: Trial) -> str:
     )  # not above: an evaluation without a page needs no matplotlib
 
     write_trial_page(trial.output_dir, trial.about, score_rows(lines), read_json(trial.output_dir / FILMS_INDEX))
-    return success_text(lines)
+    return "\n".join([success_text(lines), *describe_controller(trial.source)])
+
+
+def describe_controller(source: PolicySource) -> list[str]:
+    """Say how relative actions were played."""
+    if relative_actions(source.config) is None:
+        return []
+    if source.by_select_action:
+        return ["Controller   select_action: relative actions were added to the current state, as by lerobot-eval"]
+    return [
+        f"Controller   chunk: relative actions were played as by {RELATIVE_PLAYED_BY}: --eval.controller=select_action"
+    ]
 
 
 class _Progress:

@@ -8,6 +8,12 @@ from vla_finetuning.options.fields import option
 
 # Of policies whose instructions name the robot (--dataset.robot_in_prompt): what they begin with.
 ROBOT_NAME = "robot.json"
+# What plays relative actions of LeRobot 0.6.1, whose processors add the state that was observed last. No step of
+# LeRobot's registry could remember a chunk's first state: the queue is the policy's, whose reset reaches no processor.
+RELATIVE_PLAYED_BY = (
+    "lerobot-rollout --inference.type=rtc and PolicyServer; a loop over select_action (lerobot-eval) adds the current "
+    "state to each action of a chunk: another motion"
+)
 
 
 @dataclass

@@ -50,6 +50,12 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
         None,
         "Where episodes.jsonl is written: a path, s3://, gs://, az://. Given again, the evaluation goes on there.",
     )
+    controller: Literal["chunk", "select_action"] = option(
+        "chunk",
+        "How actions relative to the state become absolute: by the state at the start of their chunk, as "
+        "lerobot-rollout and PolicyServer play, or by the current one, as lerobot-eval. Others are played alike.",
+        flag="eval.controller",
+    )
     record_dataset: str | None = option(
         None,
         "Write what the policy did, failures included, as a LeRobot dataset with next.success, next.reward and "
@@ -81,6 +87,11 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
             raise ValueError("where to? give --output_dir FOLDER or s3://BUCKET/FOLDER; given again, it goes on there")
         check_output(self.output_dir)
         check_recorded(self.record_dataset, "--eval.record_dataset")
+        if self.controller == "select_action" and (self.eval.policy_actors or 1) > 1:
+            raise ValueError(
+                f"--eval.policy_actors={self.eval.policy_actors}: with --eval.controller=select_action one process "
+                "decides, which remembers the chunks; leave it out"
+            )
 
 
 @dataclass

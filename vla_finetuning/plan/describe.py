@@ -12,6 +12,7 @@ from vla_finetuning.mirror import address
 from vla_finetuning.options.dataset import describe_image_size, describe_padding, describe_share
 from vla_finetuning.options.environment import describe_trial
 from vla_finetuning.options.mixture import members
+from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import describe_weights
 from vla_finetuning.options.schedule import describe_epochs, describe_rehearsal
@@ -148,6 +149,7 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
         if (relative := relative_actions(robot.config)) is not None:
             relatively = f"{sum(relative.dimensions)} of {len(relative.dimensions)} dimensions of an action relative"
             lines.append(f"             {robot.label}predicts {relatively} to the state")
+            lines.append(f"             {robot.label}which is played by {RELATIVE_PLAYED_BY}")
             lines += [
                 f"             {robot.label}relative_exclude_joints: {joint!r} "
                 + (f"leaves {', '.join(dimensions)} absolute" if dimensions else "is in no name of a dimension")

@@ -76,6 +76,7 @@ class PolicySource:
         trusted: whether code that comes with the folder may run.
         opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
         guidance: see `flow.guided_chunk`.
+        by_select_action: whether it decides step by step, as `Player` says.
         weights: in the object store, instead of the folder's.
     """
 
@@ -89,6 +90,7 @@ class PolicySource:
     opening: str = ""
     advantage: str | None = None
     guidance: float = 1.0
+    by_select_action: bool = False
     weights: ray.ObjectRef[Packed] | None = None
 
     def shared(self) -> PolicySource:
@@ -122,11 +124,17 @@ class PolicySource:
             opening=self.opening,
             advantage=self.advantage,
             guidance=self.guidance,
+            by_select_action=self.by_select_action,
         )
 
 
 class Player:
-    """A policy with its processors and the environment's."""
+    """A policy with its processors and the environment's.
+
+    Args:
+        by_select_action: decide at each step, and execute the next action of the episode's chunk as the processors make
+            it absolute now, like LeRobot's loop over `select_action`. All decisions of an episode must come here.
+    """
 
     def __init__(
         self,
@@ -140,7 +148,9 @@ class Player:
         opening: str = "",
         advantage: str | None = None,
         guidance: float = 1.0,
+        by_select_action: bool = False,
     ) -> None:
+        self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if by_select_action else None
         self._opening = opening
         self._words = "" if advantage is None else ADVANTAGE[advantage == "positive"]
         self._guidance, self._loss = guidance, None
@@ -161,22 +171,41 @@ class Player:
             observation: as gymnasium's vector environments have it, N rows.
             instructions: one for each row. keys: of each row's draws.
         """
+        act = self._act if self._chunks is None else self._act_by_steps
         if family_of(self._policy.config).chunk_draws != "its own":
-            return self._act(observation, instructions, keys)
+            return act(observation, instructions, keys)
         # One that draws for itself has one generator for a whole batch, so rows go one by one, from the observation on:
         # processors of language models pack the images of a batch, and others remember the states of the last one.
-        alone = [self._act(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
+        alone = [act(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
         return np.concatenate(alone)
 
     def _act(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
+        return self.to_env(self._chunk(observation, instructions, keys))
+
+    def _act_by_steps(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
+        assert self._chunks is not None
+        steps = self._policy.config.n_action_steps
+        if begin := [row for row, key in enumerate(keys) if key[3] % steps == 0]:
+            own = [(*keys[row][:3], keys[row][3] // steps) for row in begin]
+            chunks = self._chunk(select_rows(observation, begin), [instructions[row] for row in begin], own)
+            self._chunks |= {key[:3]: chunk for key, chunk in zip(own, chunks, strict=True)}
+        if any(key[:3] not in self._chunks for key in keys):
+            raise RuntimeError(
+                "a policy process died, and with it the chunks that its episodes were in; start the evaluation again, "
+                "which goes on where it was"
+            )
+        self.prepare(observation, instructions, self._words)  # LeRobot's processors remember the state of now
+        return self.to_env(torch.stack([self._chunks[key[:3]][key[3] % steps] for key in keys])[:, None])
+
+    def _chunk(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> torch.Tensor:
+        """Predict a normalised chunk for each row, (N, T, A)."""
         with torch.no_grad():
             batch = self.prepare(observation, instructions, self._words)
             if self._loss is None:
                 with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):  # as lerobot-eval
-                    predicted = self._predict(batch, keys)
-                return self.to_env(predicted)
+                    return self._predict(batch, keys)
             plain = self.prepare(observation, instructions)
-            return self.to_env(guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance))
+            return guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance)
 
     def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
         """Return what the policy sees of N rows, on its device; `words` are what instructions end with."""

@@ -25,7 +25,7 @@ from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.mirror import address, as_path, fetched, pull
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.mixture import members
-from vla_finetuning.options.policy import ROBOT_NAME
+from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots, held_out_errors
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
@@ -231,6 +231,7 @@ def _on_robot(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         "rate": f"{facts['fps']:g} actions per second",
         **{name: ", ".join(names) for name, names in vectors.items()},
         "actions are": facts["action_kind"],
+        "played by": RELATIVE_PLAYED_BY if facts["action_kind"].startswith("relative") else "",
         "cameras": ", ".join(cameras),
         "executes": f"{facts['n_action_steps']} of {facts['chunk_size']} predicted actions",
         "instructions": "; ".join(
