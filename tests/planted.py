@@ -16,10 +16,10 @@ import ray.train
 import torch
 
 import vla
-from tests.planted_data import DataFault, FaultyPrepare, note
+from tests.planted_data import DataFault, FaultyPrepare, attempt_of, note
+from vla_finetuning.mirror import pull
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.run import checkpoint
-from vla_finetuning.run.folder import attempts
 from vla_finetuning.training import state
 
 
@@ -64,12 +64,13 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
     now: list[str] = []
 
     def step_with_faults(*args, step, **options):
-        attempt = len(attempts(run.job.output_dir)) - 1
+        attempt = attempt_of(run.job.output_dir)
         due = [f for f in faults if (f.step, f.rank, f.attempt) == (step, rank, attempt)]
         now[:] = [f.action for f in due]
         newest = run.job.checkpoints_dir / f"step_{step // run.config.save_freq * run.config.save_freq:08d}"
         while any(f.settled for f in due) and step >= run.config.save_freq and not newest.exists():
             time.sleep(0.01)
+            pull(run.job.checkpoints_dir)
         if now:
             note(run.job.output_dir, "fault")
         if "kill" in now:

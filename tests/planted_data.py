@@ -16,7 +16,7 @@ import numpy as np
 
 from vla_finetuning.files import append_line, read_lines
 from vla_finetuning.mirror import file_of_process, files_of_processes, pull, push
-from vla_finetuning.run.folder import attempts
+from vla_finetuning.run.folder import ATTEMPTS_NAME, attempts
 from vla_finetuning.training.stream import LazyPickle
 
 EVENTS_NAME = "planted.jsonl"
@@ -34,8 +34,14 @@ class DataFault:
     position: int
 
 
+def attempt_of(output_dir: Path) -> int:
+    """Return the number of the newest attempt, whichever process started it."""
+    pull(output_dir / ATTEMPTS_NAME)
+    return len(attempts(output_dir)) - 1
+
+
 def note(output_dir: Path, event: str) -> None:
-    line = {"event": event, "attempt": len(attempts(output_dir)) - 1, "time": time.time()}
+    line = {"event": event, "attempt": attempt_of(output_dir), "time": time.time()}
     append_line(path := file_of_process(output_dir / EVENTS_NAME), json.dumps(line))
     push(path)
 
