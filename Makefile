@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers demo grpo recap test test-demo test-faults test-slow golden mutants lint docs format lock notebook smoke demo-clean
+.PHONY: help setup metaworld peers openpi demo grpo recap test test-demo test-faults test-slow golden mutants lint docs format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -76,9 +76,14 @@ lock: $(STAMP) ## compile requirements.lock (ARGS=--upgrade for newer indirect p
 	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
 		--custom-compile-command "make lock" $(ARGS) --constraints requirements.lock \
 		--output-file requirements-peers.lock requirements-peers.txt
+	$(PYTHON) -m uv pip compile --quiet --no-deps --universal --python-version "$$(cat .python-version)" --generate-hashes \
+		--custom-compile-command "make lock" $(ARGS) --output-file requirements-openpi.lock requirements-openpi.txt
 
 peers: $(STAMP) ## what benchmarks.data compares with and nothing else needs
 	$(PYTHON) -m pip install --no-deps --require-hashes -r requirements-peers.lock
+
+openpi: $(STAMP) ## openpi's client, which the tests of serve.py connect
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-openpi.lock
 
 notebook: $(STAMP) ## README.ipynb from top to bottom, a few steps, into outputs/smoke_notebook
 	@PYTHON=$(PYTHON) bash ci/smoke_notebook.sh
