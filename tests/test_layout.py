@@ -33,6 +33,7 @@ ROLLOUTS = {*POLICIES, *ENVS, *RUN, f"{PACKAGE}.rollouts"}
 PLAN = {*DATA, *ROLLOUTS, f"{PACKAGE}.plan"}
 TRAINING, REPORT = {*PLAN, f"{PACKAGE}.training"}, {*PLAN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
+SERVING = {*PLAN, f"{PACKAGE}.serving"}
 # It trains on what the loop shows, so it imports both: what trains there also acts.
 RL = {*TRAINING, *EVALUATION, f"{PACKAGE}.rl"}
 PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.options.command_line", f"{PACKAGE}.program"}
@@ -61,14 +62,16 @@ MAY_IMPORT = {
     f"{PACKAGE}.report": REPORT,
     f"{PACKAGE}.evaluation": EVALUATION,
     f"{PACKAGE}.rl": RL,
+    f"{PACKAGE}.serving": SERVING,
     f"{PACKAGE}.program": {*RUN, f"{PACKAGE}.options.command_line"},
     "vla": PROGRAMS,
     "evaluate": PROGRAMS,
     "record": PROGRAMS,
+    "serve": {*PROGRAMS, *SERVING},
     "grpo": {*PROGRAMS, *RL, "vla"},  # the first half of its demo is a run of vla.py
     "value": {*PROGRAMS, *RL, "vla"},  # it trains as vla.py does
     "diagnostics": DIAGNOSTICS,
-    "benchmarks": {*DIAGNOSTICS, "evaluate", "record", "value", "benchmarks", "tests"},
+    "benchmarks": {*DIAGNOSTICS, *SERVING, "evaluate", "record", "value", "benchmarks", "tests"},
     "ci": {"ci"},
 }
 # The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.

@@ -23,7 +23,7 @@ from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.mirror import address, as_path, pull, synced
+from vla_finetuning.mirror import address, as_path, synced
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config, EvaluateConfig
@@ -45,6 +45,7 @@ from vla_finetuning.rollouts.recording import is_recorded, record_played
 from vla_finetuning.rollouts.replay import make_films
 from vla_finetuning.rollouts.servers import play
 from vla_finetuning.run.cluster import find_gpus
+from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, tell
 
@@ -128,11 +129,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
     """The policy's path; of what a run of several robots exported, that of the robot that the environment shows."""
     folder = as_path(path or "")
-    # Of a bucket no more than these files are fetched.
-    pull(folder, lambda name: name.endswith(".json") or name.endswith("_normalizer_processor.safetensors"))
-    if path is None or not folder.is_dir() or (folder / "config.json").exists():
-        return path
-    names = [one.name for one in sorted(folder.iterdir()) if (one / "config.json").is_file()]
+    names = exported_robots(folder) if path else []
     if not names:
         return path
     refused = {}

@@ -36,6 +36,7 @@ from vla_finetuning.options.programs import (
     EvaluateConfig,
     GrpoConfig,
     RecordConfig,
+    ServeConfig,
     ValueConfig,
 )
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -138,6 +139,13 @@ RECORD = Program(
     first=("env.type", "root", "episodes"),
     presets={},
 )
+SERVE = Program(
+    command="serve.py",
+    summary="Serve a policy to robots and benchmarks, by openpi's protocol and LeRobot's (docs/serving.md).",
+    kind=ServeConfig,
+    first=("policy.path", "serve.host", "serve.port", "serve.grpc_port", "serve.replicas"),
+    presets={},
+)
 VALUE = Program(
     command="value.py",
     summary="Learn what every frame of a dataset is worth, and label which actions were good (docs/recap.md).",
@@ -148,9 +156,9 @@ VALUE = Program(
     ),
     presets=VALUE_PRESETS,
 )
-PROGRAMS: tuple[Program[Any], ...] = (VLA, GRPO, VALUE, EVALUATE, RECORD)
+PROGRAMS: tuple[Program[Any], ...] = (VLA, GRPO, VALUE, EVALUATE, SERVE, RECORD)
 parse_args, parse_grpo, parse_value = VLA.parse, GRPO.parse, VALUE.parse
-parse_evaluate, parse_record = EVALUATE.parse, RECORD.parse
+parse_evaluate, parse_serve, parse_record = EVALUATE.parse, SERVE.parse, RECORD.parse
 
 
 def check_command_line[C](program: Program[C], then: str = "checked; loading PyTorch, LeRobot and Ray") -> C:

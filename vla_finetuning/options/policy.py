@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from vla_finetuning.options.fields import option
 
@@ -55,3 +56,24 @@ class RunPolicyOptions(PolicyOptions):
         },
     )
     tolerance_s: float = option(1e-4, "Seconds that a video frame may lie from its row's timestamp.", above=0)
+
+
+@dataclass
+class ActingOptions:
+    """How the policy acts."""
+
+    advantage: Literal["positive", "negative"] | None = option(
+        None,
+        "What instructions end with, for a policy that was trained with --recap.labels: positive.",
+        flag="policy.advantage",
+    )
+    # v = v(without) + guidance (v(with) - v(without)), of the velocities with and without the label.
+    guidance: float = option(
+        1.0,
+        "With --policy.advantage: how far predictions go beyond those without it (classifier-free guidance); 1: not.",
+        flag="policy.guidance",
+        min=0,
+    )
+    use_gpu: bool | None = option(
+        None, "Decide on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
+    )

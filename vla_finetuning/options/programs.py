@@ -16,7 +16,7 @@ from vla_finetuning.options.fields import option
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.job import MAX_SEED, JobOptions, RunOptions, check_output
 from vla_finetuning.options.peft import PeftOptions
-from vla_finetuning.options.policy import PolicyOptions, RunPolicyOptions
+from vla_finetuning.options.policy import ActingOptions, PolicyOptions, RunPolicyOptions
 from vla_finetuning.options.push import PushOptions
 from vla_finetuning.options.recap import OutcomeOptions, RecapOptions, ValueOptions
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions
@@ -29,11 +29,12 @@ from vla_finetuning.options.schedule import (
     LengthOptions,
     ScheduleOptions,
 )
+from vla_finetuning.options.serve import ServeOptions
 from vla_finetuning.options.train import StepOptions, TrainOptions
 
 
 @dataclass
-class EvaluateConfig(EnvironmentOptions, PolicyOptions):
+class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
     """The evaluation.
 
     Flags that `lerobot-eval` has keep its names and meaning.
@@ -62,21 +63,6 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
         "next.done: a new folder; on a cluster a path that all nodes share.",
         flag="eval.record_dataset",
     )
-    advantage: Literal["positive", "negative"] | None = option(
-        None,
-        "What instructions end with, for a policy that was trained with --recap.labels: positive.",
-        flag="policy.advantage",
-    )
-    # v = v(without) + guidance (v(with) - v(without)), of the velocities with and without the label.
-    guidance: float = option(
-        1.0,
-        "With --policy.advantage: how far predictions go beyond those without it (classifier-free guidance); 1: not.",
-        flag="policy.guidance",
-        min=0,
-    )
-    use_gpu: bool | None = option(
-        None, "Decide on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
-    )
 
     def check(self, config: Any) -> None:
         if self.policy_path is None:
@@ -92,6 +78,18 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
                 f"--eval.policy_actors={self.eval.policy_actors}: with --eval.controller=select_action one process "
                 "decides, which remembers the chunks; leave it out"
             )
+
+
+@dataclass
+class ServeConfig(ActingOptions, PolicyOptions):
+    """Serving (serve.py)."""
+
+    serve: ServeOptions = field(default_factory=ServeOptions)
+    seed: int = option(1000, "Seed of the policy's noise.", min=0, max=MAX_SEED)
+
+    def check(self, config: Any) -> None:
+        if self.policy_path is None:
+            raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID")
 
 
 @dataclass

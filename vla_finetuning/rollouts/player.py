@@ -71,7 +71,7 @@ class PolicySource:
         folder: a LeRobot pretrained folder.
         config: its configuration, `n_action_steps` being what is executed of a chunk.
         processors: instead of the folder's own.
-        env: whose observations it will see.
+        env: whose observations it will see; None: observations are a dataset's, in the form of gymnasium's.
         rename_map: environment key to policy key, before the policy's own preprocessor.
         trusted: whether code that comes with the folder may run.
         opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
@@ -82,7 +82,7 @@ class PolicySource:
 
     folder: Path
     config: PreTrainedConfig
-    env: EnvConfig
+    env: EnvConfig | None
     processors: tuple[Any, Any] | None = None
     rename_map: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
@@ -142,7 +142,7 @@ class Player:
         preprocessor: Any,
         postprocessor: Any,
         *,
-        env: EnvConfig,
+        env: EnvConfig | None,
         rename_map: Mapping[str, str],
         trusted: bool = False,
         opening: str = "",
@@ -160,7 +160,9 @@ class Player:
             self._loss = loss.eval()
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
         own = {getattr(step, "_registry_name", "") for step in preprocessor.steps}
-        self._env_pre, self._env_post = family_of(policy.config).env_processors(policy.config, env, own)
+        family = family_of(policy.config)
+        steps: tuple[Any, Any] = (_unchanged, _unchanged)
+        self._env_pre, self._env_post = steps if env is None else family.env_processors(policy.config, env, own)
         self._rename_map, self._trusted = rename_map, trusted
         self._device = next(policy.parameters()).device
 
@@ -207,6 +209,15 @@ class Player:
             plain = self.prepare(observation, instructions)
             return guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance)
 
+    def share_weights(self, other: Player) -> None:
+        """Use the memory of another policy's weights for those that are equal."""
+        theirs = other._policy.state_dict()
+        weights = {
+            name: theirs[name] if name in theirs and torch.equal(tensor, theirs[name]) else tensor
+            for name, tensor in self._policy.state_dict().items()
+        }
+        self._policy.load_state_dict(weights, assign=True)
+
     def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
         """Return what the policy sees of N rows, on its device; `words` are what instructions end with."""
         with remote_code(self._trusted), torch.no_grad():
@@ -246,6 +257,10 @@ class Player:
         config: Any = self._policy.config
         drawn = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
         return torch.from_numpy(np.stack(drawn)).to(self._device)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -311,6 +326,16 @@ def check_rename_map(config: PreTrainedConfig, env: EnvConfig, rename_map: Mappi
         )
 
 
+def check_acts(config: PreTrainedConfig) -> None:
+    """Refuse a policy that predicts nothing, or not from an observation alone. Raises ValueError."""
+    family = family_of(config)
+    # An episode's decisions go to any process, and again after a failure: none has what was before.
+    if past := family.remembers(config):
+        raise ValueError(f"a '{config.type}' policy {past}, which is not done here yet; lerobot-eval can")
+    if reason := family.cannot_predict(config):
+        raise ValueError(f"a '{config.type}' policy predicts nothing as it is configured: {reason}")
+
+
 def check_fits(
     config: PreTrainedConfig,
     env: EnvConfig,
@@ -326,12 +351,8 @@ def check_fits(
     Raises:
         ValueError: naming what the policy needs and what the environment shows, and the flag that settles it.
     """
+    check_acts(config)
     family = family_of(config)
-    # An episode's decisions go to any process, and again after a failure: none has what was before.
-    if past := family.remembers(config):
-        raise ValueError(f"a '{config.type}' policy {past}, which is not done here yet; lerobot-eval can")
-    if reason := family.cannot_predict(config):
-        raise ValueError(f"a '{config.type}' policy predicts nothing as it is configured: {reason}")
     features = shown_features(config, env)
     shown = {rename_map.get(key, key): feature for key, feature in features.items()}
     missing = {key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA)}

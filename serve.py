@@ -1,0 +1,51 @@
+"""A policy behind a server: robots and benchmarks send observations, and get chunks of actions.
+
+    python serve.py --policy.path outputs/demo/pretrained_model
+
+`openpi-client` and LeRobot's `robot_client` connect unchanged (docs/serving.md). Policies run on Ray Serve, on this
+machine or the cluster that is joined; observations that arrive together are computed together.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # help and wrong flags, before seconds of imports
+    from vla_finetuning.options.command_line import SERVE, check_command_line
+
+    check_command_line(SERVE)
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from vla_finetuning.options.command_line import SERVE, parse_serve
+from vla_finetuning.program import Work, run_program
+from vla_finetuning.run import cluster
+from vla_finetuning.serving.server import describe_service, resolve_service, serve_until_stopped
+from vla_finetuning.terminal import tell
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 stopped, 1 the server failed, 2 it could not start."""
+    return run_program(SERVE, argv, prepare)
+
+
+def prepare(argv: list[str], held: ExitStack) -> Work:
+    """Resolve the policies."""
+    service = resolve_service(parse_serve(argv))
+    tell(*describe_service(service))
+
+    def work() -> int:
+        cluster.connect()
+        asyncio.run(serve_until_stopped(service))
+        return 0
+
+    return work
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    import serve
+
+    sys.exit(serve.main())

@@ -1,0 +1,98 @@
+"""Servers in this process, for clients that block: in a thread of its own, with or without Ray."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import threading
+
+from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS
+from vla_finetuning.options.command_line import parse_serve
+from vla_finetuning.serving.gateway import Gateway
+from vla_finetuning.serving.replica import compute, load_players
+from vla_finetuning.serving.server import listening, resolve_service, running
+
+PORTS = ["--serve.port=0", "--serve.grpc_port=0", "--use_gpu=false"]
+
+
+def make_export(folder, *robots):
+    """What a run exports, of one robot or several: a tiny PI0.5 that sees the two bins."""
+    from tests.rollouts.test_player import make_base
+
+    base = make_base(
+        folder / "base", [*INSTRUCTIONS.values(), *(f"{r}: {t}" for r in robots for t in INSTRUCTIONS.values())]
+    )
+    facts = {
+        "fps": 10.0,
+        "observation.state": ["x", "y", "z"],
+        "action": ["x", "y", "z"],
+        "cameras": {f"observation.images.{name}": {} for name in CAMERAS},
+    }
+    if not robots:
+        (base / "robot.json").write_text(json.dumps(facts))
+        return base
+    for robot in robots:
+        shutil.copytree(base, folder / "both" / robot)
+        opening = {"robot": robot, "instructions_begin_with": f"{robot}: "}
+        (folder / "both" / robot / "robot.json").write_text(json.dumps({**facts, **opening}))
+    return folder / "both"
+
+
+def make_service(folder, *flags):
+    return resolve_service(parse_serve([f"--policy.path={folder}", *PORTS, *flags]))
+
+
+class InProcess:
+    """In place of Serve's handle: computes here, one request at a time."""
+
+    def __init__(self, service):
+        self._players = load_players(service.sources, 1)
+        self.predict, self.requests = self, []
+
+    async def remote(self, request):
+        self.requests.append(request)
+        (answer,) = compute(self._players, [request])
+        return answer
+
+
+def gateway_of(service, handle, token=None):
+    return Gateway(service.interfaces, handle, seed=service.config.seed, token=token, timeout_s=60)
+
+
+@contextlib.contextmanager
+def served(service, handle=None, token=None):
+    """A server, on Ray unless a handle stands in for that; yields its addresses."""
+
+    async def healthy():
+        return True
+
+    def server():
+        if handle is None:
+            return running(service)
+        return listening(gateway_of(service, handle, token), service.config.serve, healthy)
+
+    async def serve():
+        async with server() as addresses:
+            started.append((addresses, asyncio.get_running_loop(), stop := asyncio.Event()))
+            ready.set()
+            await stop.wait()
+
+    def run():
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            failed.append(error)
+            ready.set()
+
+    started, failed, ready = [], [], threading.Event()
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait()
+    if failed:
+        raise failed[0]
+    ((addresses, loop, stop),) = started
+    try:
+        yield addresses
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()

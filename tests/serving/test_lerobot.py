@@ -1,0 +1,261 @@
+"""LeRobot's robot_client, its own code: the robot performs the actions that are computed in process."""
+
+import os
+import pickle
+import threading
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from lerobot.async_inference.configs import RobotClientConfig
+from lerobot.async_inference.helpers import RemotePolicyConfig, TimedObservation
+from lerobot.transport import services_pb2, services_pb2_grpc
+from lerobot.transport.utils import send_bytes_in_chunks
+from lerobot.utils.feature_utils import hw_to_dataset_features
+
+from tests.serving.gantry import SIZES, STATE, Gantry, GantryConfig, camera_image
+from tests.serving.servers import InProcess, make_export, make_service, served
+from vla_finetuning.serving.pickles import read_pickle
+
+TASK = "go to the red bin"
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    return make_service(make_export(tmp_path_factory.mktemp("serving")))
+
+
+@pytest.fixture(scope="module")
+def handle(service):
+    return InProcess(service)
+
+
+@pytest.fixture(scope="module")
+def addresses(service, handle):
+    with served(service, handle) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def client_class(tmp_path_factory):
+    """LeRobot's client; to import it makes a folder `logs` where one is."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("client"))
+    try:
+        from lerobot.async_inference.robot_client import RobotClient
+    finally:
+        os.chdir(before)
+    return RobotClient
+
+
+def raw_observation():
+    return {
+        **STATE,
+        **{name: camera_image(name) for name in SIZES},
+        "task": TASK,
+    }
+
+
+def expected(service, session, step):
+    """The chunk that the policy computes in process, of the images as the cameras took them."""
+    seen = {
+        "agent_pos": np.array([[1, 2, 3]], np.float32),
+        "pixels": {name: camera_image(name)[None] for name in SIZES},
+    }
+    return service.sources[""].load(1)(seen, [TASK], [(service.config.seed, session, 0, step)])[0]
+
+
+def test_robot_client_performs_the_actions_that_are_computed_in_process(client_class, service, handle, addresses):
+    config = RobotClientConfig(
+        policy_type="tiny_pi05", pretrained_name_or_path="any/name?session=robot", robot=GantryConfig(), task=TASK,
+        actions_per_chunk=5, server_address=f"127.0.0.1:{addresses.grpc}", chunk_size_threshold=0.0, fps=50,
+        aggregate_fn_name="latest_only",
+    )  # fmt: skip
+    client = client_class(config)
+    assert client.start()
+    receiving = threading.Thread(target=client.receive_actions)
+    acting = threading.Thread(target=client.control_loop, args=(TASK,))
+    receiving.start()
+    acting.start()
+    while len(client.robot.performed) < 9 and receiving.is_alive() and acting.is_alive():
+        receiving.join(0.05)
+    client.shutdown_event.set()
+    acting.join()
+    receiving.join()
+    client.stop()
+    performed = np.array(client.robot.performed[:9], np.float32)
+    steps = list(dict.fromkeys(request.key[3] for request in handle.requests if request.key[1] == "robot"))
+    # A chunk begins with the step that its observation was of; LeRobot's client leaves out what it has done by then.
+    np.testing.assert_array_equal(performed[:5], expected(service, "robot", 0)[:5])
+    np.testing.assert_array_equal(performed[5:9], expected(service, "robot", 4)[1:5])
+    assert steps[:2] == [0, 4]
+    (first, *_) = [request.observation["pixels"] for request in handle.requests if request.key[1] == "robot"]
+    for name in SIZES:  # as taken: LeRobot's own server stretches them to the shapes of config.json
+        np.testing.assert_array_equal(first[name][0], camera_image(name))
+
+
+class Stub:
+    """The calls of robot_client, one by one."""
+
+    def __init__(self, addresses, **setup):
+        # Channels with the same options share a connection, and a connection is a client.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{addresses.grpc}", options)
+        self.stub = services_pb2_grpc.AsyncInferenceStub(self.channel)
+        features = hw_to_dataset_features(Gantry(GantryConfig()).observation_features, "observation", use_video=False)
+        self.setup = {"policy_type": "tiny_pi05", "pretrained_name_or_path": "x?session=stub",
+                      "lerobot_features": features, "actions_per_chunk": 5, **setup}  # fmt: skip
+
+    def begin(self):
+        self.stub.Ready(services_pb2.Empty())
+        self.stub.SendPolicyInstructions(services_pb2.PolicySetup(data=pickle.dumps(RemotePolicyConfig(**self.setup))))
+
+    def send(self, data):
+        if not isinstance(data, bytes):
+            data = pickle.dumps(data)
+        self.stub.SendObservations(send_bytes_in_chunks(data, services_pb2.Observation))
+
+    def receive(self):
+        return pickle.loads(self.stub.GetActions(services_pb2.Empty()).data)
+
+
+def observation(step=0, **others):
+    raw = {key: value for key, value in {**raw_observation(), **others}.items() if value is not None}
+    return TimedObservation(timestamp=100.0, timestep=step, observation=raw, must_go=True)
+
+
+def features(names=tuple(STATE), cameras=tuple(SIZES)):
+    return hw_to_dataset_features(
+        {**dict.fromkeys(names, float), **{name: (8, 8, 3) for name in cameras}}, "observation", use_video=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("setup", "error"),
+    [
+        ({"policy_type": "act"}, "--policy_type=act: this server has a policy of type tiny_pi05"),
+        ({"lerobot_features": features(cameras=("top", "front"))}, "lacks observation.images.wrist"),
+        ({"lerobot_features": features(cameras=(*SIZES, "side"))}, "no such camera, it sees observation.images.top"),
+        ({"lerobot_features": features(names=("x", "y"))}, "has 2 entries, and the policy was trained with 3"),
+        ({"lerobot_features": features(names=("z", "y", "x"))}, "sends z, y, x, the policy was trained with"),
+        ({"actions_per_chunk": 0}, "no number of --actions_per_chunk"),
+    ],
+)
+def test_another_robot_is_refused_before_it_moves(addresses, setup, error):
+    with pytest.raises(grpc.RpcError, match=error):
+        Stub(addresses, **setup).begin()
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (observation(top=None), "lacks top, of which the robot spoke"),
+        (observation(top=np.zeros((8, 8), np.uint8)), "'observation.images.top' is uint8 .8, 8.: send RGB"),
+        (observation(x=float("nan")), "not finite"),
+        (observation(x="far"), "observation's x are no numbers"),
+        (observation(task=7), "needs an instruction"),
+        (observation(step=-1), "timestep -1: expected a whole number"),
+        (b"\x80\x04.", "no pickle of TimedObservation"),
+    ],
+)
+def test_what_is_wrong_is_answered_and_the_session_goes_on(service, addresses, sent, error):
+    stub = Stub(addresses)
+    with pytest.raises(grpc.RpcError, match="this connection has no session"):
+        stub.send(observation())
+    stub.begin()
+    with pytest.raises(grpc.RpcError, match=error):
+        stub.send(sent)
+    stub.send(observation())
+    actions = stub.receive()
+    np.testing.assert_array_equal(
+        torch.stack([action.get_action() for action in actions]), expected(service, "stub", 0)[:5]
+    )
+    assert [action.get_timestep() for action in actions] == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose([action.get_timestamp() for action in actions], 100 + np.arange(5) / 10)
+
+
+def test_a_step_is_computed_once_unless_the_robot_waits(addresses, handle):
+    stub = Stub(addresses, pretrained_name_or_path="x?session=steps")
+    stub.begin()
+    stub.send(observation(3))
+    first = stub.receive()
+    again = observation(3)
+    again.must_go = False
+    stub.send(again)
+    assert not stub.stub.GetActions(services_pb2.Empty()).data
+    stub.send(observation(3))
+    assert torch.equal(stub.receive()[0].get_action(), first[0].get_action())  # the same decision
+
+
+def test_a_token_is_part_of_the_name(service, handle):
+    with served(service, handle, TOKEN) as addresses:
+        Stub(addresses, pretrained_name_or_path=f"x?token={TOKEN}").begin()
+        for name in ("x", "x?token=wrong-wrong-wrong"):
+            with pytest.raises(grpc.RpcError, match="token is missing or wrong: --pretrained_name_or_path"):
+                Stub(addresses, pretrained_name_or_path=name).begin()
+
+
+def test_an_observation_above_the_limit_is_refused_and_the_session_goes_on(service, handle):
+    small = make_service(service.sources[""].folder, "--serve.max_message_mb=0.1")
+    with served(small, handle) as addresses:
+        stub = Stub(addresses)
+        stub.begin()
+        with pytest.raises(grpc.RpcError, match="more than 100,000 bytes, --serve.max_message_mb"):
+            stub.send(observation(top=np.zeros((200, 200, 3), np.uint8)))
+        stub.send(observation())
+        assert len(stub.receive()) == 5
+
+
+# ---- pickles --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_a_pickle_of_robot_client_is_read_as_pickle_reads_it(protocol):
+    raw = {"a": 1.0, "b": np.float32(2), "image": camera_image("top"), "f": np.asfortranarray(np.ones((2, 3))),
+           "strided": np.arange(6.0).reshape(3, 2)[::2], "bytes": np.arange(3, dtype=">i2"), "task": "go"}  # fmt: skip
+    read = read_pickle(pickle.dumps(TimedObservation(1.5, 3, raw, must_go=True), protocol), "TimedObservation")
+    assert (read["timestamp"], read["timestep"], read["must_go"]) == (1.5, 3, True)
+    for name, value in raw.items():
+        np.testing.assert_array_equal(read["observation"][name], value)
+        assert getattr(read["observation"][name], "dtype", None) == getattr(value, "dtype", None)
+
+
+class Calls:
+    def __init__(self, function, *arguments):
+        self._call = function, arguments
+
+    def __reduce__(self):
+        return self._call
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (
+            Calls(os.system, "touch ran"),
+            "names posix.system, which no message of LeRobot's",
+        ),
+        (Calls(eval, "1"), "names builtins.eval"),
+        (observation(x=Calls(os.system, "touch ran")), "names posix.system"),
+        (observation(x=torch.zeros(2)), "names torch"),
+        (observation(x=np.array([object()])), "names builtins.object|of type '.O8'"),
+        (RemotePolicyConfig("a", "b", {}, 1), "is no TimedObservation"),
+        ({"timestep": 0}, "is no TimedObservation"),
+    ],
+)
+def test_nothing_in_a_pickle_is_run(sent, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=error):
+        read_pickle(pickle.dumps(sent), "TimedObservation")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pickle_changes_no_class():
+    """BUILD on a class would set its attributes, for all messages to come."""
+    sets = b"\x80\x04\x8c\x05numpy\x8c\x07ndarray\x93N}\x8c\x04name\x8c\x01x\x86s\x86b."
+    with pytest.raises(ValueError, match="no pickle of|sets attributes of a type"):
+        read_pickle(sets, "TimedObservation")
+    with pytest.raises(ValueError, match="sets attributes of a dict: refused"):
+        read_pickle(b"\x80\x04}}b.", "TimedObservation")

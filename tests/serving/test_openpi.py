@@ -1,0 +1,194 @@
+"""openpi's protocol, spoken by openpi's own client: the chunk that is computed in process, and clear errors."""
+
+import json
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
+from websockets.sync.client import connect
+
+from tests.rollouts.test_player import observed, rows_of
+from tests.serving.servers import InProcess, make_export, make_service, served
+from vla_finetuning.serving.openpi import pack, unpack
+
+INSTRUCTION = "go to the red bin"
+TOKEN = "0123456789abcdef"
+
+
+def message(row=0, **others):
+    seen = rows_of(observed(), [row])
+    images = {f"observation.images.{name}": image[0] for name, image in seen["pixels"].items()}
+    return {**images, "observation.state": seen["agent_pos"][0], "prompt": INSTRUCTION, **others}
+
+
+def without(name, **others):
+    return {key: value for key, value in message(**others).items() if key != name}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    return make_service(make_export(tmp_path_factory.mktemp("serving")))
+
+
+@pytest.fixture(scope="module")
+def handle(service):
+    return InProcess(service)
+
+
+@pytest.fixture(scope="module")
+def addresses(service, handle):
+    with served(service, handle) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def openpi():
+    return pytest.importorskip("openpi_client.websocket_client_policy", reason="openpi's client: make openpi")
+
+
+def expected(service, session, decision, row=0, robot="", instruction=INSTRUCTION):
+    """The chunk of the same policy in process."""
+    player = service.sources[robot].load(1)
+    return player(rows_of(observed(), [row]), [instruction], [(service.config.seed, session, 0, decision)])[0]
+
+
+def test_openpis_client_gets_the_chunk_that_is_computed_in_process(openpi, service, addresses):
+    client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/?session=ours")
+    about = client.get_server_metadata()
+    assert about["session"] == "ours" and about["sees"]["observation.state"] == 3
+    for decision in range(2):
+        found = client.infer(message(decision))["actions"]
+        np.testing.assert_array_equal(found, expected(service, "ours", decision, decision))
+        assert found.shape == (about["chunk_size"], 3) and found.dtype == np.float32
+
+
+def test_noise_is_of_the_session_and_the_decision(openpi, addresses):
+    def chunks(name):
+        client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/?session={name}")
+        return [client.infer(message())["actions"] for _ in range(2)]
+
+    first, second = chunks("a")
+    np.testing.assert_array_equal(chunks("a"), [first, second])
+    assert np.abs(first - second).max() > 0.01 and np.abs(chunks("b")[0] - first).max() > 0.01
+
+
+# What `openpi_client.msgpack_numpy` 0.1.2 packed {"state": np.arange(3, dtype=np.float32), "prompt": "go"} into.
+GOLDEN = bytes.fromhex(
+    "82a5737461746584c40b5f5f6e6461727261795f5fc3c40464617461c40c000000000000803f00000040c4056474797065a33c6634c4"
+    "0573686170659103a670726f6d7074a2676f"
+)
+
+
+def test_messages_are_those_of_openpis_packer():
+    sent = {"state": np.arange(3, dtype=np.float32), "prompt": "go"}
+    assert pack(sent) == GOLDEN
+    read = unpack(GOLDEN)
+    np.testing.assert_array_equal(read["state"], sent["state"])
+    assert read["prompt"] == "go" and read["state"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (GOLDEN[:-3], "no msgpack of openpi's"),
+        (pack([1]), "is a list: send a dictionary"),
+        (pack({"state": {b"__ndarray__": True, b"data": bytes(8), b"dtype": "|O", b"shape": [1]}}), "of type '.O'"),
+        (pack({"state": {b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [9]}}), "has 36 bytes, not 0"),
+        (pack({"state": {b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [-1]}}), "shape ..1.: send"),
+    ],
+)
+def test_a_damaged_or_hostile_message_is_refused(data, error):
+    with pytest.raises(ValueError, match=error):
+        unpack(data)
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (without("observation.images.top"), "lacks observation.images.top; it has .* --rename_map"),
+        (message(**{"observation/images/tops": np.zeros((8, 8, 3), np.uint8)}), "no such camera.*did you mean"),
+        (message(**{"observation.images.top": np.zeros((8, 8, 3), np.float32)}), "is float32 .8, 8, 3.: send RGB"),
+        (message(**{"observation.state": np.zeros(7, np.float32)}), "has 7 entries.*trained with 3 .x, y, z.:"),
+        (message(**{"observation.state": np.full(3, np.nan)}), "not finite"),
+        (without("prompt"), "needs an instruction.*there is none"),
+        (message(prompt=3), "needs an instruction.*it is int"),
+        (message(prompt="go " * 1000), "has 3,000 characters"),
+        (message(prompt="go " * 100), "has 111 tokens, more than"),
+    ],
+)
+def test_what_is_wrong_is_answered_and_the_session_goes_on(openpi, service, addresses, sent, error):
+    client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/?session=wrong")
+    with pytest.raises(RuntimeError, match=error):
+        client.infer(sent)
+    np.testing.assert_array_equal(client.infer(message())["actions"], expected(service, "wrong", 0))
+
+
+def test_names_of_other_datasets_are_mapped_and_vectors_joined(service, tmp_path):
+    names = {"side": "observation.images.top", "joints": "observation.state", "gripper": "observation.state"}
+    renamed = make_service(next(iter(service.sources.values())).folder, "--rename_map", json.dumps(names))
+    (interface,) = renamed.interfaces.values()
+    sent = message()
+    image, state = sent.pop("observation.images.top"), sent.pop("observation.state")
+    nested = {"observation": {"images": {"front": sent.pop("observation.images.front").transpose(2, 0, 1)}}}
+    found, _ = interface.read({**sent, **nested, "gripper": state[2], "joints": state[:2], "side": image})
+    plain, _ = next(iter(service.interfaces.values())).read(message())
+    np.testing.assert_array_equal(found["state"], plain["state"])
+    for name, pixels in plain["pixels"].items():
+        np.testing.assert_array_equal(found["pixels"][name], pixels)
+    with pytest.raises(ValueError, match="does not see; it sees .*did you mean observation.images.top"):
+        make_service(next(iter(service.sources.values())).folder, '--rename_map={"side": "observation.images.tops"}')
+
+
+def test_a_robot_of_several_is_chosen_by_the_path(openpi, tmp_path):
+    service = make_service(make_export(tmp_path, "arm", "gantry"))
+    with served(service, handle := InProcess(service)) as addresses:
+        client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/gantry?session=ours")
+        assert client.get_server_metadata()["robot"] == "gantry"
+        found = client.infer(message())["actions"]
+        with pytest.raises(ConnectionClosedError, match="which robot. 'leg' is none of arm, gantry"):
+            openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/leg")
+    np.testing.assert_array_equal(found, expected(service, "ours", 0, robot="gantry"))
+    first, second = (dict(player._policy.named_parameters()) for player in handle._players.values())
+    assert all(first[name].data_ptr() == second[name].data_ptr() for name in first)
+
+
+def test_a_token_opens_all_but_the_health(openpi, service, handle):
+    with served(service, handle, TOKEN) as addresses:
+        url = f"127.0.0.1:{addresses.port}"
+        client = openpi.WebsocketClientPolicy("127.0.0.1", addresses.port, api_key=TOKEN)
+        assert client.infer(message())["actions"].shape[1] == 3
+        for key in (None, "wrong-wrong-wrong"):
+            with pytest.raises(InvalidStatus, match="401"):
+                openpi.WebsocketClientPolicy("127.0.0.1", addresses.port, api_key=key)
+        assert urllib.request.urlopen(f"http://{url}/healthz").read() == b"OK\n"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://{url}/metrics")
+        asked = urllib.request.Request(f"http://{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert 'vla_requests_total{outcome="ok",robot=""} 1.0' in urllib.request.urlopen(asked).read().decode()
+
+
+def test_an_address_of_other_machines_needs_a_token(service, monkeypatch):
+    folder = next(iter(service.sources.values())).folder
+    with pytest.raises(ValueError, match="opens the server to other machines: set VLA_SERVE_TOKEN"):
+        make_service(folder, "--serve.host=0.0.0.0")
+    monkeypatch.setenv("VLA_SERVE_TOKEN", "short")
+    with pytest.raises(ValueError, match="has 5 characters: give at least 16"):
+        make_service(folder, "--serve.host=0.0.0.0")
+    monkeypatch.setenv("VLA_SERVE_TOKEN", TOKEN)
+    make_service(folder, "--serve.host=0.0.0.0")
+
+
+def test_a_page_in_a_browser_does_not_connect(addresses):
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"ws://127.0.0.1:{addresses.port}", origin="http://example.com")
+
+
+def test_a_message_above_the_limit_ends_its_connection_alone(openpi, service, handle):
+    small = make_service(next(iter(service.sources.values())).folder, "--serve.max_message_mb=0.1")
+    with served(small, handle) as addresses:
+        client, other = (openpi.WebsocketClientPolicy("127.0.0.1", addresses.port) for _ in range(2))
+        with pytest.raises(ConnectionClosedError, match="1009.*exceeds limit of 100000 bytes"):
+            client.infer(message(**{"observation.images.top": np.zeros((200, 200, 3), np.uint8)}))
+        assert other.infer(message())["actions"].shape[1] == 3

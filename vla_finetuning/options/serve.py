@@ -1,0 +1,54 @@
+"""A policy behind a server."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from vla_finetuning.options.fields import option
+
+# Of the environment, as other secrets: a command line shows in `ps`.
+TOKEN_VARIABLE = "VLA_SERVE_TOKEN"
+
+
+@dataclass
+class ServeOptions:
+    """The server."""
+
+    host: str = option("127.0.0.1", f"Address to listen at. Others than this machine's own need {TOKEN_VARIABLE}.")
+    port: int = option(8000, "Port of openpi's protocol, of /healthz and of /metrics.", min=0, max=65535)
+    grpc_port: int | None = option(
+        8080, "Port of LeRobot's asynchronous inference; null: it is not served.", min=0, max=65535
+    )
+    replicas: int = option(1, "Processes that compute, each with a GPU where there are any.", min=1)
+    cpus_per_replica: int = option(1, "CPUs of each of them, and threads that it computes with.", min=1)
+    batch_size: int = option(32, "Observations that a replica computes at once, at most.", min=1)
+    wait_ms: float = option(2.0, "Milliseconds that an observation waits for others.", min=0)
+    max_message_mb: float = option(16.0, "Size of an observation in 10^6 bytes, at most.", above=0, max=1000)
+
+    def check(self, config: Any) -> None:
+        if not is_loopback(self.host) and not read_token():
+            raise ValueError(
+                f"--serve.host={self.host} opens the server to other machines: set {TOKEN_VARIABLE} in the environment "
+                "to a secret that clients must send, or leave --serve.host out"
+            )
+        if self.port and self.port == self.grpc_port:
+            raise ValueError(f"--serve.port and --serve.grpc_port are both {self.port}: give another for one of them")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_token() -> str | None:
+    """Return the secret that clients must send; None: none is set. Raises ValueError if it is too short to be one."""
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if token is not None and len(token) < 16:
+        raise ValueError(f"{TOKEN_VARIABLE} has {len(token)} characters: give at least 16, as `openssl rand -hex 16`")
+    return token

@@ -1,0 +1,140 @@
+"""Between what clients speak and the replicas: sessions, the token, metrics, and what goes wrong in clear words."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+
+from vla_finetuning.rollouts.player import Key
+from vla_finetuning.serving.observations import Interface
+from vla_finetuning.serving.replica import Answer, Request
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class AuthenticationError(ValueError):
+    """The token is missing or wrong."""
+
+
+@dataclass
+class Session:
+    """A client's episode, or several: its decisions are numbered from 0.
+
+    Attributes:
+        name: with a decision's number, it says what random numbers the decision takes.
+    """
+
+    interface: Interface
+    name: str
+    decisions: int = 0
+
+
+class Gateway:
+    """Turns observations of sessions into requests to the replicas.
+
+    Args:
+        interfaces: what each robot's policy sees, by robot; "" of the only one.
+        replicas: Serve's handle of the deployment.
+        seed: of the policy's noise. token: that clients must send; None: any may connect.
+        timeout_s: how long a request may take.
+    """
+
+    def __init__(
+        self,
+        interfaces: Mapping[str, Interface],
+        replicas: DeploymentHandle,
+        *,
+        seed: int,
+        token: str | None,
+        timeout_s: float,
+    ) -> None:
+        self._interfaces, self._replicas, self._seed = interfaces, replicas, seed
+        self._token, self._timeout_s = token, timeout_s
+        self._numbers = itertools.count()
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "vla_requests", "Observations by outcome: ok, refused (the client's), failed (the server's)",
+            ["robot", "outcome"], registry=self.registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "vla_request_seconds", "From an observation to its actions", ["robot"], buckets=SECONDS,
+            registry=self.registry,
+        )  # fmt: skip
+        self._rows = Histogram(
+            "vla_batch_rows", "Observations computed at once, as each of them saw it", buckets=ROWS,
+            registry=self.registry,
+        )  # fmt: skip
+        self.sessions = Gauge("vla_sessions", "Sessions that are open", ["protocol"], registry=self.registry)
+
+    def check_token(self, sent: str | None) -> None:
+        """Raise AuthenticationError unless the token is the server's."""
+        if self._token is not None and not hmac.compare_digest((sent or "").encode(), self._token.encode()):
+            raise AuthenticationError("the token is missing or wrong")
+
+    def open(self, address: str) -> Session:
+        """Begin a session.
+
+        Args:
+            address: `ROBOT?session=NAME`. The robot may be left out where there is one, the name anywhere: it is then a
+                number that no other session of this server has.
+        Raises:
+            ValueError: there is no such robot.
+        """
+        parts = urlsplit(address)
+        robot = re.split(r"[/\\]", parts.path.rstrip("/"))[-1]
+        names = list(self._interfaces)
+        if len(names) == 1:
+            robot = names[0]
+        elif robot not in names:
+            raise ValueError(
+                f"which robot? {robot!r} is none of {', '.join(names)}: give one, as ws://HOST:PORT/{names[0]}, or "
+                f"--pretrained_name_or_path={names[0]} of robot_client"
+            )
+        named = parse_qs(parts.query).get("session")
+        return Session(self._interfaces[robot], named[0] if named else f"connection {next(self._numbers)}")
+
+    async def decide(self, session: Session, message: Mapping[Any, Any], decision: int | None = None) -> Answer:
+        """Return the actions for an observation.
+
+        The same session, decision and observation give the same actions, on whatever replica.
+
+        Args:
+            decision: its number; the session's next one when absent. One that fails is not counted.
+        Raises:
+            ValueError: the observation is not one that the policy sees.
+            RuntimeError: it could not be computed; the session goes on.
+        """
+        robot, started = session.interface.robot, time.perf_counter()
+        try:
+            observation, instruction = session.interface.read(message)
+        except ValueError:
+            self._requests.labels(robot, "refused").inc()
+            raise
+        key: Key = (self._seed, session.name, 0, session.decisions if decision is None else decision)
+        request = Request(robot, observation, instruction, key)
+        try:
+            answer = await asyncio.wait_for(self._replicas.predict.remote(request), self._timeout_s)
+        except TimeoutError:
+            answer = f"no replica answered within {self._timeout_s:g} s; send the observation again"
+        except RayError as error:
+            answer = f"the replica that computed this is gone ({type(error).__name__}); send the observation again"
+        if not isinstance(answer, Answer):
+            self._requests.labels(robot, "failed").inc()
+            raise RuntimeError(answer)
+        session.decisions += decision is None
+        self._requests.labels(robot, "ok").inc()
+        self._seconds.labels(robot).observe(time.perf_counter() - started)
+        self._rows.observe(answer.rows)
+        return answer

@@ -1,0 +1,204 @@
+"""Observations as clients send them: checked against what a policy sees, and as `Player` takes them.
+
+Legend: N rows, H W C image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STR
+
+from vla_finetuning.envs.protocol import Observation
+from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.policies.processors import EMPTY_CAMERA
+from vla_finetuning.policies.registry import family_of
+
+INSTRUCTIONS = ("prompt", "task")
+MOST_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a robot's policy sees and does.
+
+    Attributes:
+        robot: its name; "" of the only one. policy_type: LeRobot's.
+        cameras: by the dataset's names; whether the policy needs each of them.
+        vectors: their lengths, by the dataset's names.
+        action_width, chunk_size: of what it predicts.
+        rename_map: names that clients send for those of the dataset. Vectors that get the same name are joined.
+        facts: of robot.json.
+    """
+
+    robot: str
+    policy_type: str
+    cameras: Mapping[str, bool]
+    vectors: Mapping[str, int]
+    action_width: int
+    chunk_size: int
+    rename_map: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_policy(
+        cls,
+        robot: str,
+        config: PreTrainedConfig,
+        saved_names: Mapping[str, str],
+        trained: Mapping[str, tuple[int, ...]],
+        rename_map: Mapping[str, str],
+        facts: Mapping[str, Any],
+    ) -> Interface:
+        """Describe a policy.
+
+        Args:
+            saved_names: the policy's names of the dataset's (`pipelines.saved_rename_map`).
+            trained: shapes that it was trained on, by its own names (`pipelines.saved_shapes`).
+        Raises:
+            ValueError: `rename_map` names what the policy does not see.
+        """
+        family, names = family_of(config), {policy: name for name, policy in saved_names.items()}
+        known = {*trained, *facts.get("cameras", ())}
+        cameras, vectors = {}, {}
+        for key, feature in config.input_features.items():
+            if key in config.image_features:
+                if not key.startswith(EMPTY_CAMERA):
+                    name = names.get(key, key)
+                    cameras[name] = not family.masks_cameras or not known.isdisjoint((key, name))
+            elif key.startswith(OBS_STR):
+                vectors[names.get(key, key)] = trained.get(key, feature.shape)[0]
+        for name, target in rename_map.items():
+            if target not in (seen := [*cameras, *vectors]):
+                raise ValueError(
+                    f"--rename_map: {name!r} is to be {target!r}, which the policy does not see; it sees "
+                    f"{', '.join(seen)}{did_you_mean(target, seen)}"
+                )
+        width, steps = config.output_features[ACTION].shape[0], len(config.action_delta_indices or [0])
+        return cls(robot, config.type, cameras, vectors, width, steps, rename_map, facts)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a client is told of the policy, of JSON's types."""
+        return {
+            **self.facts,
+            "policy_type": self.policy_type,
+            "sees": {**{name: "uint8 (H, W, 3)" for name in self.cameras}, **self.vectors},
+            "action_width": self.action_width,
+            "chunk_size": self.chunk_size,
+        }
+
+    def read(self, message: Mapping[Any, Any]) -> tuple[Observation, str]:
+        """Read an observation and its instruction.
+
+        Args:
+            message: arrays by name, in dictionaries of them or not: `observation.images.front`,
+                `observation/images/front` and `{"observation": {"images": {"front": ...}}}` are the same; the
+                instruction is `prompt` or `task`. Images are uint8, (H, W, 3) or (3, H, W).
+        Returns:
+            The observation with N = 1, as gymnasium's vector environments have it: images uint8 (1, H, W, 3), vectors
+            float32; the instruction.
+        Raises:
+            ValueError: names what is missing, unknown, or of another shape, and what to do.
+        """
+        sent = dict(_flat(message))
+        instruction = _instruction(sent)
+        images: dict[str, np.ndarray] = {}
+        vectors: dict[str, list[np.ndarray]] = {name: [] for name in self.vectors}
+        # In the order of the map: vectors are joined in it.
+        for name in sorted(sent, key=[*self.rename_map, *sent].index):
+            target, value = self._target(name), sent[name]
+            if target in self.cameras:
+                images[target] = _image(name, value)
+            elif target in vectors:
+                vectors[target].append(_vector(name, value))
+            elif isinstance(value, np.ndarray) and value.ndim >= 3:
+                raise ValueError(
+                    f"image {name!r}: the policy has no such camera, it sees {', '.join(self.cameras) or 'none'}"
+                    f"{did_you_mean(target, list(self.cameras))}; send it by that name, start the server with "
+                    f"""--rename_map '{{"{name}": "CAMERA"}}', or leave it out"""
+                )
+        missing = [name for name, needed in self.cameras.items() if needed and name not in images]
+        missing += [name for name in vectors if not vectors[name]]
+        if missing:
+            raise ValueError(
+                f"the observation lacks {', '.join(missing)}; it has {', '.join(map(str, sent)) or 'nothing'}: send "
+                f"""it, or start the server with --rename_map '{{"NAME": "{missing[0]}"}}'"""
+            )
+        return self._arranged(images, {name: np.concatenate(values) for name, values in vectors.items()}), instruction
+
+    def _target(self, name: str) -> str:
+        """Return the dataset's name of what a client sends."""
+        if name in self.rename_map:
+            return self.rename_map[name]
+        dotted = name.replace("/", ".")
+        return dotted if dotted.startswith(f"{OBS_STR}.") else f"{OBS_STR}.{dotted}"
+
+    def _arranged(self, images: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]) -> Observation:
+        """Return images and vectors as gymnasium's environments name them. Raises ValueError for a wrong length."""
+        found: dict[str, Any] = {"pixels": {}}
+        for name, image in images.items():
+            if name.startswith(f"{OBS_IMAGES}."):
+                found["pixels"][name.removeprefix(f"{OBS_IMAGES}.")] = image[None]
+            else:  # as LeRobot's `preprocess_observation` passes on what it does not know
+                found[name.removeprefix(f"{OBS_STR}.")] = image[None].transpose(0, 3, 1, 2).astype(np.float32) / 255
+        for name, vector in vectors.items():
+            if len(vector) != self.vectors[name]:
+                entries = self.facts.get(name)
+                named = f" ({', '.join(map(str, entries))})" if isinstance(entries, list) else ""
+                raise ValueError(
+                    f"{name!r} has {len(vector)} entries, and the policy was trained with {self.vectors[name]}{named}: "
+                    "it is another robot's, or entries are missing"
+                )
+            found[name.removeprefix(f"{OBS_STR}.")] = vector[None]
+        return found if found["pixels"] else {key: value for key, value in found.items() if key != "pixels"}
+
+
+def _flat(message: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    for key, value in message.items():
+        if not isinstance(key, str):
+            raise ValueError(f"the observation has the key {key!r}: names are texts")
+        if isinstance(value, Mapping):
+            if depth == 3:
+                raise ValueError(f"{prefix}{key} is nested too deep: send arrays by name")
+            yield from _flat(value, f"{prefix}{key}/", depth + 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _instruction(sent: dict[str, Any]) -> str:
+    """Remove the instruction from what was sent. Raises ValueError if there is none."""
+    given = [sent.pop(name) for name in INSTRUCTIONS if name in sent]
+    text = str(given[0]) if given and isinstance(given[0], (str, np.str_)) else None
+    if text is None:
+        found = f"it is {type(given[0]).__name__}" if given else "there is none"
+        raise ValueError(f"the observation needs an instruction, a text by the name 'prompt' or 'task'; {found}")
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"the instruction has {len(text):,} characters: send at most {MOST_CHARACTERS:,}")
+    return text
+
+
+def _image(name: str, value: Any) -> np.ndarray:
+    """Return an image as uint8 (H, W, 3)."""
+    found = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3:
+        if value.shape[2] != 3 and value.shape[0] == 3:
+            value = value.transpose(1, 2, 0)
+        if value.shape[2] == 3 and min(value.shape[:2]) > 3:
+            return np.ascontiguousarray(value)
+    raise ValueError(f"camera {name!r} is {found}: send RGB as uint8 (H, W, 3) or (3, H, W)")
+
+
+def _vector(name: str, value: Any) -> np.ndarray:
+    """Return a vector as float32."""
+    array = np.atleast_1d(np.asarray(value)) if isinstance(value, (np.ndarray, np.number, float, int, list)) else None
+    if array is None or array.dtype.kind not in "fiu" or array.ndim != 1:
+        found = type(value).__name__ if array is None else f"{array.dtype} {array.shape}"
+        raise ValueError(f"{name!r} is {found}: send a vector of numbers")
+    vector = array.astype(np.float32)
+    if not np.isfinite(vector).all():
+        raise ValueError(f"{name!r} holds values that are not finite: {vector}")
+    return vector

@@ -1,0 +1,106 @@
+"""openpi's protocol: a websocket, messages of msgpack with numpy arrays. `openpi-client` connects unchanged.
+
+The server's first message says what the policy sees. Then each observation is answered by `{"actions": (T, A), ...}`,
+or by a text that says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgpack
+import numpy as np
+from prometheus_client import generate_latest
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from vla_finetuning.serving.gateway import AuthenticationError, Gateway, Session
+from vla_finetuning.serving.pickles import array_of
+
+
+def pack(message: Any) -> bytes:
+    """Write a message as `openpi_client.msgpack_numpy` does."""
+    return msgpack.packb(message, default=_packed)
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+    raise TypeError(f"{type(value).__name__} has no form in a message")
+
+
+def unpack(data: bytes) -> dict[Any, Any]:
+    """Read a message. Raises ValueError if it is no dictionary of msgpack, or holds other arrays than of numbers."""
+    try:
+        message = msgpack.unpackb(data, object_hook=_unpacked)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ValueError(f"the message is no msgpack of openpi's: {error}") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"the message is a {type(message).__name__}: send a dictionary of arrays by name")
+    return message
+
+
+def _unpacked(value: dict[Any, Any]) -> Any:
+    if b"__ndarray__" in value:
+        return array_of(value.get(b"data"), value.get(b"dtype"), value.get(b"shape"))
+    if b"__npgeneric__" in value:
+        return value.get(b"data")
+    return value
+
+
+async def listen(
+    gateway: Gateway, host: str, port: int, max_bytes: int, is_healthy: Callable[[], Awaitable[bool]]
+) -> Server:
+    """Start to listen: openpi's protocol on any path, GET /healthz, GET /metrics."""
+
+    async def before(connection: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/healthz":
+            healthy = await is_healthy()
+            return connection.respond(
+                HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE, "OK\n" if healthy else "no replica runs\n"
+            )
+        scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
+        try:
+            gateway.check_token(token if scheme in ("Api-Key", "Bearer") else None)
+        except AuthenticationError as error:
+            return connection.respond(HTTPStatus.UNAUTHORIZED, f"{error}: give api_key to WebsocketClientPolicy\n")
+        if request.path == "/metrics":
+            return connection.respond(HTTPStatus.OK, generate_latest(gateway.registry).decode())
+        return None
+
+    async def handle(connection: ServerConnection) -> None:
+        assert connection.request is not None
+        try:
+            session = gateway.open(connection.request.path)
+        except ValueError as error:
+            await connection.close(1008, str(error)[:120])  # a reason has at most 123 bytes
+            return
+        with gateway.sessions.labels("openpi").track_inprogress():
+            await connection.send(pack({"session": session.name, **session.interface.describe()}))
+            await _answer_all(gateway, session, connection)
+
+    # No browser connects: a page that the user looks at must not reach this machine's own ports. Few messages are read
+    # ahead, since each may be as long as the limit.
+    return await serve(
+        handle, host, port, process_request=before, origins=[None], max_size=max_bytes, max_queue=2, compression=None
+    )
+
+
+async def _answer_all(gateway: Gateway, session: Session, connection: ServerConnection) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        async for data in connection:
+            began = loop.time()
+            try:
+                answer = await gateway.decide(session, unpack(data if isinstance(data, bytes) else b""))
+            except (ValueError, RuntimeError) as error:
+                await connection.send(f"{error}")
+                continue
+            timing = {"infer_ms": 1e3 * answer.seconds, "total_ms": 1e3 * (loop.time() - began)}
+            await connection.send(pack({"actions": answer.actions, "server_timing": timing, "batch_rows": answer.rows}))
+    except ConnectionClosed:
+        pass

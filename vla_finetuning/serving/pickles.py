@@ -1,0 +1,133 @@
+"""Read what LeRobot's client pickles, without running any of it.
+
+A pickle is a program: whoever sends one chooses what is called, and with what. Here a call is only written down, and
+only of a name in `KNOWN`; the values are made afterwards, by this module.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+_HELPERS = "lerobot.async_inference.helpers"
+_MULTIARRAY = ("numpy._core.multiarray", "numpy.core.multiarray")  # of numpy 2 and 1
+KNOWN = {
+    (_HELPERS, "TimedObservation"),
+    (_HELPERS, "RemotePolicyConfig"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    *((module, name) for module in _MULTIARRAY for name in ("_reconstruct", "scalar")),
+    *((module, "_frombuffer") for module in ("numpy._core.numeric", "numpy.core.numeric")),
+}
+_NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
+
+
+class Call:
+    """A call that a pickle asks for: its arguments, and the state that it sets afterwards."""
+
+    name: ClassVar[str] = ""
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Call:
+        call = super().__new__(cls)
+        call.arguments, call.state = arguments, None
+        return call
+
+
+# The one that is written in Python: C's allocates as much as an index into its memo says.
+class _Reader(pickle._Unpickler):
+    """Reads a pickle into values of Python's own types and `Call`s."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in KNOWN:
+            raise ValueError(
+                f"the message names {module}.{name}, which no message of LeRobot's robot_client needs: refused"
+            )
+        return type(name, (Call,), {"name": name})
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if not isinstance(target, Call):
+            raise ValueError(f"the message sets attributes of a {type(target).__name__}: refused")
+        target.state = state
+
+    dispatch[pickle.BUILD[0]] = _build  # type: ignore[misc]
+
+
+def read_pickle(data: bytes, name: str) -> dict[str, Any]:
+    """Read the fields of a pickled dataclass of LeRobot's, with numpy arrays and scalars among them.
+
+    Args:
+        name: of the class.
+    Raises:
+        ValueError: it is of another class, names one that is not known, or is damaged.
+    """
+    try:
+        call = _Reader(io.BytesIO(data)).load()
+    except ValueError:
+        raise
+    except Exception as error:  # of a damaged pickle, whatever its instructions run into
+        raise ValueError(f"the message is no pickle of {name}: {error!r}") from error
+    if not isinstance(call, Call) or call.name != name or not isinstance(call.state, dict):
+        raise ValueError(f"the message is no {name} of LeRobot's")
+    return _values(call.state)
+
+
+def _values(fields: Mapping[Any, Any], depth: int = 0) -> dict[str, Any]:
+    if depth > 3:
+        raise ValueError("the message is nested too deep")
+    return {
+        str(key): _values(value, depth + 1) if isinstance(value, dict) else _value(value)
+        for key, value in fields.items()
+    }
+
+
+def _value(value: Any) -> Any:
+    """Return an array or scalar where numpy is to make one."""
+    if not isinstance(value, Call):
+        return value
+    if value.name == "scalar" and len(value.arguments) == 2:
+        return _array(value.arguments[1], value.arguments[0], (), False)[()]
+    if value.name == "_frombuffer" and len(value.arguments) == 4:
+        data, dtype, shape, order = value.arguments
+        return _array(data, dtype, shape, order == "F")
+    if value.name == "_reconstruct" and isinstance(value.state, tuple) and len(value.state) == 5:
+        _, shape, dtype, fortran, data = value.state
+        return _array(data, dtype, shape, bool(fortran))
+    raise ValueError(f"the message calls {value.name} in a way that numpy does not pickle: refused")
+
+
+def _array(data: Any, dtype: Any, shape: Any, fortran: bool) -> np.ndarray:
+    """Make an array of its bytes."""
+    code = dtype.arguments[0] if isinstance(dtype, Call) and dtype.name == "dtype" and dtype.arguments else None
+    state = dtype.state if isinstance(dtype, Call) and isinstance(dtype.state, tuple) else (3, "|")
+    return array_of(data, f"{state[1]}{code}", shape, fortran)
+
+
+def array_of(data: Any, dtype: Any, shape: Any, fortran: bool = False) -> np.ndarray:
+    """Make an array of numbers of bytes from the network.
+
+    Args:
+        dtype: as `numpy.dtype.str`, "<f4".
+    Raises:
+        ValueError: no type of numbers, or a shape that the bytes do not have.
+    """
+    if not isinstance(dtype, str) or not _NUMBERS.fullmatch(dtype):
+        raise ValueError(f"an array is of type {dtype!r}: send numbers, as '<f4' or '|u1'")
+    sizes = shape if isinstance(shape, (tuple, list)) and len(shape) <= 8 else [None]
+    if not isinstance(data, (bytes, bytearray)) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"an array has the shape {str(shape)[:100]}: send whole numbers, and its bytes")
+    expected = math.prod(sizes) * np.dtype(dtype).itemsize
+    if expected != len(data):
+        raise ValueError(f"an array of type {dtype} and shape {tuple(sizes)} has {expected} bytes, not {len(data)}")
+    return np.frombuffer(data, np.dtype(dtype)).reshape(sizes, order="F" if fortran else "C")
