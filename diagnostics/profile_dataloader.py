@@ -33,11 +33,10 @@ from diagnostics.step_report import StepReport
 from diagnostics.tool import Options, Result, count, run_tool, run_workers, scratch_run, write_record
 from diagnostics.watch import ClusterWatch
 from util import Batch, Clock, NumpyToTorchCollate, Phase
-from vla_finetuning.data import image_cache, number_cache
+from vla_finetuning.data import parquet_columns
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
-from vla_finetuning.data.node_cache import Records
 from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run, with_config
@@ -70,9 +69,8 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (lerobot_rows, "_fill_numbers", "shuffle"),
     (lerobot_rows, "_fill_texts", "shuffle"),
     (lerobot_rows, "_read_cameras", "shuffle"),
-    (number_cache, "read_groups", "read"),
-    (image_cache, "_unpack", "read"),
-    (Records, "get", "read"),
+    (parquet_columns, "read_groups", "read"),
+    (parquet_columns, "_copied", "read"),
     (lerobot_videos, "decode_image", "decode"),
     (lerobot_videos, "decode_depth_image", "decode"),
     (lerobot_rows, "to_table", "transfer"),

@@ -18,8 +18,8 @@ CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 FIRST_ANSWER_TIMEOUT_S = 15.0
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
 FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
-# Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
-# Beside them, up to as many bytes of images of data files, as they are encoded (data/image_cache.py).
+# Unpacked numbers of data files (data/parquet_columns.py), on every node's own disk: a hundredth of what the videos
+# take. Beside them, up to as many bytes of images of data files, as they are encoded.
 # Where the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local disk.
 DEFAULT_NUMBERS_DIR = str(_CACHE / "numbers")
 NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or DEFAULT_NUMBERS_DIR

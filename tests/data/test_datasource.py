@@ -20,7 +20,7 @@ from lerobot_datasource import SHARE, read_lerobot
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
-from vla_finetuning.data import number_cache, safe_parquet
+from vla_finetuning.data import parquet_columns, safe_parquet
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata, rename_features
@@ -917,11 +917,11 @@ def test_images_are_read_a_row_group_of_one_camera_at_a_time(tmp_path, monkeypat
     columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
     images = [[c.total_uncompressed_size for c in of if c.path_in_schema.endswith(".bytes")] for of in columns]
     assert len(groups) == 3 and all(len(sizes) == 3 for sizes in images)
-    monkeypatch.setattr(number_cache, "MAX_DATA_BYTES", 2 * max(map(max, images)))
+    monkeypatch.setattr(parquet_columns, "MAX_DATA_BYTES", 2 * max(map(max, images)))
     (rows,) = datasource([meta]).read_rows(range(19), 19)
     for key in cameras:
         np.testing.assert_array_equal(rows[key], expected[key])
-    monkeypatch.setattr(number_cache, "MAX_DATA_BYTES", max(map(max, images)) // 2)
+    monkeypatch.setattr(parquet_columns, "MAX_DATA_BYTES", max(map(max, images)) // 2)
     with pytest.raises(ValueError, match="exhaust the memory"):
         next(datasource([meta]).read_rows(range(19), 19))
 

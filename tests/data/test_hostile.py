@@ -20,7 +20,7 @@ from PIL import EpsImagePlugin, Image
 
 from tests.datasets import datasource, make_dataset
 from tests.memory import takes_at_most
-from vla_finetuning.data import number_cache, paths
+from vla_finetuning.data import parquet_columns, paths
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import Episodes, StreamPlan
@@ -341,7 +341,7 @@ def test_rows_that_are_wider_than_info_says(root):
 
 
 def test_row_groups_larger_than_is_read_at_once(root, monkeypatch):
-    monkeypatch.setattr(number_cache, "MAX_DATA_BYTES", 400)
+    monkeypatch.setattr(parquet_columns, "MAX_DATA_BYTES", 400)
     file = load_metadata(root).data_files[0]
     with pytest.raises(ValueError, match=f"{root}: {file}: rows of the row groups .* write it in smaller row groups"):
         read_all(root)

@@ -178,7 +178,7 @@ def test_every_row_on_s3_through_a_bad_network_equals_lerobots(bucket, proxied, 
 def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind, tmp_path, monkeypatch):
     """The error names dataset and file and says what to do, within the time given."""
     monkeypatch.setattr(
-        "vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path)
+        "vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path)
     )  # where the node has nothing of the file yet
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
@@ -225,7 +225,7 @@ def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_p
 
 def test_image_columns_are_requested_once(bucket, proxied, tmp_path, monkeypatch):
     """Also without a cache of what was requested."""
-    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / "node"))
+    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / "node"))
     root = make_dataset(tmp_path / "images", cameras={}, image_cameras={TOP: (16, 16)}, episodes=(30, FRAMES - 30))
     upload(bucket, root, "images")
     faults, options = proxied
@@ -244,7 +244,7 @@ def test_image_columns_are_requested_once(bucket, proxied, tmp_path, monkeypatch
 
 def test_images_are_on_the_nodes_disk_once(bucket, proxied, tmp_path, monkeypatch):
     """Not as blocks of their files beside the images."""
-    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / "node"))
+    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / "node"))
     root = make_dataset(tmp_path / "images", cameras={}, image_cameras={TOP: (128, 128)}, noise=64, episodes=(FRAMES,))
     upload(bucket, root, "images")
     faults, options = proxied
@@ -252,7 +252,7 @@ def test_images_are_on_the_nodes_disk_once(bucket, proxied, tmp_path, monkeypatc
     meta = load_metadata("s3://robots/images", storage_options=options, storage_policy=policy)
 
     def stored(folder):
-        return sum(path.stat().st_blocks * 512 for path in (tmp_path / folder).rglob("*.data"))
+        return sum(path.stat().st_blocks * 512 for path in (tmp_path / folder).rglob("*"))
 
     size = sum((root / file).stat().st_size for file in meta.data_files)
     assert size > 10 * BLOCK_BYTES
@@ -264,7 +264,7 @@ def test_images_are_on_the_nodes_disk_once(bucket, proxied, tmp_path, monkeypatc
 
 def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_path, monkeypatch):
     """And nothing asks what the objects are: the driver listed them."""
-    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))
+    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path))
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options)
     read_directly(datasource([meta], camera_keys=[]))  # the numbers are unpacked
@@ -335,7 +335,7 @@ def test_every_row_on_google_storage_equals_lerobots(google, local):
 
 
 def test_an_object_that_changes_on_google_storage(google, local, tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))
+    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path))
     source = datasource([load_metadata(f"gs://robots/{local.name}")])
     file = source.metas[0].video_files[TOP][0]
     before = (local / file).stat()
@@ -419,7 +419,7 @@ def test_objects_that_vanish_after_the_start(damaged, bucket, local, tmp_path, m
     url, prefix = damaged
     source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
-        monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / file))
+        monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / file))
         upload(bucket, local, prefix)
         bucket.delete_object(Bucket="robots", Key=f"{prefix}/{file}")
         with pytest.raises(FileNotFoundError, match=f"{url}: {file} is missing; copy it again"):
@@ -430,7 +430,7 @@ def test_objects_that_change_after_the_start(damaged, bucket, local, tmp_path, m
     url, prefix = damaged
     source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
-        monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / file))
+        monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path / file))
         upload(bucket, local, prefix)
         bucket.put_object(Bucket="robots", Key=f"{prefix}/{file}", Body=bytes((local / file).stat().st_size))
         with pytest.raises(StorageError, match=f"{url}: {file}.*: changed since this run looked which files there are"):
@@ -451,7 +451,7 @@ def test_a_store_that_goes_away_after_the_start(bucket, monkeypatch, tmp_path):
         )
         assert sum(table.num_rows for table in read_directly(source)) == FRAMES
     file = source.metas[0].data_files[0]
-    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))  # another node
+    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path))  # another node
     with pytest.raises(
         OSError,
         match=rf"s3://robots/arm: {file}: cannot be read: .*{urlsplit(endpoint).netloc}; gave up after \d+ s.*check",

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from pathlib import Path
 
 import av
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.buckets import MemoryBucket
 from tests.data.test_decode import CODECS
-from vla_finetuning.data import node_cache, number_cache, storage, video_index
+from vla_finetuning.data import disk_cache, storage, video_index
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.storage import RemoteFileSystem, StoragePolicy
 from vla_finetuning.data.video_index import RemoteVideo
@@ -47,8 +48,8 @@ def store(content, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "AHEAD_BYTES", BLOCK)
     monkeypatch.setattr(storage, "GAP_BYTES", BLOCK)
     monkeypatch.setattr(storage, "KEPT_BLOCKS", 4096)
-    monkeypatch.setattr(number_cache, "NUMBERS_DIR", str(tmp_path / "node"))
-    node_cache.node_cache.cache_clear()
+    monkeypatch.setattr(disk_cache, "NUMBERS_DIR", str(tmp_path / "node"))
+    disk_cache.disk_cache.cache_clear()
     memory = MemoryBucket()
     memory.put("arm/file.mp4", content)
     fs = RemoteFileSystem(memory, StoragePolicy())
@@ -119,14 +120,14 @@ def test_a_node_reads_the_index_once(store, content):
     video.ask(np.array([1.0]), FPS)
     settle(video)
     store.fetched.clear()
-    node_cache.node_cache.cache_clear()  # as another process
+    disk_cache.disk_cache.cache_clear()  # as another process
     video = opened(store)
     assert video_index._index_of(video.file)[0].offset.tolist() == index.offset.tolist()
     assert not store.fetched
     # What the disk lost is read again.
-    (kept,) = (p for p in node_cache.Path(number_cache.NUMBERS_DIR).rglob("*.index"))
+    (kept,) = (p for p in Path(disk_cache.NUMBERS_DIR).rglob("index"))
     kept.write_bytes(kept.read_bytes()[:-1] + b"!")
-    node_cache.node_cache.cache_clear()
+    disk_cache.disk_cache.cache_clear()
     video = opened(store)
     assert video_index._index_of(video.file)[1] == ranges and store.fetched
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
-from vla_finetuning.data.number_cache import DataFile, Span, numbers, read_groups
+from vla_finetuning.data.parquet_columns import DataFile, Span, numbers, read_groups
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files

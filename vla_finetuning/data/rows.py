@@ -21,7 +21,7 @@ from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, Feature
-from vla_finetuning.data.number_cache import Column, DataFile, Span, read_numbers, read_values
+from vla_finetuning.data.parquet_columns import Column, DataFile, Span, read_numbers, read_values
 from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty

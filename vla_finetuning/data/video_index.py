@@ -6,18 +6,15 @@ keeps it on its own disk. What is found here only saves requests: FFmpeg reads t
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from vla_finetuning.data.decode import SEEK_AFTER_FRAMES
-from vla_finetuning.data.number_cache import numbers_cache
-from vla_finetuning.data.private import open_own
+from vla_finetuning.data.disk_cache import numbers_cache
 from vla_finetuning.data.storage import BLOCK_BYTES, RemoteFile, RemoteFileSystem, file_identity
 
 # An index beyond this is no dataset's: of a day at 60 Hz it has 60 MB.
@@ -79,9 +76,8 @@ class RemoteVideo:
 
     def __init__(self, fs: RemoteFileSystem, path: str, dataset: str):
         self.file: RemoteFile = fs.open(path)
-        identity = file_identity(fs, path)
-        self._kept = None if identity is None else _Kept(dataset, path, identity)
-        self._blocks = None if self._kept is None else self._kept.read()
+        self._copy = _copy_of(fs, path, dataset)
+        self._blocks = None if self._copy is None else _read_blocks(self._copy)
         if self._blocks is not None:
             self.file.know(self._blocks)
         else:
@@ -93,46 +89,34 @@ class RemoteVideo:
         index, ranges = _index_of(self.file)
         if index is None:
             return
-        if self._kept is not None and self._blocks is None:
-            self._kept.write(self.file.blocks(ranges))
+        if self._copy is not None and self._blocks is None:
+            _write_blocks(self._copy, self.file.blocks(ranges))
         self.file.ask(index.ranges(times_s, fps))
 
 
-class _Kept:
-    """Blocks of a file that opening it takes, on this node's disk: a checksum, how many, their numbers, they."""
+def _copy_of(fs: RemoteFileSystem, path: str, dataset: str) -> Path | None:
+    """Return where the blocks of a file that opening it takes are on this node's disk; None if nowhere."""
+    identity = file_identity(fs, path)
+    folder = None if identity is None else numbers_cache().content(dataset, path, f"{identity}\0{BLOCK_BYTES}")
+    return None if folder is None else folder / "index"
 
-    SUFFIX = ".index"
 
-    def __init__(self, dataset: str, path: str, identity: str):
-        self._file = dataset, path, f"{identity}\0{BLOCK_BYTES}"
+def _read_blocks(copy: Path) -> dict[int, bytes] | None:
+    """Return blocks by number, as `_write_blocks` wrote them."""
+    stored = numbers_cache().load(copy)
+    if stored is None:
+        return None
+    count = struct.unpack_from("<q", stored)[0]
+    first = 8 + 8 * count
+    return {
+        n: stored[first + i * BLOCK_BYTES :][:BLOCK_BYTES]
+        for i, n in enumerate(struct.unpack_from(f"<{count}q", stored, 8))
+    }
 
-    def read(self) -> dict[int, bytes] | None:
-        stored = b""
-        cache = numbers_cache()
-        with cache.doing_without():
-            if cache.works:
-                with open(open_own(self._path(cache.content(*self._file)), os.O_RDONLY), "rb") as file:
-                    stored = file.read()
-        if len(stored) < 16 or struct.unpack("<Q", stored[:8])[0] != xxhash.xxh3_64_intdigest(stored[8:]):
-            return None
-        count = struct.unpack_from("<Q", stored, 8)[0]
-        numbers = np.frombuffer(stored, "<i8", count, 16).tolist()
-        first = 16 + 8 * count
-        return {n: stored[first + i * BLOCK_BYTES :][:BLOCK_BYTES] for i, n in enumerate(numbers)}
 
-    def write(self, blocks: dict[int, bytes]) -> None:
-        record = struct.pack(f"<{1 + len(blocks)}q", len(blocks), *blocks) + b"".join(blocks.values())
-        record = struct.pack("<Q", xxhash.xxh3_64_intdigest(record)) + record
-        cache = numbers_cache()
-        with cache.doing_without():
-            if cache.reserve_capacity(len(record)):
-                content = cache.content(*self._file)
-                cache.make_folder(content)
-                with open(open_own(self._path(content), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                    file.write(record)
-
-    def _path(self, content: Path) -> Path:
-        return content.with_name(content.name + self.SUFFIX)
+def _write_blocks(copy: Path, blocks: dict[int, bytes]) -> None:
+    """Write how many blocks there are, their numbers, they."""
+    numbers_cache().write(copy, struct.pack(f"<{1 + len(blocks)}q", len(blocks), *blocks) + b"".join(blocks.values()))
 
 
 _Box = tuple[bytes, int, int]  # kind; its content's first byte and the one after

@@ -27,10 +27,9 @@ import numpy as np
 
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
 from vla_finetuning.data.frame_cache import CachedVideo, VideoFile
-from vla_finetuning.data.image_cache import read_images
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
-from vla_finetuning.data.number_cache import DataFile
+from vla_finetuning.data.parquet_columns import DataFile, read_images
 from vla_finetuning.data.paths import read_whole
 from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
 from vla_finetuning.data.reused_memory import empty

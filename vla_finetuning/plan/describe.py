@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lerobot_datasource import SEGMENT_ROWS
-from vla_finetuning.data.node_cache import has_capacity
-from vla_finetuning.data.number_cache import describe_numbers
+from vla_finetuning.data.disk_cache import describe_numbers, has_capacity
 from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.mirror import address
 from vla_finetuning.options.dataset import describe_image_size, describe_padding, describe_share

@@ -18,7 +18,7 @@ from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.number_cache import numbers
+from vla_finetuning.data.parquet_columns import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions

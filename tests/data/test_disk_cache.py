@@ -1,0 +1,256 @@
+"""Files of a node's cache: whole or absent, whatever happens to the folder; and how large all of them grow."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from vla_finetuning.data import disk_cache
+from vla_finetuning.data.disk_cache import LEDGER, DiskCache
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "cache"
+
+
+def opened(folder, limit=100_000):
+    return DiskCache(folder, limit, "make room")
+
+
+def place(cache, dataset="a", file="file", identity="content", name="0"):
+    return cache.content(dataset, file, identity) / name
+
+
+def read(cache, path, size=10_240):
+    """The bytes by each way to read them, which must agree."""
+    out = bytearray(size)
+    found, loaded, mapped = cache.read(path, out), cache.load(path), cache.map(path)
+    if not found:
+        assert loaded is None and mapped is None
+        return None
+    assert bytes(out) == loaded == mapped.to_pybytes()
+    return bytes(out)
+
+
+def store(cache, size=40_000, **where):
+    """Whether another file fitted."""
+    path = place(cache, **where)
+    cache.write(path, os.urandom(size))
+    return path.exists()
+
+
+def test_what_was_written_is_read_by_any_process(folder):
+    cache = opened(folder)
+    assert read(cache, place(cache)) is None
+    cache.write(place(cache), RECORD)
+    cache.write(place(cache, name="empty"), b"")
+    for each in (cache, opened(folder)):
+        assert read(each, place(each)) == RECORD and read(each, place(each, name="empty"), 0) == b""
+        assert not each.read(place(each), bytearray(len(RECORD) - 1)) and read(each, place(each, name="1")) is None
+    assert not [path for path in folder.rglob("*") if path.stat().st_mode & 0o077]
+
+
+@pytest.mark.parametrize("damage", ["zeros", "noise", "cut", "longer", "emptied", "checksum", "another place"])
+def test_a_torn_or_foreign_file_is_missing_until_it_is_written_again(folder, damage):
+    cache = opened(folder)
+    path, other = place(cache), place(cache, identity="another")
+    cache.write(path, RECORD)
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "zeros": content[:5000] + bytes(len(content) - 5000),
+            "noise": content[:5000] + os.urandom(100) + content[5100:],
+            "cut": content[:-1],
+            "longer": content + b"!",
+            "emptied": b"",
+            "checksum": content[:-8] + bytes(8),
+            "another place": content,
+        }[damage]
+    )
+    if damage == "another place":
+        other.parent.mkdir()
+        path = path.rename(other)
+    assert read(cache, path) is None
+    cache.write(path, RECORD)
+    assert read(cache, path) == RECORD
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_is_read(folder):
+    script = textwrap.dedent("""
+        import os, signal, sys
+        from pathlib import Path
+        from tests.data.test_disk_cache import RECORD, opened, place
+        os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        cache = opened(Path(sys.argv[1]))
+        cache.write(place(cache), RECORD)
+    """)
+    assert subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT).returncode == -signal.SIGKILL
+    cache = opened(folder)
+    assert list(place(cache).parent.iterdir()) and read(cache, place(cache)) is None
+    cache.write(place(cache), RECORD)
+    assert read(cache, place(cache)) == RECORD
+
+
+def test_a_mapped_file_stays_readable_when_it_is_replaced_and_removed(folder):
+    cache = opened(folder)
+    cache.write(place(cache), RECORD)
+    mapped = cache.map(place(cache))
+    cache.write(place(cache), RECORD[::-1])
+    shutil.rmtree(folder)
+    assert mapped.to_pybytes() == RECORD
+    before = len(os.listdir("/proc/self/fd"))
+    cache.write(place(cache), RECORD)
+    kept = [cache.map(place(cache)) for _ in range(20)]
+    assert len(kept) == 20 and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_threads_share_it(folder):
+    cache = opened(folder, 10**8)
+
+    def write(number):
+        path = place(cache, file=f"file{number % 4}", name=str(number // 8))  # two threads, the same file
+        cache.write(path, bytes([number // 8]) * 4096)
+        return read(cache, path, 4096) == bytes([number // 8]) * 4096
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(write, range(200)))
+
+
+def test_one_process_at_a_time_makes_a_file(folder):
+    cache = opened(folder)
+    inside = []
+
+    def make(number):
+        with cache.alone(place(cache)):
+            inside.append(number)
+            time.sleep(0.01)
+            return inside.pop()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(make, range(8))) == list(range(8))
+
+
+@pytest.mark.parametrize("fault", ["full disk", "broken disk", "folder is a file", "folder of others", "other's place"])
+def test_a_folder_that_fails_costs_a_warning(folder, monkeypatch, caplog, fault):
+    cache = opened(folder)
+    cache.write(place(cache, name="before"), RECORD)
+    before = place(cache, name="before")
+    number = errno.ENOSPC if fault == "full disk" else errno.EIO
+    if "disk" in fault:
+
+        def failing(*_):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "rename" if fault == "full disk" else "preadv", failing)
+    elif fault == "folder is a file":
+        shutil.rmtree(folder)
+        folder.write_text("")
+    elif fault == "folder of others":
+        folder.chmod(0o777)
+    else:
+        before.parents[2].chmod(0o777)
+    cache = cache if "disk" in fault else opened(folder)
+    for name in "abc":
+        path = cache.content("a", "file", "content")
+        if path is not None:
+            cache.write(path / name, RECORD)
+            assert not cache.read(path / name, bytearray(len(RECORD)))
+    content = cache.content("a", "file", "content")
+    found = content is not None and cache.read(content / "before", bytearray(len(RECORD)))
+    assert found == (fault == "full disk")
+    with cache.alone(before):
+        pass
+    (warning,) = caplog.records
+    assert str(folder) in warning.message and "make room" in warning.message
+    assert not [path for path in folder.rglob("*.*") if path.suffix != ".lock"]  # nor what was written in part
+
+
+def test_a_folder_that_was_removed_is_made_anew(folder):
+    cache = opened(folder)
+    for _ in range(2):
+        path = place(cache)
+        cache.write(path, RECORD)
+        assert read(cache, path) == RECORD
+        shutil.rmtree(folder)
+
+
+def test_nothing_of_a_dataset_that_is_read_is_dropped(folder, caplog):
+    cache = opened(folder)
+    assert [store(cache, name=str(n)) for n in range(4)] == [True, True, False, False]
+    (warning,) = caplog.records
+    assert f"{folder} is full" in warning.message and "make room" in warning.message
+    # Another process, or run, on another dataset: there is no space either.
+    assert not store(opened(folder), dataset="b") and len(list(folder.rglob("?"))) == 2
+
+
+def test_datasets_that_nobody_reads_are_removed_oldest_first(folder):
+    cache = opened(folder)
+    for dataset, hours in (("old", 2), ("older", 3)):
+        assert store(cache, dataset=dataset)
+        os.utime(place(cache, dataset=dataset).parents[2], (time.time() - 3600 * hours,) * 2)
+    cache = opened(folder)
+    assert store(cache, dataset="new")
+    left = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert left == {place(cache, dataset=name).parents[2].name for name in ("old", "new")}
+
+
+def test_a_dataset_that_is_read_again_and_again_counts_as_read(folder, monkeypatch):
+    cache = opened(folder)
+    assert store(cache) and store(cache, name="1")
+    os.utime(place(cache).parents[2], (0, 0))
+    monkeypatch.setattr(disk_cache, "TOUCH_S", 0)
+    assert place(cache).exists()
+    assert not store(opened(folder), dataset="b") and place(cache).exists()
+
+
+def test_there_is_room_again_when_a_dataset_is_idle(folder, monkeypatch):
+    cache = opened(folder)
+    assert store(cache, size=90_000, dataset="a") and not store(cache, dataset="b")
+    os.utime(place(cache, dataset="a").parents[2], (0, 0))
+    assert not store(cache, dataset="b")  # not asked again at once: it means to search the folder
+    monkeypatch.setattr(cache, "_full_until", 0.0)
+    assert store(cache, dataset="b")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_processes_together_store_no_more_than_fits(folder, lost):
+    for number in range(20):
+        store(opened(folder), size=9_000, name=str(number))
+        if lost:
+            (folder / LEDGER).write_bytes(b"")
+    sizes = [path.stat().st_size for path in folder.glob("*/*/*/*")]
+    assert 70_000 < sum(sizes) <= 100_000
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(folder, monkeypatch):
+    monkeypatch.setattr(disk_cache, "FULLEST_DISK", 0.0)
+    assert not store(opened(folder), size=1)
+
+
+def test_a_files_new_content_takes_the_space_of_the_old(folder):
+    """A nightly export to one path: after three of them the cache would hold nothing that is read."""
+    for night in range(5):
+        cache = opened(folder, 60_000)
+        assert all(store(cache, size=9_000, file=f"file{n}", identity=f"night {night}") for n in range(3))
+    assert len(list(folder.glob("*/*/*/0"))) == 3
+
+
+def test_folders_of_others_inside_are_left_alone(folder):
+    (folder / "images").mkdir(parents=True)
+    (folder / "images" / "file").write_bytes(bytes(90_000))
+    os.utime(folder / "images", (0, 0))
+    cache = opened(folder)
+    assert store(cache) and store(cache, name="1") and not store(cache, name="2")
+    assert (folder / "images" / "file").exists()

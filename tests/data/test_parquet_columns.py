@@ -1,0 +1,365 @@
+"""Columns of data files: unpacked once per node, footers parsed once per process, and the same as without a copy."""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lerobot_datasource import LeRobotDatasource
+from tests.datasets import datasource, make_dataset, make_layouts
+from vla_finetuning.data import disk_cache, parquet_columns, rows, safe_parquet, videos
+from vla_finetuning.data.decode import decode_image
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.options import Features
+from vla_finetuning.data.parquet_columns import numbers
+
+ROOT = Path(__file__).resolve().parents[2]
+CAMERAS = {"observation.images.left": (16, 24), "observation.images.right": (8, 8)}
+LENGTHS = (40, 12, 33, 25, 50, 7, 21)
+ROWS = sum(LENGTHS)
+WINDOWS = {"action": [i / 10 for i in range(8)]}
+EACH = ["numbers", *CAMERAS]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    base = tmp_path_factory.mktemp("layouts")
+    made = make_layouts(base, cameras={}, image_cameras=CAMERAS, episodes=LENGTHS, data_files_size_in_mb=0.03)
+    groups = {name: [pq.ParquetFile(p).num_row_groups for p in root.glob("data/*/*.parquet")] for name, root in
+              made.items()}  # fmt: skip
+    assert set(groups["file"]) == {1} and max(groups["episode"]) > 1 and len(groups["episode"]) > 1
+    return made
+
+
+@pytest.fixture(params=["file", "episode"])
+def root(request, originals, tmp_path):
+    return Path(shutil.copytree(originals[request.param], tmp_path / "dataset"))
+
+
+def forget(monkeypatch):
+    """Have this process know no more than another one of the node."""
+    monkeypatch.setattr(safe_parquet, "_footers", safe_parquet._Footers(2**20))
+    for name in ("_mapped", "_group_starts"):
+        monkeypatch.setattr(parquet_columns, name, {})
+    disk_cache.disk_cache.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where copies are, with nothing in it."""
+    monkeypatch.setattr(disk_cache, "NUMBERS_DIR", str(tmp_path / "numbers"))
+    forget(monkeypatch)
+    return tmp_path / "numbers"
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts what is done: "footers" parsed; rows of "numbers", and of each camera, unpacked."""
+    counts = Counter()
+    footer, unpack = safe_parquet._parsed_footer, parquet_columns.read_columns
+
+    def parsed(file):
+        counts["footers"] += "/data/" in file.name
+        return footer(file)
+
+    def unpacked(file, columns, *args, **kwargs):
+        table = unpack(file, columns, *args, **kwargs)
+        counts[columns[0] if columns[0] in CAMERAS else "numbers"] += len(table)
+        return table
+
+    monkeypatch.setattr(safe_parquet, "_parsed_footer", parsed)
+    monkeypatch.setattr(parquet_columns, "read_columns", unpacked)
+    return counts
+
+
+def an_epoch(root, seed=0, window=16, **options):
+    """Every row, shuffled in small windows (None: in stored order), by `index`."""
+    source = datasource(
+        [load_metadata(root)], delta_timestamps=WINDOWS, shuffle_seed=seed, shuffle_window=window, **options
+    )
+    batches = list(source.read_rows(range(ROWS), window))
+    order = np.argsort(np.concatenate([b["index"] for b in batches]))
+    return {key: np.concatenate([b[key] for b in batches])[order] for key in batches[0]}
+
+
+def assert_same(rows, others):
+    assert rows.keys() == others.keys()
+    for key, values in others.items():
+        assert rows[key].dtype == values.dtype
+        np.testing.assert_array_equal(rows[key], values, err_msg=key)
+
+
+def without_copies(root, monkeypatch):
+    """The rows as they are without a copy."""
+    with monkeypatch.context() as patched:
+        for module in (rows, videos):
+            patched.setattr(module, "file_identity", lambda *_: None)
+        return an_epoch(root)
+
+
+def copies(folder):
+    """The copies of numbers, and of images."""
+    found = [folder.glob("*/*/*/*"), folder.glob("images/*/*/*/*")]
+    return [[path for path in paths if path.is_file() and path.suffix != ".lock"] for paths in found]
+
+
+def test_what_was_unpacked_once_is_not_unpacked_again(originals, work, monkeypatch):
+    root = originals["file"]
+    expected = without_copies(root, monkeypatch)
+    assert min(work[key] for key in EACH) > 1.5 * ROWS  # windows share row groups
+    work.clear()
+    files = len(load_metadata(root).data_files)
+    for seed in (0, 1, 2):
+        assert_same(an_epoch(root, seed), expected)
+        assert work == {"footers": files} | dict.fromkeys(EACH, ROWS)
+    # Another process of the node unpacks nothing.
+    forget(monkeypatch)
+    assert_same(an_epoch(root, 3), expected)
+    assert work == {"footers": 2 * files} | dict.fromkeys(EACH, ROWS)
+
+
+def test_row_groups_of_episodes(originals, work, monkeypatch):
+    root = originals["episode"]
+    expected = without_copies(root, monkeypatch)
+    before = work.copy()
+    work.clear()
+    for seed in range(6):
+        assert_same(an_epoch(root, seed), expected)
+    assert work["numbers"] == ROWS
+    assert all(work[key] < 2.5 * before[key] for key in CAMERAS)  # of six epochs
+
+
+def test_reads_in_stored_order_copy_no_images_that_they_do_not_want(originals, work, folder):
+    an_epoch(originals["episode"], None, window=50)  # as the longest row group
+    assert min(work[key] for key in CAMERAS) >= ROWS and not copies(folder)[1]
+    work.clear()
+    an_epoch(originals["file"], None, window=16)
+    assert max(work[key] for key in CAMERAS) <= 2 * ROWS  # 6 without copies
+
+
+def test_footers_are_remembered_within_a_bound(originals):
+    footers = safe_parquet._Footers(5000)
+    metadata = pq.ParquetFile(next(originals["episode"].glob("data/*/*.parquet"))).metadata
+    assert 1000 < metadata.serialized_size < 1_000_000
+    for name in "abcdefghij":
+        footers.keep(name, metadata)
+        assert footers.get(name) is metadata  # the newest, however large
+    held = [name for name in "abcdefghij" if footers.get(name) is not None]
+    assert len(held) == max(1, 5000 // metadata.serialized_size)
+
+
+def test_a_file_that_changed_is_unpacked_anew(root, folder, monkeypatch):
+    an_epoch(root)
+    before = list(map(len, copies(folder)))
+    path = root / load_metadata(root).data_files[0]
+    table, stat = pq.read_table(path), path.stat()
+    action = np.stack(table["action"].to_numpy()) + 1
+    for key, values in {"action": list(action), **{key: table[key].combine_chunks()[::-1] for key in CAMERAS}}.items():
+        at = table.schema.get_field_index(key)
+        table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type))
+    pq.write_table(table, path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    found = an_epoch(root)
+    np.testing.assert_array_equal(found["action"][np.isin(found["index"], table["index"])][:, 0], action)
+    assert_same(found, without_copies(root, monkeypatch))
+    # What was copied of the earlier content has given its space back.
+    assert [len(after) <= at_first for after, at_first in zip(copies(folder), before, strict=True)] == [True, True]
+
+
+def test_a_damaged_copy_is_made_anew(root, folder, work, monkeypatch):
+    expected = an_epoch(root)
+    work.clear()
+    forget(monkeypatch)
+    for path in itertools.chain(*copies(folder)):
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] + os.urandom(len(content) // 2))
+    assert_same(an_epoch(root), expected)
+    assert work["numbers"] == ROWS and all(0 < work[key] <= ROWS for key in CAMERAS)
+    work.clear()
+    forget(monkeypatch)
+    assert_same(an_epoch(root), expected)
+    assert not any(work[key] for key in EACH)
+
+
+def test_a_damaged_row_group_costs_only_those_who_want_its_rows(originals, tmp_path, work):
+    """Episodes that are whole are read as ever, though the file cannot be copied."""
+    root = Path(shutil.copytree(originals["episode"], tmp_path / "dataset"))
+    path = root / load_metadata(root).data_files[0]
+    expected = an_epoch(root, None, 1)
+    metadata = pq.ParquetFile(path).metadata
+    chunk = next(c for c in map(metadata.row_group(1).column, range(metadata.num_columns))
+                 if c.path_in_schema.startswith("action"))  # fmt: skip
+    with open(path, "r+b") as file:
+        file.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
+        file.write(b"\xff" * 20)
+    source = datasource([load_metadata(root)], camera_keys=[])
+    for _ in range(2):
+        (first,) = source.read_rows(range(LENGTHS[0]), LENGTHS[0])
+        np.testing.assert_array_equal(first["action"], expected["action"][: LENGTHS[0], 0])
+    with pytest.raises(ValueError, match="cannot be read as a parquet file"):
+        list(source.read_rows(range(LENGTHS[0], LENGTHS[0] + 5), 5))
+    assert work["numbers"] < 4 * ROWS
+
+
+def test_two_processes_at_once_unpack_each_row_once(originals, folder):
+    script = textwrap.dedent("""
+        import sys
+        from tests.data.test_parquet_columns import CAMERAS, an_epoch
+        from vla_finetuning.data import disk_cache, parquet_columns
+        disk_cache.NUMBERS_DIR, unpack, rows = sys.argv[2], parquet_columns.read_columns, []
+        def counting(*args, **kwargs):
+            rows.append(len(found := unpack(*args, **kwargs)))
+            return found
+        parquet_columns.read_columns = counting
+        found = an_epoch(sys.argv[1])
+        print(sum(rows), *(float(found[key].sum()) for key in ("action", *CAMERAS)))
+    """)
+    command = [sys.executable, "-c", script, originals["file"], folder]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    results = [process.communicate()[0].split() for process in running]
+    assert sum(int(unpacked) for unpacked, *_ in results) == ROWS * len(EACH)
+    found = an_epoch(originals["file"])
+    assert {tuple(sums) for _, *sums in results} == {tuple(str(float(found[k].sum())) for k in ("action", *CAMERAS))}
+
+
+@pytest.mark.parametrize("fault", ["folder is a file", "numbers fit", "nothing fits"])
+def test_a_folder_that_fails_costs_a_warning(originals, folder, work, monkeypatch, caplog, fault):
+    root = originals["file"]
+    expected = without_copies(root, monkeypatch)
+    without = work.copy()
+    work.clear()
+    if fault == "folder is a file":
+        folder.write_text("")
+    else:
+        monkeypatch.setattr(disk_cache, "NUMBERS_GB", (18_000 if fault == "numbers fit" else 100) / 1e9)
+    for seed in (0, 1):
+        assert_same(an_epoch(root, seed), expected)
+    for key in EACH:
+        copied = key == "numbers" and fault == "numbers fit"
+        # A copy that did not fit is not made again at once.
+        assert work[key] == ROWS if copied else 1.5 * without[key] < work[key] <= 2.5 * without[key]
+    warnings = [record.message for record in caplog.records if str(folder) in record.message]
+    assert len(warnings) == 1 + (fault != "numbers fit") and all("VLA_NUMBERS_DIR" in warning for warning in warnings)
+
+
+def test_the_default_folder_is_not_used_where_it_is_memory(root, folder, work, monkeypatch):
+    monkeypatch.setattr(disk_cache, "is_in_memory", lambda folder: True)
+    assert disk_cache.numbers_gb() == disk_cache.NUMBERS_GB > 0  # somebody chose it
+    monkeypatch.setattr(disk_cache, "DEFAULT_NUMBERS_DIR", str(folder))
+    assert disk_cache.numbers_gb() == 0
+    source = datasource([load_metadata(root)], delta_timestamps=WINDOWS)
+    for _ in range(2):
+        list(source.read_rows(range(8), 8))
+        assert work.pop("numbers") and not folder.exists()
+
+
+def arrow(values, type_, shape, dtype=np.float32):
+    return numbers(pa.chunked_array([pa.array(values, type_)]), dtype, shape, "data: column x")
+
+
+@pytest.mark.parametrize(
+    "values, type_, shape, dtype, message",
+    [
+        (
+            [[1, 2, 3], [4]],
+            pa.list_(pa.float32()),
+            (2,),
+            np.float32,
+            r"lists of \[1, 3\] values, expected shape \(2,\)",
+        ),
+        ([[1, 2], [3, 4]], pa.list_(pa.float32()), (4,), np.float32, r"values of shape \(2,\), expected \(4,\)"),
+        ([2**63], pa.uint64(), (1,), np.int64, "holds uint64 that cannot be int64"),
+        ([0, 2], pa.int64(), (1,), np.bool_, "holds int64 that cannot be bool"),
+        (["a"], pa.string(), (1,), np.int64, "holds string, expected numbers"),
+    ],
+)
+def test_values_that_are_not_the_declared_ones(values, type_, shape, dtype, message):
+    with pytest.raises(ValueError, match=f"data: column x: {message}"):
+        arrow(values, type_, shape, dtype)
+
+
+def test_values_that_are():
+    assert arrow([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
+    assert arrow([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
+    assert arrow([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16())), (1, 2), np.int64).shape == (2, 1, 2)
+    assert arrow([], pa.list_(pa.float32()), (3,)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "form", ["bytes", "large bytes", "paths", "paths beside", "structures of paths", "some of each"]
+)
+def test_every_form_that_datasets_image_reads(tmp_path, form):
+    """Rows equal those of the same images as LeRobot embeds them; what the form means is said by `datasets.Image`."""
+    root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
+    key, meta = "observation.images.top", load_metadata(root)
+    expected = [frames_of(meta, key)]
+    for file in meta.data_files:
+        table = pq.read_table(root / file)
+        images = [image["bytes"] for image in table[key].to_pylist()]
+        folder = (root / file).parent if form == "paths beside" else root
+        paths = [f"images/{file.replace('/', '_')}_{n}.png" for n in range(len(images))]
+        (folder / "images").mkdir(exist_ok=True)
+        for path, data in zip(paths, images, strict=True):
+            (folder / path).write_bytes(data)
+        column = {
+            "bytes": pa.array(images, pa.binary()),
+            "large bytes": pa.array(images, pa.large_binary()),
+            "paths": pa.array(paths),
+            "paths beside": pa.array(paths),
+            "structures of paths": pa.array([{"path": path} for path in paths]),
+            "some of each": pa.array(
+                [{"bytes": None if n % 2 else data, "path": paths[n]} for n, data in enumerate(images)]
+            ),
+        }[form]
+        pq.write_table(table.set_column(table.column_names.index(key), key, column), root / file)
+        if folder == root:
+            with contextlib.chdir(root):  # `datasets` takes paths from the working directory
+                decoded = [datasets.Image().decode_example(as_example(value)) for value in column.to_pylist()]
+            plain = [decode_image(data, name="", height=16, width=24) for data in images]
+            np.testing.assert_array_equal(np.stack(decoded), plain)
+    expected.append(frames_of(load_metadata(root), key))
+    np.testing.assert_array_equal(*expected)
+
+
+def as_example(value):
+    if isinstance(value, dict):
+        return {"bytes": value.get("bytes"), "path": value["path"]}
+    return {"bytes": value, "path": None} if isinstance(value, bytes) else {"bytes": None, "path": value}
+
+
+def frames_of(meta, key):
+    source = LeRobotDatasource([meta], features=Features(camera_keys=[key]))
+    (rows,) = source.read_rows(range(meta.total_frames), meta.total_frames)
+    return rows[key]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (["/etc/hostname"] * 7, "outside of the dataset"),
+        (["../x.png"] * 7, "outside of the dataset"),
+        (["s3://bucket/x.png"] * 7, "outside of the dataset"),
+        (["gone.png"] * 7, "its file 'gone.png' is not below the dataset's folder: copy the images too"),
+        ([None] * 7, "the image is not embedded in the parquet file"),
+        ([1.5] * 7, "observation.images.top has type double, and images are stored as bytes, as paths, or"),
+    ],
+)
+def test_images_that_are_elsewhere_or_none(tmp_path, column, message):
+    root = make_dataset(tmp_path / "d", cameras={}, image_cameras={"observation.images.top": (16, 24)}, episodes=(4, 3))
+    key, (file,) = "observation.images.top", load_metadata(root).data_files
+    table, values = pq.read_table(root / file), pa.array(column, pa.string() if column[0] is None else None)
+    pq.write_table(table.set_column(table.column_names.index(key), key, values), root / file)
+    with pytest.raises(ValueError, match=f"{file}.*{re.escape(message)}"):
+        frames_of(load_metadata(root), key)

@@ -1,0 +1,362 @@
+"""Files on a node's own disk that can be made again at any time: what was fetched, unpacked, decoded or computed.
+
+A file is whole or absent. It is written under another name and renamed; what is read must have the size that its reader
+expects, and a checksum of its bytes and its place, so that a torn file, or one of another place, is missing. So a
+folder that is full, broken or gone costs a warning and the cache, never the run, and any number of processes share it.
+
+In a folder: a folder for each dataset, in it one for each of its files, in it one for the file's present content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import xxhash
+
+from vla_finetuning.data.private import make_private, open_own
+from vla_finetuning.environment import DEFAULT_NUMBERS_DIR, NUMBERS_DIR, NUMBERS_GB
+
+logger = logging.getLogger(__name__)
+
+# Ray stops putting objects on a disk that is fuller than 0.95, and checkpoints need space too.
+FULLEST_DISK = 0.9
+# What is meant to fit may take this share of what is left below that.
+SPACE_SHARE = 0.8
+# A process that found no space, or an error, asks again after this time.
+ASK_AGAIN_S = 60.0
+# A dataset that no process has read for so long may be dropped for space; processes that read it say so this often.
+IDLE_S, TOUCH_S = 3600.0, 600.0
+# Capacity that a process takes at once.
+SLICE_BYTES = 2**26
+# No space, or no permission to write: what is cached already can be read all the same.
+_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+_CHECKSUM_BYTES = 8
+_READ_BYTES = 2**22
+_NAME_LENGTH = 32
+# Of a folder: the bytes stored and taken, never too few.
+LEDGER = "ledger"
+
+
+class DiskCache:
+    """A folder with a folder for each dataset. Get it from `disk_cache`, which gives a process one of each.
+
+    Nothing of a dataset that is read is dropped for space: an epoch reads all of it once, so the least recently used is
+    wanted next. What does not fit is not cached. Datasets that were not read for an hour are dropped for space, the one
+    read longest ago first; and of each file all but its newest content. Threads may share it; no method raises OSError.
+
+    Attributes:
+        works: whether to read; False for a minute after an error of the disk.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int, remedy: str):
+        self.folder, self.limit_bytes, self.remedy = folder, limit_bytes, remedy
+        self._broken_until = self._full_until = -float("inf")
+        self._touched: dict[Path, float] = {}
+        self._room = 0
+        self._lock = threading.Lock()
+        self._warned = False
+
+    @property
+    def works(self) -> bool:
+        return bool(self.limit_bytes) and time.monotonic() >= self._broken_until
+
+    @property
+    def takes(self) -> bool:
+        """Return whether it is worth to make something for it: False for a while after an error, or without space."""
+        return self.works and time.monotonic() >= self._full_until
+
+    def content(self, dataset: str, file: str, identity: str) -> Path | None:
+        """Return the folder for what is made of a file's content, which need not be there; None if the cache fails.
+
+        Args:
+            dataset, file: tell it from others. identity: tells this content from other contents of the file.
+        """
+        with self._doing_without():
+            if self.works:
+                place = self.folder / _short_hash(dataset)
+                if time.monotonic() - self._touched.get(place, -float("inf")) > TOUCH_S:
+                    self._touch(place)
+                return place / _short_hash(file) / _short_hash(identity)
+        return None
+
+    def read(self, path: Path, out: Any) -> bool:
+        """Fill a buffer with a file that has just its size; False if it is not there."""
+        with self._doing_without(), self._opened(path) as descriptor:
+            tail, out = bytearray(_CHECKSUM_BYTES + 1), memoryview(out).cast("B")
+            size = os.preadv(descriptor, [out, tail], 0)
+            return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self._checksum(path, out)
+        return False
+
+    def load(self, path: Path) -> bytes | None:
+        """Return a file's bytes; None if it is not there."""
+        with self._doing_without(), self._opened(path) as descriptor:
+            out = bytearray(max(0, os.fstat(descriptor).st_size - _CHECKSUM_BYTES))
+            return bytes(out) if self.read(path, out) else None
+        return None
+
+    def map(self, path: Path) -> pa.Buffer | None:
+        """Return a file's bytes, mapped, after all of them were read and checked; None if it is not there."""
+        with self._doing_without(), self._opened(path) as descriptor:
+            left = os.fstat(descriptor).st_size - _CHECKSUM_BYTES
+            with open(descriptor, "rb", buffering=0, closefd=False) as file:
+                parts = iter(lambda: file.read(max(0, min(_READ_BYTES, left - file.tell()))), b"")
+                if left >= 0 and self._checksum(path, *parts) == file.read(_CHECKSUM_BYTES):
+                    with pa.memory_map(str(path)) as mapped:  # keeps no descriptor, but the mapping
+                        return mapped.read_buffer(left)
+        return None
+
+    def write(self, path: Path, data: Any) -> None:
+        """Store a buffer as a file of a folder from `content`, if there is space."""
+        data = memoryview(data).cast("B")
+        with self._doing_without():
+            if not self.takes or not self._reserve(len(data) + _CHECKSUM_BYTES):
+                return
+            partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            try:
+                descriptor = open_own(partial, flags)
+            except FileNotFoundError:
+                self._make(path.parent)
+                descriptor = open_own(partial, flags)
+            try:
+                with open(descriptor, "wb", buffering=0) as file:
+                    for part in (data, memoryview(self._checksum(path, data))):
+                        while part:
+                            part = part[file.write(part) :]
+                os.rename(partial, path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial)
+                raise
+
+    @contextlib.contextmanager
+    def alone(self, path: Path) -> Iterator[None]:
+        """Keep other processes and threads that do the same for `path` waiting meanwhile."""
+        descriptor = None
+        with self._doing_without():
+            self._make(path.parent)
+            descriptor = open_own(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[int]:
+        if not self.works:
+            raise FileNotFoundError
+        descriptor = open_own(path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _checksum(self, path: Path, *parts: Any) -> bytes:
+        digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(os.fsencode(path.relative_to(self.folder))))
+        for part in parts:
+            digest.update(part)
+        return digest.digest()
+
+    def _touch(self, place: Path) -> None:
+        """Make the folder of a dataset, for this user alone, and note that the dataset is read."""
+        make_private(place)
+        if (found := place.lstat()).st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "belongs to another user, or others may write there", str(place))
+        os.utime(place)
+        self._touched[place] = time.monotonic()
+
+    def _make(self, content: Path) -> None:
+        """Make the folder of a content, and delete what was made of other contents of the file."""
+        if not content.exists():
+            self._touch(content.parents[1])
+            for folder in (content.parent, content):
+                folder.mkdir(exist_ok=True, mode=0o700)
+            for entry in os.scandir(content.parent):
+                if entry.name != content.name:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _reserve(self, size: int) -> bool:
+        """Return whether `size` more bytes may be stored; they count as stored from now on."""
+        with self._lock:
+            if size > self._room:
+                self._room = self._take(size)
+            if fits := size <= self._room:
+                self._room -= size
+        return fits
+
+    def _take(self, size: int) -> int:
+        """Take capacity, `size` or more, out of the ledger; 0 where there is none."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, before = open_own(self.folder / LEDGER, os.O_RDWR | os.O_CREAT), time.monotonic()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            known = os.pread(descriptor, 20, 0)
+            stored = int(known) if known.isdigit() else self._drop(float("inf"))
+            if stored + size > self.limit_bytes:
+                stored = self._drop(self.limit_bytes - size)
+            if self._disk_is_full(size):
+                stored = self._drop(0)
+            fits = stored + size <= self.limit_bytes and not self._disk_is_full(size)
+            taken = max(size, min(SLICE_BYTES, (self.limit_bytes - stored) // 16)) if fits else 0
+            os.pwrite(descriptor, b"%020d" % (stored + taken), 0)
+        finally:
+            os.close(descriptor)  # lets go of the lock, as the end of the process would
+        if not fits:
+            # To count the files of a large folder takes seconds.
+            self._full_until = time.monotonic() + max(ASK_AGAIN_S, 50 * (time.monotonic() - before))
+            self._warn("is full")
+        return taken
+
+    def _drop(self, goal_bytes: float) -> int:
+        """Drop datasets that no process reads until `goal_bytes` are left; return the bytes left. Under the lock."""
+        names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
+        places = [self.folder / name for name in names if len(name) == _NAME_LENGTH]  # others' folders stay
+        found = sorted((place.stat().st_mtime, _size_on_disk(place), place) for place in places)
+        stored = sum(size for _, size, _ in found)
+        for read_at, size, place in found:
+            if stored > goal_bytes and time.time() - read_at > IDLE_S:
+                shutil.rmtree(place, ignore_errors=True)
+                stored -= size
+        return stored
+
+    def _disk_is_full(self, size: int) -> bool:
+        disk = os.statvfs(self.folder)
+        used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        return used + size > FULLEST_DISK * (used + free)
+
+    @contextlib.contextmanager
+    def _doing_without(self) -> Iterator[None]:
+        """An OSError inside ends the block, and the use of the folder, with a warning: the first of the process.
+
+        After one about space or permissions, cached content is still read. A missing file ends the block only.
+        """
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._full_until = time.monotonic() + ASK_AGAIN_S
+            if error.errno not in _NO_WRITING:
+                self._broken_until = self._full_until
+            self._warn(f"fails ({error})")
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "cache folder %s %s: going on without what it cannot keep; %s", self.folder, what, self.remedy
+            )
+
+
+@functools.cache
+def disk_cache(folder: Path, limit_bytes: int, remedy: str) -> DiskCache:
+    """Return the process's `DiskCache` of a folder. `remedy` ends the warning of one that is full or broken."""
+    return DiskCache(folder, limit_bytes, remedy)
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """Where a node keeps something. folder: of every node's own. gb: the most it takes on a node, in 10^9 bytes."""
+
+    folder: str
+    gb: float
+    remedy: ClassVar[str] = ""
+
+    def opened(self) -> DiskCache:
+        return disk_cache(Path(self.folder), int(self.gb * 1e9), self.remedy)
+
+
+def has_capacity(folder: Path, size: int) -> bool:
+    """Return whether so many bytes fit the disk of a folder (which need not be there) with a margin; what it holds goes
+    first.
+
+    Raises OSError.
+    """
+    known = b""
+    with contextlib.suppress(FileNotFoundError):
+        known = (folder / LEDGER).read_bytes()[:20]
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    disk = os.statvfs(there)
+    used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    own = min(int(known), used) if known.isdigit() else 0
+    return size <= SPACE_SHARE * (FULLEST_DISK * (used + free) - (used - own))
+
+
+@functools.cache
+def is_in_memory(folder: Path) -> bool:
+    """Return whether a folder (which need not be there) is on a disk in memory (tmpfs), as far as this system says."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    kinds = {line.split(" ")[1]: line.split(" ")[2] for line in mounts}
+    real = Path(os.path.realpath(folder))
+    return next((kinds[str(place)] for place in (real, *real.parents) if str(place) in kinds), "") in ("tmpfs", "ramfs")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_NAME_LENGTH]
+
+
+def _size_on_disk(folder: Path) -> int:
+    """Return the bytes that a folder's files take on the disk; some may be removed meanwhile."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return size
+
+
+# ---- numbers and encoded images of data files --------------------------------------------------------------------
+
+
+def numbers_gb() -> float:
+    """10^9 bytes of numbers that this node caches, at most; 0 where the default folder is memory (tmpfs)."""
+    return 0.0 if NUMBERS_DIR == DEFAULT_NUMBERS_DIR and is_in_memory(Path(NUMBERS_DIR)) else NUMBERS_GB
+
+
+def numbers_cache() -> DiskCache:
+    return disk_cache(
+        Path(NUMBERS_DIR),
+        int(numbers_gb() * 1e9),
+        "row groups are unpacked whenever rows of them are wanted, which is slow where they are large; free some, or "
+        "set VLA_NUMBERS_DIR, on every node, to a folder on another disk",
+    )
+
+
+def images_cache() -> DiskCache:
+    """Beside the numbers, which are a thousandth, and would find no space among them."""
+    return disk_cache(
+        Path(NUMBERS_DIR) / "images",
+        int(numbers_gb() * 1e9),
+        "row groups of the other images are unpacked for every segment; raise VLA_NUMBERS_GB, or set VLA_NUMBERS_DIR, "
+        "on every node, to a folder on another disk",
+    )
+
+
+def describe_numbers() -> str:
+    """The plan's line about the cache of numbers."""
+    if size := numbers_gb():
+        return (
+            f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR}, and as much of encoded "
+            "images of data files (VLA_NUMBERS_GB=0: none)"
+        )
+    why = f"{NUMBERS_DIR} is memory (tmpfs); VLA_NUMBERS_DIR names another folder" if NUMBERS_GB else "VLA_NUMBERS_GB=0"
+    return f"Numbers      unpacked whenever rows of them are wanted, as images of data files are, on this node: {why}"
