@@ -27,13 +27,11 @@ from ray.data import Dataset
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
-from vla_finetuning.data.frame_cache import FrameCache, VideoFile, what_prevents
+from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
@@ -52,7 +50,6 @@ from vla_finetuning.data.plan import (
     window_and_segment,
 )
 from vla_finetuning.data.read_tasks import (
-    AnyBytes,
     BlockShare,
     Planned,
     ReadFunction,
@@ -72,7 +69,6 @@ from vla_finetuning.data.rows import (
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.shards import ShardedPlan
 from vla_finetuning.data.storage import StoragePolicy
-from vla_finetuning.data.videos import Frames, name_shape, video_file
 from vla_finetuning.environment import FRAME_CACHE_GB
 from vla_finetuning.options.dataset import DatasetOptions, OnError
 from vla_finetuning.options.fields import did_you_mean
@@ -91,10 +87,8 @@ READS_PER_EXECUTION = 4096
 MAX_TASKS = 4096
 # In the context of a dataset: which `BlockShare` of the stream its executions read; all of it where there is none.
 SHARE = "lerobot_share"
-# In the same place: whether its rows name cached frames (`name_frames`); and if they could, what `what_prevents` takes.
-NAMES, CACHING = "lerobot_names", "lerobot_caching"
-# A node that does not say within this time whether it can cache frames is taken for one that cannot.
-CACHE_CHECK_S = 60.0
+# In the same place: whether nodes cache all its frames.
+CACHING = "lerobot_caching"
 # In the same place: how many shards its rows are divided into.
 SHARDS = "lerobot_shards"
 
@@ -273,40 +267,9 @@ class LeRobotDatasource(Datasource):
         most = max(1, min(self._window, BLOCK_BYTES // row_bytes))
         return self._prescribed_rows or next(n for n in range(most, 0, -1) if self._window % n == 0)
 
-    def block(self, naming: bool = False) -> int:
-        """Rows of a block; `naming`: where rows name the frames that they can."""
-        spared = 0
-        for key in self.nameable if naming else ():
-            shape, dtype = frame_of(self._features[key], self._image_size)
-            frames = len(self._delta_indices.get(key, (0,)))
-            spared += (math.prod(shape) - math.prod(name_shape(shape, dtype))) * dtype.itemsize * frames
-        return self._block_rows(self.row_bytes() - spared)
-
-    @property
-    def nameable(self) -> frozenset[str]:
-        """Cameras whose frames can be named: those that are read, if all frames may be cached and no row is blank."""
-        cache = self._reading.frame_cache
-        if cache is None or self.skips or self.decoded_bytes() > cache.gb * 1e9:
-            return frozenset()
-        cameras = {key for key, feature in self._features.items() if feature.dtype in CAMERA_DTYPES}
-        return frozenset(cameras & set(self.columns()))
-
-    def caching(self) -> tuple[FrameCache, list[VideoFile], int] | None:
-        """The cache that rows may name frames of, a file of each camera of each dataset, the bytes of all frames."""
-        cache, nameable, decoding = self._reading.frame_cache, self.nameable, self._options(1)
-        if cache is None or not nameable:
-            return None
-        readers = [DatasetFiles.of(meta, nameable) for meta in self.metas]
-        videos = [
-            video_file(reader, key, "", "", decoding)
-            for reader in readers
-            for key in sorted(nameable & reader.features.keys())
-        ]
-        return cache, videos, self.decoded_bytes()
-
-    def frames(self) -> Frames:
-        """Fills in what rows name (`name_frames`)."""
-        return Frames(self.metas, {key: key for key in self.nameable}, self._options(1))
+    def block(self) -> int:
+        """Rows of a block, of the columns that are read."""
+        return self._block_rows(self.row_bytes())
 
     def row_frames(self) -> int:
         """Camera frames in one row."""
@@ -356,10 +319,7 @@ class LeRobotDatasource(Datasource):
         """
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
         share = None if data_context is None else data_context.get_config(SHARE)
-        naming = data_context is not None and data_context.get_config(NAMES)
-        options = self._options(self.block(bool(naming)))
-        if naming:
-            options = replace(options, named=self.nameable, carrying_rows=self.block())
+        options = self._options(self.block())
         shared = ray.put(([DatasetFiles.of(meta, self.columns()) for meta in self.metas], self._reading.prepare))
         row_bytes, limit = self.row_bytes(), per_task_row_limit
 
@@ -568,8 +528,8 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
     dataset.context.target_max_block_size = max(1, int(0.8 * block_bytes))
     # Else Ray Data (2.60) passes blocks on as tasks end. A dataset's context is its own copy.
     dataset.context.execution_options.preserve_order = True
-    if caching := source.caching():
-        dataset.context.set_config(CACHING, caching)
+    cache = source._reading.frame_cache
+    dataset.context.set_config(CACHING, cache is not None and 0 < source.decoded_bytes() <= cache.gb * 1e9)
     # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
     # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
     # Ray 2.60; its default is 2.
@@ -579,65 +539,16 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
 
 
 def keeps_frames(dataset: Dataset) -> bool:
-    """Return whether rows of a dataset from `read_source` could name all their frames: none is too
-    many for the cache.
-    """
-    return dataset.context.get_config(CACHING) is not None
-
-
-def name_frames(dataset: Dataset, used_on: Iterable[str], where_used: bool = False) -> bool:
-    """Have rows of a dataset from `read_source` name cached frames, for `data.videos.Frames` to fill in.
-
-    Returns whether they will: only if each node can cache all its frames, and rows are read where they are used:
-    `where_used`, or only nodes of `used_on` (node ids) have CPUs. A node that joins later reads too; what it caches is
-    decoded once more where it is used. Decided anew by every call: a node that cannot is named in a warning, and rows
-    carry their frames until the next. Rows whose frames cannot be cached after all carry them, window by window.
-    """
-    nodes = set(used_on)
-    if not keeps_frames(dataset):
-        return False
-    caching, context = dataset.context.get_config(CACHING), dataset.context
-    reading = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0}
-    naming = (
-        len(nodes) >= context.get_config(SHARDS)
-        and (where_used or len(reading) == 1 and reading == nodes)
-        and _all_can_cache(nodes, caching)
-    )
-    context.set_config(NAMES, naming)
-    # Blocks that name frames, and those that carry what could not be cached, have other sizes.
-    whole: Any = AnyBytes(1)
-    context.target_max_block_size = whole
-    return naming
-
-
-def _all_can_cache(nodes: Iterable[str], caching: Any) -> bool:
-    """Ask each node, where the frames go; the first that cannot cache them is reported."""
-    check: Any = ray.remote(what_prevents)
-    affinity = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
-    answers = {
-        node: check.options(num_cpus=0, scheduling_strategy=where).remote(*caching) for node, where in affinity.items()
-    }
-    for node, answer in answers.items():
-        try:
-            reason = ray.get(answer, timeout=CACHE_CHECK_S)
-        except RayError as error:
-            reason = f"it does not answer ({type(error).__name__})"
-        if reason is not None:
-            logger.warning("node %s does not cache all frames, so rows carry them: %s", node[:8], reason)
-            return False
-    return True
+    """Return whether nodes cache frames of a dataset from `read_source`, and have capacity for all of them."""
+    return bool(dataset.context.get_config(CACHING))
 
 
 def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
     """Numpy batches of all of a source's rows for this process; the last may be smaller.
 
-    As ``read_source(source).iter_batches``; but on a cluster of one node, cached frames do not pass through the
-    object store.
+    As ``read_source(source).iter_batches``; but about a block in one go, which spares Ray Data's work for each batch.
     """
-    dataset, frames = read_source(source), source.frames()
-    naming = name_frames(dataset, [ray.get_runtime_context().get_node_id()])
-    # A block in one go, about, spares Ray Data's work for each batch.
-    at_once = max(1, source.block(naming) // batch_size) * batch_size
-    for rows in dataset.iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
+    at_once = max(1, source.block() // batch_size) * batch_size
+    for rows in read_source(source).iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
         for first in range(0, len(next(iter(rows.values()))), batch_size):
-            yield frames({key: values[first : first + batch_size] for key, values in rows.items()})
+            yield {key: values[first : first + batch_size] for key, values in rows.items()}

@@ -34,12 +34,10 @@ from benchmarks.readers import (
     OUR_ROWS,
     WINDOW,
     Contender,
-    carried,
     decoder_alone,
     lance,
     lerobot_loader,
     measure,
-    our_source,
     ours,
     ray_read_lerobot,
     shuffled,
@@ -157,11 +155,9 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
             cache = FrameCache(str(Path(folder).absolute()), 200.0)
             epoch = partial(shuffled, root, rows, seeds, frame_cache=cache)
             later = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
-            stored = our_source(root, OUR_ROWS, shuffle_seed=next(seeds), frame_cache=cache)
             cached: dict[str, Contender] = {
                 "ours, first epoch with a frame cache": epoch,
                 "ours, later epochs": later,
-                "ours, later epochs, through the object store": partial(carried, stored),
             }
             for label, batches in (contenders | cached).items():
                 if label == "ours, shuffled":

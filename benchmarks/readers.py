@@ -52,13 +52,6 @@ def our_source(
     return LeRobotDatasource([meta], features=features, order=order, reading=Reading(**options))
 
 
-def carried(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
-    """Return all that a row is goes through the object store, as on several nodes."""
-    from lerobot_datasource import read_source
-
-    yield from read_source(source).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
-
-
 def shuffled(root: Path | str, rows: int, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
     """Every round another order."""
     return ours(root, rows, shuffle_seed=next(seeds), **options)

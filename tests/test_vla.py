@@ -65,10 +65,10 @@ def flags(setting, name, **changes):
 
 @pytest.fixture(scope="module")
 def finished(setting, ray_cluster):
-    """A run of 4 steps by 2 workers, with accumulation; of cached frames, rows name them."""
+    """A run of 4 steps by 2 workers, with accumulation; its frames are cached."""
     kept = setting[0] / "frames"
     assert vla.main(flags(setting, "finished", **{"dataset.frame_cache": kept})) == 0
-    assert list(kept.glob("*/*/*.data"))
+    assert list(kept.glob("*/*/*/0x*"))
     return setting[0] / "finished"
 
 

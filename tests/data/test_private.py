@@ -5,15 +5,14 @@ Another user is one whose number the process's own is not: what is this user's t
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from vla_finetuning.data import node_cache as module
 from vla_finetuning.data import private
-from vla_finetuning.data.node_cache import NodeCache, Records, is_in_memory, locked_ledger
+from vla_finetuning.data.disk_cache import LEDGER, DiskCache, is_in_memory
 from vla_finetuning.data.private import make_private, open_own
-from vla_finetuning.data.storage import BLOCK_BYTES, BlockCache, StoragePolicy
 
 
 def test_a_folder_is_made_for_its_user_alone(tmp_path):
@@ -59,69 +58,45 @@ def test_only_files_are_opened(tmp_path, kind):
     assert (tmp_path / "victim").read_text() == "as it was"
 
 
-def block_cache(folder):
+def opened(folder):
     """As another process opens it."""
-    module.node_cache.cache_clear()
-    return BlockCache.of(StoragePolicy(cache_dir=str(folder), cache_size_gb=1e-3), "robots", "robots/arm", "content")
+    return DiskCache(folder, 10**6, "")
 
 
-@pytest.mark.parametrize("kind", ["ledger", "in use", Records.DATA, Records.MARKS])
-def test_the_cache_of_blocks_follows_no_link(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["ledger", "partial", "file"])
+def test_a_cache_follows_no_link(tmp_path, kind):
     folder, victim = tmp_path / "cache", tmp_path / "victim"
     victim.write_bytes(b"as it was")
-    content = NodeCache(folder, 10**6, "").content("robots", "robots/arm", f"content\0{BLOCK_BYTES}")
-    content.parent.mkdir()
-    place = content.parent.parent
-    planted = {"ledger": folder / module.LEDGER, "in use": place / NodeCache.IN_USE}
-    planted = planted.get(kind, Path(f"{content}{kind}"))
-    planted.unlink(missing_ok=True)
+    content = opened(folder).content("robots", "robots/arm", "content")
+    content.mkdir(parents=True)
+    partial = content / f"0.{os.getpid()}-{threading.get_ident()}"
+    planted = {"ledger": folder / LEDGER, "partial": partial, "file": content / "0"}[kind]
     planted.symlink_to(victim)
-    cache = block_cache(folder)
-    if cache is not None:
-        cache.put(0, b"block")
-        assert cache.get(0, 5) in (None, b"block")
+    cache = opened(folder)
+    assert not cache.read(content / "0", bytearray(5))
+    cache = opened(folder)
+    cache.write(content / "0", b"block")
+    assert (cache.load(content / "0") == b"block") == (kind == "file")  # which replaces the link
     assert victim.read_bytes() == b"as it was"
 
 
-def test_the_cache_of_blocks_reads_nothing_where_others_write(tmp_path):
+def test_a_cache_reads_nothing_where_others_write(tmp_path, caplog):
     folder = tmp_path / "cache"
-    block_cache(folder).put(0, b"block")
+    cache = opened(folder)
+    cache.write(cache.content("robots", "robots/arm", "content") / "0", b"block")
     moved = shutil.copytree(folder, tmp_path / "open/cache")
     moved.parent.chmod(0o777)
-    assert block_cache(folder).get(0, 5) == b"block"
-    assert block_cache(moved) is None
+    for place, found in ((folder, True), (moved, False)):
+        assert (opened(place).content("robots", "robots/arm", "content") is not None) == found
+    assert "anybody may write there" in caplog.text
 
 
-def test_a_place_that_others_may_write_to_is_refused(tmp_path):
-    cache = NodeCache(tmp_path / "cache", 10**6, "")
-    place = cache.place("a dataset")
-    place.chmod(0o777)
-    with pytest.raises(PermissionError, match="others may write there"):
-        NodeCache(tmp_path / "cache", 10**6, "").place("a dataset")
-
-
-def test_a_place_that_was_removed_is_made_anew(tmp_path, caplog):
-    cache = NodeCache(tmp_path / "cache", 10**6, "")
-    place = cache.place("a dataset")
-    shutil.rmtree(tmp_path / "cache")
-    with cache.doing_without():
-        os.close(open_own(place / "frames", os.O_RDONLY))
-    assert cache.works and not caplog.records
-    assert cache.place("a dataset") == place and (place / cache.IN_USE).exists()
-    assert cache.reserve_capacity(10)
-
-
-def test_a_dataset_that_a_living_process_no_longer_reads_makes_room(tmp_path, monkeypatch):
-    """As a notebook's of an hour ago: the next one would be decoded for ever."""
-    cache = NodeCache(tmp_path / "cache", 10**6, "")
-    first = cache.place("the first")
-    assert cache.reserve_capacity(900_000)
-    (first / "frames").write_bytes(b"1" * 900_000)
-    cache.place("the second")
-    assert not cache.reserve_capacity(900_000) and first.exists()
-    cache._full_until = 0.0
-    cache._used[first] -= module.IDLE_S + 1
-    assert cache.reserve_capacity(900_000) and not first.exists()
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_place_that_others_may_write_to_is_refused(tmp_path, caplog, mode):
+    place = opened(tmp_path / "cache").content("a dataset", "", "").parents[1]
+    place.chmod(mode)
+    assert opened(tmp_path / "cache").content("a dataset", "", "") is None and place.exists()
+    assert f"{place}" in caplog.text
 
 
 def test_a_disk_that_is_memory_is_told_from_one(tmp_path):
@@ -129,8 +104,6 @@ def test_a_disk_that_is_memory_is_told_from_one(tmp_path):
 
 
 def test_a_cache_of_nothing_is_off(tmp_path, caplog):
-    cache = NodeCache(tmp_path / "cache", 0, "")
-    cache.place("a dataset")
-    assert not cache.reserve_capacity(1) and not caplog.records
-    with locked_ledger(tmp_path / "cache"):
-        pass
+    cache = DiskCache(tmp_path / "cache", 0, "")
+    assert cache.content("a dataset", "", "") is None and not cache.takes
+    assert not (tmp_path / "cache").exists() and not caplog.records

@@ -242,7 +242,7 @@ def dealt_to(of_ranks, source, last):
 
         def collate(batch):
             arrived.append(batch[TOP].nbytes)
-            return {key: torch.from_numpy(values.copy()) for key, values in source.frames()(batch).items()}
+            return {key: torch.from_numpy(values.copy()) for key, values in batch.items()}
 
         for batch in stream_batches(of_ranks[rank]["train"], dealt, 0, last // block // world, collate):
             found[rank].append((batch, arrived.pop(0)))

@@ -8,20 +8,18 @@ share a batch do not depend on each other, but for rounding (`FeatureStore`).
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from vla_finetuning.data.disk_cache import CacheFolder
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.node_cache import CacheFolder, Records
 from vla_finetuning.data.reader import DatasetFiles, Decoding
 from vla_finetuning.data.storage import file_identity
 from vla_finetuning.data.videos import video_file
-
-# Of files with records, so many stay open for the next batch: two descriptors each.
-_OPEN_FILES = 128
 
 
 class FeatureCache(CacheFolder):
@@ -38,13 +36,12 @@ class _Files:
     """The files with a camera's frames in a dataset, and with the rows that the frames are of.
 
     Attributes:
-        paths: of each file, or pair of files. file: of each episode, its number. first: of each file, its first row,
-            by `index`. places: of each file, a digest of where in it its episodes are.
+        paths: of each file, or pair of files. file: of each episode, its number. places: of each file, a digest of
+            where in it its episodes are.
     """
 
     paths: list[tuple[str, ...]]
     file: np.ndarray
-    first: np.ndarray
     places: list[str]
 
     @classmethod
@@ -65,7 +62,6 @@ class _Files:
                 for numbers in different.tolist()
             ],
             file=file,
-            first=np.array([meta.episode_start[episodes].min() for episodes in of_file]),
             places=[
                 hashlib.sha256(b"".join(np.ascontiguousarray(start[own]).tobytes() for start in starts)).hexdigest()
                 for own in of_file
@@ -102,8 +98,7 @@ class FeatureStore:
         self._cameras, self._decoding, self._made_by = dict(cameras), decoding, made_by
         self.shapes, self.dtype = dict(shapes), dtype
         self._files: dict[tuple[str, int], _Files] = {}
-        self._open: dict[tuple[str, int, int], tuple[str, Records]] = {}
-        self._lock = threading.Lock()
+        self._contents: dict[tuple[str, int, int], tuple[str, str, str] | None] = {}
 
     def read(self, camera: str, dataset_index: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The features of some rows' frames, (N, *shape), and which of them are here, bool (N,); others are anything.
@@ -112,51 +107,32 @@ class FeatureStore:
         """
         found = np.empty((len(index), *self.shapes[camera]), self.dtype)
         here = np.zeros(len(index), bool)
-        with self._lock:
-            for file, rows, numbers in self._by_file(camera, dataset_index, index):
-                if file is None:
-                    found[rows], here[rows] = 0, True
-                    continue
-                with self._cache.doing_without():
-                    if self._cache.works and (records := self._records(*file)):
-                        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
-                            here[row] = records.read(number, _bytes(found[row]), float(index[row]))
+        for dataset in np.unique(dataset_index).tolist():
+            if self._cameras[camera] not in self._readers[dataset].features:
+                found[dataset_index == dataset], here[dataset_index == dataset] = 0, True
+        for row, path in self._paths(camera, dataset_index, index):
+            here[row] = self._cache.read(path, found[row])
         return found, here
 
     def write(self, camera: str, dataset_index: np.ndarray, index: np.ndarray, features: np.ndarray) -> None:
         """Store the features of some rows' frames, (N, *shape), where there is space for them."""
-        with self._lock:
-            for file, rows, numbers in self._by_file(camera, dataset_index, index):
-                if file is None:
-                    continue
-                with self._cache.doing_without():
-                    if not self._cache.takes or not (records := self._records(*file)):
-                        continue
-                    pairs = zip(rows.tolist(), numbers.tolist(), strict=True)
-                    new = [(row, number) for row, number in pairs if not records.mark(number, float(index[row]))]
-                    if new and records.reserve_capacity(len(new)):
-                        for row, number in new:
-                            records.write(number, _bytes(features[row]), float(index[row]))
+        for row, path in self._paths(camera, dataset_index, index):
+            if not os.path.exists(path):
+                self._cache.write(path, np.ascontiguousarray(features[row]))
 
-    def _by_file(
-        self, camera: str, dataset_index: np.ndarray, index: np.ndarray
-    ) -> list[tuple[tuple[str, int, int] | None, np.ndarray, np.ndarray]]:
-        """Rows by the file that their records are in: which file, the rows, the numbers of their records.
-
-        None for rows whose dataset lacks the camera.
-        """
-        found: list[tuple[tuple[str, int, int] | None, np.ndarray, np.ndarray]] = []
+    def _paths(self, camera: str, dataset_index: np.ndarray, index: np.ndarray) -> Iterator[tuple[int, Path]]:
+        """Yield rows whose dataset has the camera, with where the features of their frames are."""
         for dataset in np.unique(dataset_index).tolist():
-            rows = np.flatnonzero(dataset_index == dataset)
             if self._cameras[camera] not in self._readers[dataset].features:
-                found.append((None, rows, rows))
                 continue
-            files = self._files_of(camera, dataset)
+            rows = np.flatnonzero(dataset_index == dataset)
             episode = np.searchsorted(self._metas[dataset].episode_start, index[rows], side="right") - 1
-            for number in np.unique(files.file[episode]).tolist():
-                own = rows[files.file[episode] == number]
-                found.append(((camera, dataset, number), own, index[own] - files.first[number]))
-        return found
+            file = self._files_of(camera, dataset).file[episode]
+            for number in np.unique(file).tolist():
+                content = self._content(camera, dataset, number)
+                folder = None if content is None else self._cache.content(*content)
+                if folder is not None:
+                    yield from ((row, folder / str(index[row])) for row in rows[file == number].tolist())
 
     def _files_of(self, camera: str, dataset: int) -> _Files:
         which = camera, dataset
@@ -164,29 +140,14 @@ class FeatureStore:
             self._files[which] = _Files.of(self._metas[dataset], self._readers[dataset], self._cameras[camera])
         return self._files[which]
 
-    def _records(self, camera: str, dataset: int, number: int) -> Records | None:
-        """The records of a file; those used last are last. None where a file's content cannot be told from others."""
+    def _content(self, camera: str, dataset: int, number: int) -> tuple[str, str, str] | None:
+        """Return what `DiskCache.content` takes for a file; None where its content cannot be told from others."""
         which = camera, dataset, number
-        if which in self._open:
-            place, records = self._open.pop(which)
-            self._cache.place(place)  # in use; made anew if it was removed
-        else:
+        if which not in self._contents:
             files, reader, key = self._files_of(camera, dataset), self._readers[dataset], self._cameras[camera]
             identities = [file_identity(reader.fs, path) for path in files.paths[number]]
-            if None in identities:
-                return None
             identity = "\0".join([*map(str, identities), files.places[number]])
-            path = "\0".join(files.paths[number])
-            frames = video_file(reader, key, path, identity, self._decoding)
-            shape = self.shapes[camera]
-            place = f"{frames.place}\0{self._made_by}\0{shape}\0{self.dtype}"
-            content = self._cache.content(place, frames.path, identity)
-            records = Records(self._cache, content, int(np.prod(shape)) * self.dtype.itemsize)
-        self._open[which] = place, records
-        while len(self._open) > _OPEN_FILES:
-            self._open.pop(next(iter(self._open)))[1].close()
-        return records
-
-
-def _bytes(features: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(features).reshape(-1).view(np.uint8).data
+            frames = video_file(reader, key, "\0".join(files.paths[number]), identity, self._decoding)
+            place = f"{frames.place}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
+            self._contents[which] = None if None in identities else (place, frames.path, identity)
+        return self._contents[which]

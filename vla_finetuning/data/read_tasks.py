@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,19 +20,6 @@ from vla_finetuning.data.shards import divide
 
 # Windows that a read task decodes, one after the other, at most.
 MAX_READS_PER_TASK = 4
-
-
-class AnyBytes(float):
-    """For `DataContext.target_max_block_size`, with which each block is passed on as it is, whatever its size.
-
-    Ray Data (2.60) merges blocks as long as they are smaller than the target, and cuts those of 1.5 times as many bytes
-    or more (`BlockOutputBuffer`); it can do without (`disable_block_shaping`), but not when it reads. A target of a
-    byte merges none, and 1.5 times this one is infinite. Only for datasets that nothing follows but their iteration. To
-    go when a read can be told not to shape its blocks.
-    """
-
-    def __rmul__(self, factor: float) -> float:
-        return math.inf
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,6 @@ class DatasetFiles:
         """Tells the dataset from others that this node keeps something of."""
         return f"{''.join(self.fs.protocol)}\0{self.base}"
 
-    def camera_files(self, key: str) -> tuple[str, ...]:
-        """The files that have a camera's frames."""
-        return self.video_files[key] if self.features[key].dtype == "video" else self.data_files
-
     def path(self, relative: str) -> str:
         return f"{self.base}/{relative}"
 
@@ -76,9 +72,6 @@ class ReadOptions(Decoding):
     window_steps: tuple[int, ...] = ()
     # The row's features, where datasets may lack cameras or have shorter vectors (`options.Features.padded`).
     padded: dict[str, Feature] = field(default_factory=dict)
-    # Cameras whose frames are named instead of carried, where they are cached (`data.videos.Frames`).
-    named: frozenset[str] = frozenset()
-    carrying_rows: int = 1  # as `block_rows`, of blocks that carry frames that could be named
     # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
     blank: dict[str, np.ndarray] | None = None
     skip_log: Path | None = None  # gets a JSON line for each episode that could not be read

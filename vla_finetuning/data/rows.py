@@ -26,7 +26,7 @@ from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
-from vla_finetuning.data.videos import CameraFile, Wanted, is_frame, name_shape, names, no_frame, read_frames
+from vla_finetuning.data.videos import CameraFile, Wanted, read_frames
 from vla_finetuning.files import append_line
 from vla_finetuning.mirror import file_of_process, push
 
@@ -155,10 +155,8 @@ def read_rows(
         columns = _decode_what_can_be_read(readers, episodes, positions, options, options.blank)
     if "position" in options.columns:
         columns["position"] = positions
-    carries = any(is_frame(columns[key]) for key in options.named)
-    block_rows = options.carrying_rows if carries else options.block_rows
-    for first in range(0, total, block_rows):
-        last = min(first + block_rows, total)
+    for first in range(0, total, options.block_rows):
+        last = min(first + options.block_rows, total)
         if last == total:
             # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
             columns = {key: copied(values[first:last]) for key, values in columns.items()}
@@ -173,8 +171,8 @@ def _decode(
     """Decode all columns but `position`, `total` rows each."""
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
-    named = _read_cameras(readers, episodes, total, options, columns)
-    _fill_absent(readers, episodes, total, replace(options, named=named), columns)
+    read_frames(_camera_files(readers, episodes, total, options, columns), options)
+    _fill_absent(readers, episodes, total, options, columns)
     if IS_SKIPPED in options.columns:
         columns[IS_SKIPPED] = np.zeros(total, bool)
     return columns
@@ -442,25 +440,6 @@ def _fill_texts(
         _out(columns, key, total, (), np.dtype(object))[position[inside]] = picked
 
 
-def _read_cameras(
-    readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
-) -> frozenset[str]:
-    """Fill the cameras' columns: with names, where all frames are then in this node's cache, else with frames.
-
-    Returns the cameras whose frames are named.
-    """
-    files = _camera_files(readers, episodes, total, options, columns)
-    read_frames(files, options)
-    carried = {file.key for file in files if not file.stored}
-    if carried:
-        # The rows of this read carry them, those of the next may name them again.
-        for key in carried:
-            del columns[key]
-        options = replace(options, columns=tuple(carried), named=options.named - carried)
-        read_frames(_camera_files(readers, episodes, total, options, columns), options)
-    return options.named
-
-
 def _camera_files(
     readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> list[CameraFile]:
@@ -475,8 +454,7 @@ def _camera_files(
                 for e in sorted(mine, key=lambda e: e.part.frames_in(key)):
                     by_file.setdefault(e.part.frames_in(key)[0], []).append(e)
                 for file, members in by_file.items():
-                    number = reader.camera_files(key).index(file) if key in options.named else None
-                    wanted = [_wanted(key, feature, e, number, total, options, columns) for e in members]
+                    wanted = [_wanted(key, feature, e, total, options, columns) for e in members]
                     files.append(CameraFile(reader, key, file, wanted))
     return files
 
@@ -484,7 +462,7 @@ def _camera_files(
 def _fill_absent(
     readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> None:
-    """Black frames for rows of datasets that lack a camera; or what names none."""
+    """Fill in black frames for rows of datasets that lack a camera."""
     for key, feature in options.padded.items():
         if feature.dtype not in CAMERA_DTYPES or key not in options.columns:
             continue
@@ -492,31 +470,25 @@ def _fill_absent(
         if lacking:
             shape, dtype = frame_of(feature, options.image_size)
             window = (len(options.delta_indices[key]),) if key in options.delta_indices else ()
-            blank = no_frame(shape, dtype) if key in options.named else np.zeros(shape, dtype)
-            out = _out(columns, key, total, (*window, *blank.shape), dtype)
-            out[np.concatenate([e.position for e in lacking])] = blank
+            out = _out(columns, key, total, (*window, *shape), dtype)
+            out[np.concatenate([e.position for e in lacking])] = 0
 
 
 def _wanted(
     key: str,
     feature: Feature,
     e: _Episode,
-    number: int | None,
     total: int,
     options: ReadOptions,
     columns: dict[str, Any],
 ) -> Wanted:
-    """Return what an episode's rows want of a file; rows that name frames, by the file's `number`, have them cached."""
+    """Return what an episode's rows want of a file."""
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     own = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
     frames = _frames(key, e, options)
     times_s = e.part.frames_in(key)[1] + own[frames - e.first]
     shape, dtype = frame_of(feature, options.image_size)
-    place = shape if number is None else name_shape(shape, dtype)
-    out = _out(columns, key, total, (*frames.shape[1:], *place), dtype)
-    if number is not None:
-        out[e.position] = names(e.part.dataset_index, number, times_s, feature, options)
-        return Wanted(np.unique(times_s), episode=e.part.episode_index)
+    out = _out(columns, key, total, (*frames.shape[1:], *shape), dtype)
     # Each once, to all its places.
     distinct, inverse = np.unique(times_s.ravel(), return_inverse=True)
     target: list[list[Any]] = [[] for _ in distinct]

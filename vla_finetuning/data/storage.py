@@ -21,7 +21,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.data.node_cache import Records, node_cache
+from vla_finetuning.data.disk_cache import DiskCache, disk_cache
 from vla_finetuning.environment import CACHE_GB, Timeouts
 from vla_finetuning.store import PROTOCOLS, ChangedError, Content, Failure, StorageError, Store, split_address
 
@@ -272,7 +272,7 @@ class RemoteFile(io.RawIOBase):
         self.fs, self.path, self._content = fs, path, fs.content(path)
         self.size = self._content.size
         identity = _identity(fs, path, self._content)
-        self._cache = None if identity is None else BlockCache.of(fs.policy, fs.root, path, identity)
+        self._cache = None if identity is None else _blocks_cache(fs, path, identity)
         self._blocks: dict[int, bytes] = {}
         self._coming: dict[int, tuple[int, Future[list[bytes]]]] = {}  # a request, and the first block of it
         self._at = 0
@@ -378,14 +378,16 @@ class RemoteFile(io.RawIOBase):
         found: dict[int, bytes | None] = dict.fromkeys(range(first, last))
         cache = self._cache
         if cache is not None:
-            found = {n: cache.get(n, self._end(n) - n * BLOCK_BYTES) for n in found}
+            for n in found:
+                cached = bytearray(self._end(n) - n * BLOCK_BYTES)
+                found[n] = bytes(cached) if cache[0].read(cache[1] / str(n), cached) else None
         if missing := [n for n, block in found.items() if block is None]:
             start = missing[0] * BLOCK_BYTES
             data = self._fetch(start, self._end(missing[-1]))
             for n in range(missing[0], missing[-1] + 1):
                 block = found[n] = data[n * BLOCK_BYTES - start :][:BLOCK_BYTES]
                 if cache is not None and n in missing:
-                    cache.put(n, block)
+                    cache[0].write(cache[1] / str(n), block)
         return [block for block in found.values() if block is not None]
 
     def _fetch(self, start: int, end: int) -> bytes:
@@ -414,6 +416,20 @@ class RemoteFile(io.RawIOBase):
         return min((number + 1) * BLOCK_BYTES, self.size)
 
 
+def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> tuple[DiskCache, Path] | None:
+    """Return where a file's blocks are cached on this node's disk, by number; None for nowhere."""
+    if fs.policy.cache_dir is None:
+        return None
+    cache = disk_cache(
+        Path(fs.policy.cache_dir),
+        int(fs.policy.cache_size_gb * 1e9),
+        "what is not cached there is read from the store each time: choose another --dataset.cache_dir, or raise "
+        "VLA_CACHE_GB",
+    )
+    folder = cache.content(fs.root, path, f"{identity}\0{BLOCK_BYTES}")
+    return None if folder is None else (cache, folder)
+
+
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Blocks (ascending) as runs [first, last) that are fetched together: of some length, with small gaps in them."""
     gap, longest = GAP_BYTES // BLOCK_BYTES, max(1, MAX_REQUEST_BYTES // BLOCK_BYTES)
@@ -426,38 +442,3 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         last = number + 1
     if first >= 0:
         yield first, last
-
-
-class BlockCache:
-    """Blocks of one remote file on this node's disk, so that they are requested once. Threads may share it."""
-
-    def __init__(self, blocks: Records):
-        self._cache, self._blocks = blocks.cache, blocks
-
-    @classmethod
-    def of(cls, policy: StoragePolicy, dataset: str, path: str, identity: str) -> BlockCache | None:
-        """None without a cache folder, or if it does not work."""
-        if policy.cache_dir is None:
-            return None
-        cache = node_cache(
-            Path(policy.cache_dir),
-            int(policy.cache_size_gb * 1e9),
-            "what is not cached there is read from the store each time: choose another --dataset.cache_dir, or raise "
-            "VLA_CACHE_GB",
-        )
-        blocks = Records.of(cache, dataset, path, f"{identity}\0{BLOCK_BYTES}", BLOCK_BYTES)
-        return None if blocks is None else cls(blocks)
-
-    def get(self, number: int, length: int) -> bytes | None:
-        """Block `number`, of `length` bytes; None if it is not there."""
-        block = bytearray(length)
-        with self._cache.doing_without():
-            if self._cache.works and self._blocks.read(number, memoryview(block)):
-                return bytes(block)
-        return None
-
-    def put(self, number: int, block: bytes) -> None:
-        """Store a block, if there is space."""
-        with self._cache.doing_without():
-            if self._blocks.reserve_capacity(1):
-                self._blocks.write(number, memoryview(block))

@@ -19,7 +19,6 @@ from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_of
 from vla_finetuning.data.shards import Sharding
-from vla_finetuning.data.videos import Frames
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import Config
@@ -236,12 +235,6 @@ class Rows:
         """The datasource of all frames of `episodes`, each once."""
         reading = replace(self.reading, skip_log=None, prepare=prepare, prepared_bytes=prepared_bytes)
         return LeRobotDatasource(self.metas, Selection(episodes=self.episodes), self.features, Order(), reading)
-
-    def fill_frames(self) -> Frames | None:
-        """Fills in the frames that batches name instead of carrying; None where no frames are cached."""
-        if self.reading.frame_cache is None:
-            return None
-        return Frames(self.metas, self.cameras, self._decoding)
 
     def feature_store(
         self, where: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str

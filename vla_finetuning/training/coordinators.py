@@ -23,7 +23,7 @@ import ray
 import ray.train
 from ray.data import ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARDS, SHARE, keeps_frames, name_frames
+from lerobot_datasource import SHARDS, SHARE, keeps_frames
 from vla_finetuning.data.read_tasks import BlockShare
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ class GroupedRanks(ray.train.DataConfig):
         sharded = any(dataset.context.get_config(SHARDS, 1) > 1 for dataset in datasets.values())
         on_nodes = self._on_nodes(node_ids) if sharded else []
         for dataset in datasets.values():
-            name_frames(dataset, node_ids, where_used=bool(on_nodes))
             if (nodes := len(set(node_ids))) > 1 and keeps_frames(dataset) and not sharded:
                 logger.warning(
                     "%d nodes keep frames, and any of them reads any row: each finds 1/%d of them in the second epoch. "

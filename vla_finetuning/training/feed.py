@@ -96,10 +96,8 @@ def input_transforms(rows: Rows, policy: PolicySpec) -> list[HostTransform]:
 
 
 def training_transforms(run: Run) -> list[HostTransform]:
-    """List what rows of the run's stream need besides: cached frames, and what their losses are multiplied by."""
+    """List what rows of the run's stream need besides: what their losses are multiplied by."""
     transforms: list[HostTransform] = []
-    if (frames := run.rows.fill_frames()) is not None:
-        transforms.append(frames)
     if run.rows.weights is not None:
         transforms.append(WeighRows(run.rows.weights, run.config.sample_weighting.epsilon))
     return transforms
