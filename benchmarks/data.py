@@ -96,6 +96,9 @@ def main() -> None:
         # Of few rows, what opening a video reads is all of it, and the node keeps that.
         "store": lambda: store(of_av1(10), rounds, seeds),
     }
+    names = options.datasets.split(",")
+    if unknown := [name for name in names if name not in DATASETS and name not in cells]:
+        parser.error(f"--datasets: {unknown[0]!r} is none of {', '.join([*DATASETS, *cells])}")
     today = datetime.date.today().isoformat()
     path = RESULTS / f"data-{options.cores}cpu-{today}.json"
     # What is measured one at a time comes together in the day's file; each has its own command, hardware and revision.
@@ -109,7 +112,7 @@ def main() -> None:
     ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
-        for name in options.datasets.split(","):
+        for name in names:
             if name in cells:
                 results[name] = measured | cells[name]()
                 print(json.dumps(results[name], indent=2), flush=True)
