@@ -61,13 +61,13 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
             no effect on it.
     """
     base = Base(*resolve_policy(config, path))
-    kind, family = base.config.type, family_of(base.config)
+    policy_type, family = base.config.type, family_of(base.config)
     if (brought := brought_along(base.config)) and not config.policy_trust_remote_code:
-        raise RemoteCodeError(f"{base.name}: a '{kind}' runs code that comes with {brought}: {HOW_TO_TRUST}")
+        raise RemoteCodeError(f"{base.name}: a '{policy_type}' runs code that comes with {brought}: {HOW_TO_TRUST}")
     if config.dataset.on_error == "skip" and not family.row_losses:
         raise ValueError(
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
-            f"{types_that(lambda family: family.row_losses)}; this is a '{kind}': use --dataset.on_error=stop"
+            f"{types_that(lambda family: family.row_losses)}; this is a '{policy_type}': use --dataset.on_error=stop"
         )
     config = replace(config, policy_path=path, policy_revision=base.identity["revision"])
     check_policy_options(config, base.config)
@@ -83,14 +83,14 @@ def check_policy(
     family = family_of(policy_config)
     if train.mode != "full" and not family.modes:
         raise ValueError(
-            f"--train.mode={train.mode} names parts of {types_that(lambda known: known.modes)}, and the policy is of "
+            f"--train.mode={train.mode} names parts of {types_that(lambda other: other.modes)}, and the policy is of "
             f"type {policy_config.type}; use --train.mode=full, or what the policy's own options (--policy.*) offer to "
             "freeze parts of it"
         )
     for name in TRAIN_OPTIONS:
         value, default = getattr(train, name), getattr(TrainOptions(), name)
         if value != default and name not in family.train_options:
-            able = types_that(lambda known: name in known.train_options)  # noqa: B023  (called at once)
+            able = types_that(lambda other: name in other.train_options)  # noqa: B023  (called at once)
             raise ValueError(
                 f"--train.{name}={value} is for {able}, and the policy is of type {policy_config.type}: leave it "
                 "out, or look for the like among the policy's own options (--policy.*)"
@@ -153,32 +153,32 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
             is not trained here.
     """
     if path is None:
-        kind = config.policy_type or ""
-        nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
-        require_trained(kind, f"--policy.type={kind}")
-        policy_config = policy_config_of(f"--policy.type={kind}", kind, None, config.policy_options)
+        policy_type = config.policy_type or ""
+        nothing = {"path": f"{policy_type} from random weights", "revision": None, "digest": None}
+        require_trained(policy_type, f"--policy.type={policy_type}")
+        policy_config = policy_config_of(f"--policy.type={policy_type}", policy_type, None, config.policy_options)
         if policy_config.pretrained_path is not None:
             source = policy_config.pretrained_path
             names = (name for name, value in vars(policy_config).items() if name != "pretrained_path" and value)
             named = next((name for name in names if str(getattr(policy_config, name)) == str(source)), None)
             raise ValueError(
-                f"--policy.type={kind}: lerobot-train starts such a policy from the weights of {source}: give them "
-                "with --policy.path" + (f", or --policy.{named}=null if random ones are meant" if named else "")
+                f"--policy.type={policy_type}: lerobot-train starts such a policy from the weights of {source}: give "
+                "them with --policy.path" + (f", or --policy.{named}=null if random ones are meant" if named else "")
             )
         return policy_config, None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision, partial(_trained_type, path))
     folder = folder.absolute()
     weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
     if not weights.is_file():
-        found = sorted(entry.name for entry in folder.iterdir())
-        if "adapter_config.json" in found:
+        files = sorted(entry.name for entry in folder.iterdir())
+        if "adapter_config.json" in files:
             raise FileNotFoundError(
                 f"policy {path} is adapters without the policy that they belong to; merge them, and give what is "
                 f"written: python -m diagnostics.merge_adapter {path} {folder.name}_merged (of a run of vla.py, its "
                 "pretrained_model is the same policy, merged)"
             )
         raise FileNotFoundError(
-            f"policy {path}: no model.safetensors, found {found}: there are no weights to start from; copy it again, "
+            f"policy {path}: no model.safetensors, found {files}: there are no weights to start from; copy it again, "
             "or use --policy.type if random ones are meant"
         )
     digests = {"digest": file_digest(weights), "files": _digests(folder, weights)}
@@ -188,8 +188,8 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
         # be the one that the run was started from.
         check_base(load_progress(newest), base)
-    kind = _trained_type(path, folder)
-    policy_config = policy_config_of(f"policy {path}", kind, folder, config.policy_options)
+    policy_type = _trained_type(path, folder)
+    policy_config = policy_config_of(f"policy {path}", policy_type, folder, config.policy_options)
     policy_config.pretrained_path = folder
     return policy_config, folder, base
 
@@ -202,9 +202,9 @@ def _trained_type(path: str, folder: Path) -> str:
         raise ValueError(f"policy {path}: config.json is damaged ({error}); copy it again") from error
     if not isinstance(saved, dict) or "type" not in saved:
         raise ValueError(f"policy {path}: config.json is of no LeRobot policy: {_whose_config(saved)}")
-    kind = saved["type"]
-    require_trained(kind, f"policy {path}")
-    return kind
+    policy_type = saved["type"]
+    require_trained(policy_type, f"policy {path}")
+    return policy_type
 
 
 def _whose_config(saved: Any) -> str:
@@ -230,14 +230,14 @@ def _digests(folder: Path, weights: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): file_digest(path) for path in files}
 
 
-def policy_config_of(where: str, kind: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
+def policy_config_of(label: str, policy_type: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
     """LeRobot's configuration of a policy, the folder's or the type's defaults, with the user's own options."""
     try:
         with warnings.catch_warnings(), remote_code(trusted=False):
             warnings.simplefilter("ignore")
-            return load_policy_config(folder, options) if folder else make_policy_config(kind, options)
+            return load_policy_config(folder, options) if folder else make_policy_config(policy_type, options)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{label}: {error}") from error
 
 
 # Options of policies that change nothing here, and what does.

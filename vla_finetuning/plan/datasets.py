@@ -81,11 +81,11 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
     check_names_known(metas, config.rename_map, state)
     named: list[DatasetMetadata] = []
     for meta, member in zip(metas, listed, strict=True):
-        own = member.rename_map
-        others = {key: name for key, name in config.rename_map.items() if key in meta.features and key not in own}
+        renames = member.rename_map
+        shared = {key: name for key, name in config.rename_map.items() if key in meta.features and key not in renames}
         joined = state if any(key in meta.features for key in state) else ()
         try:
-            named += with_names([meta], {**others, **own}, joined)
+            named += with_names([meta], {**shared, **renames}, joined)
         except ValueError as error:
             raise ValueError(f"--dataset.mixture, {meta.root}: {error}") from error
     return tuple(named)

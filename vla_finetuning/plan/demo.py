@@ -80,10 +80,10 @@ def make_demo_dataset(
     folder = Path(folder)
     if pairs <= SHORT_PAIR:
         raise ValueError(f"the demo dataset has at least {SHORT_PAIR + 1} pairs of episodes, not {pairs}")
-    shown = [(scene, given) for scene in demo_scenes(pairs, seed) for given in INSTRUCTIONS]
+    tasks = [(scene, target) for scene in demo_scenes(pairs, seed) for target in INSTRUCTIONS]
     other = dict(zip(INSTRUCTIONS, reversed(INSTRUCTIONS), strict=True))
     wrong = disobeyed(pairs, disobedient, seed)
-    episodes = [(*one, other[one[1]] if is_wrong else one[1]) for one, is_wrong in zip(shown, wrong, strict=True)]
+    episodes = [(*task, other[task[1]] if is_wrong else task[1]) for task, is_wrong in zip(tasks, wrong, strict=True)]
     if folder.exists():
         _check_is_demo(folder, episodes)
         return folder
@@ -109,9 +109,9 @@ def make_demo_dataset(
             data_files_size_in_mb=DATA_FILE_MB,
         )
         try:
-            for scene, given, colour in episodes:
+            for scene, target, colour in episodes:
                 for state, action in zip(*GANTRY.demonstrate(scene, colour), strict=True):
-                    frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[given]}
+                    frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[target]}
                     seen = GANTRY.render(scene, state).items()
                     dataset.add_frame({f"observation.images.{name}": image for name, image in seen} | frame)
                 dataset.save_episode(parallel_encoding=False)
@@ -125,12 +125,12 @@ def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> 
     expected = {"robot_type": GANTRY.robot_type, "total_episodes": len(episodes), "total_frames": frames}
     try:
         info = json.loads((folder / "meta" / "info.json").read_text())
-        found = {key: info.get(key) for key in expected}
+        actual = {key: info.get(key) for key in expected}
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{folder} exists and is no LeRobot dataset ({error}): remove it to have it made") from error
-    if found != expected:
+    if actual != expected:
         raise ValueError(
-            f"{folder} holds another dataset, with {found} instead of {expected}: remove it to have it made"
+            f"{folder} holds another dataset, with {actual} instead of {expected}: remove it to have it made"
         )
 
 

@@ -85,24 +85,24 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
         for key in meta.camera_keys:
             feature = meta.features[key]
             used = "" if key in rows.camera_keys else "  (not used)"
-            kind = "depth " if feature.is_depth else ""
-            lines.append(f"             camera {key} {_size(feature.shape)} {kind}{feature.dtype}{used}")
+            depth = "depth " if feature.is_depth else ""
+            lines.append(f"             camera {key} {_size(feature.shape)} {depth}{feature.dtype}{used}")
         texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
-        lines += [f"             not read: {what}" for what in (*([", ".join(texts)] if texts else []), *meta.not_read)]
+        lines += [f"             not read: {line}" for line in (*([", ".join(texts)] if texts else []), *meta.not_read)]
     return lines
 
 
 def _mixture(run: Run) -> list[str]:
     """A line for each dataset of a mixture: what it holds, and what this run takes of it."""
-    rows, of_mixture = run.rows, members(run.config.dataset.mixture)
-    if not of_mixture:
+    rows, mixture = run.rows, members(run.config.dataset.mixture)
+    if not mixture:
         return []
     counts = rows.identity["rows_per_source"]
     epochs = run.job.steps * run.job.rows_per_step / rows.per_epoch
-    steps = rows.features.window_steps or (1,) * len(of_mixture)
+    steps = rows.features.window_steps or (1,) * len(mixture)
     head = "dataset robot frames weight share epochs actions/s cameras state action"
     cells: list[tuple[str, ...]] = [tuple(head.split())]
-    for member, meta, frames, count, step in zip(of_mixture, rows.metas, rows.per_dataset, counts, steps, strict=True):
+    for member, meta, frames, count, step in zip(mixture, rows.metas, rows.per_dataset, counts, steps, strict=True):
         cells.append(
             (
                 meta.root.rstrip("/").rpartition("/")[2],
@@ -131,11 +131,11 @@ def _features(run: Run) -> list[str]:
             lines.append(f"             {kept}")
     if not run.policy.mixes_robots:
         return lines
-    widest, own = run.policy.config.output_features["action"].shape[0], run.policy.train.pad_loss == "own"
-    what = "its own dimensions" if own else f"all {widest} dimensions, as the policy counts padding"
+    widest, unpadded = run.policy.config.output_features["action"].shape[0], run.policy.train.pad_loss == "own"
+    dimensions = "its own dimensions" if unpadded else f"all {widest} dimensions, as the policy counts padding"
     lines += [
         f"             rows have {len(run.rows.camera_keys)} cameras and {widest} dimensions of action; cameras that a",
-        f"             row lacks are masked, and its loss is over {what} (--train.pad_loss)",
+        f"             row lacks are masked, and its loss is over {dimensions} (--train.pad_loss)",
     ]
     if run.config.dataset.robot_in_prompt:
         lines.append("             instructions begin with the robot's name (--dataset.robot_in_prompt)")
@@ -232,8 +232,8 @@ def _flops(policy: PolicySpec) -> str:
 
 def _share(config: Config, rows: Rows, number: int) -> str:
     weights = [member.weight for member in members(config.dataset.mixture)]
-    drawn = rows.identity["rows_per_source"][number]
-    return describe_share(weights[number], sum(weights), drawn, rows.per_epoch, rows.per_dataset[number])
+    count = rows.identity["rows_per_source"][number]
+    return describe_share(weights[number], sum(weights), count, rows.per_epoch, rows.per_dataset[number])
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

@@ -45,14 +45,14 @@ class ChosenEpisodes:
     def rows_per_dataset(self, metas: Sequence[DatasetMetadata], dropped: int) -> tuple[int, ...]:
         """Frames of each dataset that are trained on; of each episode the last `dropped` are not."""
         if self.frames:
-            return tuple(int(left.frames.sum()) for left in self.frames)
+            return tuple(int(ranges.frames.sum()) for ranges in self.frames)
         episodes = zip(metas, self.train, strict=True)
         return tuple(int((meta.episode_length[chosen] - dropped).sum()) for meta, chosen in episodes)
 
     def rows(self, metas: Sequence[DatasetMetadata], dropped: int) -> int:
         """Rows of an epoch, of all datasets; on average where episodes have weights."""
         if self.frames:
-            return max(1, round(sum(left.rows for left in self.frames)))
+            return max(1, round(sum(ranges.rows for ranges in self.frames)))
         return sum(self.rows_per_dataset(metas, dropped))
 
     def with_frames(
@@ -70,18 +70,18 @@ class ChosenEpisodes:
         for number, (meta, train) in enumerate(zip(metas, self.train, strict=True)):
             keys = movement_keys(meta, rename_map)
             weight = None if weights is None else weights[number]
-            left = frame_ranges_of(meta, train, dropped=dropped, keys=keys, skip_idle=seconds, weight=weight)
-            if not len(left.episode):
+            ranges = frame_ranges_of(meta, train, dropped=dropped, keys=keys, skip_idle=seconds, weight=weight)
+            if not len(ranges.episode):
                 raise ValueError(
                     f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "
                     f"{len(train)} training episodes: nothing is left; raise it"
                 )
-            if whole := len(train) - len(left.episodes):
-                notes.append(f"{meta.root}: {whole} episodes are left out whole by --dataset.skip_idle")
-            frames.append(left)
+            if idle := len(train) - len(ranges.episodes):
+                notes.append(f"{meta.root}: {idle} episodes are left out whole by --dataset.skip_idle")
+            frames.append(ranges)
             lines = [] if weight is None else [told_weights(weight[train])]
-            described.append((*lines, *table(meta, train, left)))
-        train_left = tuple(left.episodes for left in frames)
+            described.append((*lines, *table(meta, train, ranges)))
+        train_left = tuple(ranges.episodes for ranges in frames)
         return replace(self, train=train_left, frames=tuple(frames), described=tuple(described), notes=tuple(notes))
 
 
@@ -130,10 +130,11 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
 
 def exclusion(config: Config, datasets: Datasets, number: int, episodes: Sequence[int]) -> str:
     """Return the option that leaves out these episodes of dataset `number`, besides what is left out already."""
-    own = datasets.members[number].exclude_episodes
-    if own:
+    excluded = datasets.members[number].exclude_episodes
+    if excluded:
         return (
-            f"exclude_episodes of {datasets.roots[number]} in the mixture: {episode_ranges(sorted({*own, *episodes}))}"
+            f"exclude_episodes of {datasets.roots[number]} in the mixture: "
+            f"{episode_ranges(sorted({*excluded, *episodes}))}"
         )
     flag = "--dataset.exclude_episodes"
     before = of_each(cast(Choice, config.dataset.exclude_episodes), datasets.roots, flag)
@@ -162,10 +163,10 @@ def _split(
         if len(large) < len(groups):
             groups = large or [max(groups, key=len)] * (len(chosen) > 1)
             count = sum(math.ceil(len(group) * share) for group in groups)
-            of = f"of tasks with at least {FEW_EPISODES}; those with fewer are all trained on"
+            reason = f"of tasks with at least {FEW_EPISODES}; those with fewer are all trained on"
             if not large:
-                of = f"of the largest task; no task has {FEW_EPISODES}" if groups else "since there is only one"
-            notes = [*notes, f"{count} of {len(chosen)} episodes held out, {of}"]
+                reason = f"of the largest task; no task has {FEW_EPISODES}" if groups else "since there is only one"
+            notes = [*notes, f"{count} of {len(chosen)} episodes held out, {reason}"]
     held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
     train = np.setdiff1d(chosen, held_out)
     if not len(train):

@@ -41,14 +41,14 @@ def write_labels(
         episodes: int64, by dataset. columns: of their frames in that order, (F,) each; `positive` among them.
     """
     root, episode, frame = [], [], []
-    for number, (meta, own) in enumerate(zip(metas, episodes, strict=True)):
-        length = meta.episode_length[own]
+    for number, (meta, chosen) in enumerate(zip(metas, episodes, strict=True)):
+        length = meta.episode_length[chosen]
         root.append(np.full(length.sum(), number, np.int32))
-        episode.append(np.repeat(own, length))
+        episode.append(np.repeat(chosen, length))
         frame.append(np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length))
     names = pa.DictionaryArray.from_arrays(np.concatenate(root), pa.array([meta.root for meta in metas]))
-    known = {"dataset": names, "episode_index": np.concatenate(episode), "frame_index": np.concatenate(frame)}
-    table = pa.table({**known, **columns})
+    index_columns = {"dataset": names, "episode_index": np.concatenate(episode), "frame_index": np.concatenate(frame)}
+    table = pa.table({**index_columns, **columns})
     partial = path.with_name(f".{path.name}")
     pq.write_table(table, partial)
     partial.replace(path)
@@ -66,30 +66,30 @@ def read_labels(
         ValueError: no such file as `write_labels` makes, or it lacks a dataset or a frame. FileNotFoundError: no file.
     """
     rows, digest = _read(path, COLUMNS), file_digest(path)
-    found = []
-    for meta, own in zip(metas, episodes, strict=True):
-        index, of_it = _rows_of(rows, path, meta, alone=len(metas) == 1)
+    labels = []
+    for meta, chosen in zip(metas, episodes, strict=True):
+        index, dataset_rows = _rows_of(rows, path, meta, alone=len(metas) == 1)
         labelled, positive = np.zeros(meta.total_frames, bool), np.zeros(meta.total_frames, bool)
         labelled[index] = True
-        positive[index] = of_it["positive"].to_numpy()
-        wanted = np.zeros(meta.num_episodes, bool)
-        wanted[own] = True
-        without = np.repeat(wanted, meta.episode_length) & ~labelled
+        positive[index] = dataset_rows["positive"].to_numpy()
+        required = np.zeros(meta.num_episodes, bool)
+        required[chosen] = True
+        without = np.repeat(required, meta.episode_length) & ~labelled
         if without.any():
             number = int(np.repeat(meta.episode_index, meta.episode_length)[without][0])
             raise ValueError(
                 f"{FLAG}={path}: {without.sum()} frames have no label, the first in episode {number} of {meta.root}: "
                 "give value.py the same episodes"
             )
-        found.append(positive)
-    return tuple(found), digest
+        labels.append(positive)
+    return tuple(labels), digest
 
 
 def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return how many frames of each outcome have which advantage, as JSON; of (F,) each, `advantage` and `success`."""
     edges = np.histogram_bin_edges(columns["advantage"], BINS_SHOWN)
-    of = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
-    counts = {name: np.histogram(columns["advantage"][own], edges)[0].tolist() for name, own in of.items()}
+    outcomes = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
+    counts = {name: np.histogram(columns["advantage"][mask], edges)[0].tolist() for name, mask in outcomes.items()}
     return {"edges": edges.tolist(), "counts": counts}
 
 
@@ -107,11 +107,11 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     heads = ("frames", "positive", "of successes", "of failures", "5 % to 95 % of advantages", "task")
     lines = [width.format(*heads)]
     for name in (None, *dict.fromkeys(task.tolist())):
-        own = np.ones(len(task), bool) if name is None else task == name
-        shares = (f"{positive[of].mean():.1%}" if of.any() else "" for of in (own, own & success, own & ~success))
-        low, high = np.quantile(advantage[own], [0.05, 0.95])
+        mask = np.ones(len(task), bool) if name is None else task == name
+        shares = (f"{positive[m].mean():.1%}" if m.any() else "" for m in (mask, mask & success, mask & ~success))
+        low, high = np.quantile(advantage[mask], [0.05, 0.95])
         lines.append(
-            width.format(f"{own.sum():,}", *shares, f"{low:.3f} to {high:.3f}", "all" if name is None else name)
+            width.format(f"{mask.sum():,}", *shares, f"{low:.3f} to {high:.3f}", "all" if name is None else name)
         )
     return lines, histogram({"advantage": advantage, "success": success})
 
@@ -134,20 +134,20 @@ def _rows_of(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> 
     Args:
         alone: whether it is the run's only dataset; of several, only their names tell which is which.
     """
-    known = rows["dataset"].unique().to_pylist()
-    root = known[0] if len(known) == 1 and alone else meta.root  # it may have been moved since
-    if root not in known:
-        raise ValueError(f"{FLAG}={path} has labels of {known}, and none of {meta.root}")
-    of_it = rows.filter(pc.equal(rows["dataset"].cast(pa.string()), root))
+    roots = rows["dataset"].unique().to_pylist()
+    root = roots[0] if len(roots) == 1 and alone else meta.root  # it may have been moved since
+    if root not in roots:
+        raise ValueError(f"{FLAG}={path} has labels of {roots}, and none of {meta.root}")
+    dataset_rows = rows.filter(pc.equal(rows["dataset"].cast(pa.string()), root))
     episode, frame = (
-        numbers(of_it[name], np.int64, (1,), f"{path}: column {name}").reshape(-1) for name in COLUMNS[1:3]
+        numbers(dataset_rows[name], np.int64, (1,), f"{path}: column {name}").reshape(-1) for name in COLUMNS[1:3]
     )
-    there = (episode >= 0) & (episode < meta.num_episodes) & (frame >= 0)
-    there[there] = frame[there] < meta.episode_length[episode[there]]
-    if not there.all():
-        wrong = int(np.flatnonzero(~there)[0])
+    exists = (episode >= 0) & (episode < meta.num_episodes) & (frame >= 0)
+    exists[exists] = frame[exists] < meta.episode_length[episode[exists]]
+    if not exists.all():
+        wrong = int(np.flatnonzero(~exists)[0])
         raise ValueError(
             f"{FLAG}={path}: episode {episode[wrong]} of {meta.root} has no frame {frame[wrong]}: the labels are "
             "of another dataset, or of an earlier version of it"
         )
-    return (np.cumsum(meta.episode_length) - meta.episode_length)[episode] + frame, of_it
+    return (np.cumsum(meta.episode_length) - meta.episode_length)[episode] + frame, dataset_rows

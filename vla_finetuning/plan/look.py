@@ -99,9 +99,9 @@ def _check_finite(batch: dict[str, np.ndarray], numbers: Sequence[str], meta: Da
         bad = np.argwhere(~np.isfinite(values))
         if len(bad):
             row, entry = bad[0].tolist()
-            where = f"{key}[{entry}]" if values.shape[1] > 1 else key
+            name = f"{key}[{entry}]" if values.shape[1] > 1 else key
             raise ValueError(
-                f"{meta.root}: episode {episode}, frame {row}: {where} is {values[row, entry]}, of which no loss can "
+                f"{meta.root}: episode {episode}, frame {row}: {name} is {values[row, entry]}, of which no loss can "
                 f"be computed ({len(bad)} values of the episode are not finite): repair the recording, or leave it out"
             )
 
@@ -120,9 +120,9 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
     lines: list[str] = []
     config, rows = run.config, run.rows
     for number, meta in enumerate(rows.metas):
-        own = rows.of_datasets([number])
-        (episodes,) = own.episodes
-        look = look_at(meta, episodes, replace(own.features, image_size=None), 1 / len(rows.metas))
+        dataset_rows = rows.of_datasets([number])
+        (episodes,) = dataset_rows.episodes
+        look = look_at(meta, episodes, replace(dataset_rows.features, image_size=None), 1 / len(rows.metas))
         lines.append(f"Looked at    {meta.root}: {look}")
         if not look.problems:
             continue

@@ -71,38 +71,43 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
     Raises:
         ValueError: datasets, rates or robots that do not go together, or not with the policy.
     """
-    metas, of = datasets.metas, datasets.members
-    steps = [window_step(meta, member.fps) for meta, member in zip(metas, of, strict=True)]
-    maps = [_names_of(config, member) for member in of]
+    metas, members = datasets.metas, datasets.members
+    steps = [window_step(meta, member.fps) for meta, member in zip(metas, members, strict=True)]
+    maps = [_names_of(config, member) for member in members]
     if config.dataset.dimension_map:
         groups = [
-            [n for n, member in enumerate(of) if member.robot == robot] for robot in {member.robot for member in of}
+            [n for n, member in enumerate(members) if member.robot == robot]
+            for robot in {member.robot for member in members}
         ]
         alike = [named_alike([metas[n] for n in numbers], [maps[n] for n in numbers]) for numbers in groups]
         check_dimension_map(alike, config.dataset.dimension_map)
-    if len(names := robots(of)) == 1:
+    if len(names := robots(members)) == 1:
         if config.dataset.robot_in_prompt:
             raise ValueError(
                 "--dataset.robot_in_prompt=true: instructions name their robot in a mixture of robots that differ, and "
-                f"this run has {'one' if of[0].robot else 'none'} by name; leave it out, or begin the dataset's own "
-                "instructions with the name"
+                f"this run has {'one' if members[0].robot else 'none'} by name; leave it out, or begin the dataset's "
+                "own instructions with the name"
             )
         if config.dataset.mixture:
             check_rates(metas, steps)
-        metas, match, rename_map = _match_robot(config, metas, of, maps, base.config, base.name)
+        metas, match, rename_map = _match_robot(config, metas, members, maps, base.config, base.name)
         check_images(config, base.config)
         robot = Robot("", base.config, match, rename_map, datasets=tuple(range(len(metas))))
         return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
-    data, found = [], list(metas)
+    data, policy_metas = [], list(metas)
     for name in names:
-        numbers = tuple(number for number, member in enumerate(of) if member.robot == name)
+        numbers = tuple(number for number, member in enumerate(members) if member.robot == name)
         fitted = copy.deepcopy(base.config)
-        own_metas, own, own_maps = [metas[n] for n in numbers], [of[n] for n in numbers], [maps[n] for n in numbers]
+        own_metas, own_members, own_maps = (
+            [metas[n] for n in numbers],
+            [members[n] for n in numbers],
+            [maps[n] for n in numbers],
+        )
         check_rates(own_metas, [steps[n] for n in numbers])
         lenient = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
         try:
-            named, match, rename_map = _match_robot(lenient, own_metas, own, own_maps, fitted, base.name)
+            named, match, rename_map = _match_robot(lenient, own_metas, own_members, own_maps, fitted, base.name)
         except ValueError as error:
             raise ValueError(f"robot {name}: {error}") from error
         used = {key: name for key, name in rename_map.items() if key in match.dataset_keys}
@@ -110,10 +115,10 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
         opening = f"{name}: " if config.dataset.robot_in_prompt else ""
         data.append(Robot(name, _of_its_own(fitted, match), match, {}, own_names, numbers, opening=opening))
         for number, meta in zip(numbers, named, strict=True):
-            found[number] = _with_policy_names(meta, match, used)
-    match = _join(config, base, data, found)
+            policy_metas[number] = _with_policy_names(meta, match, used)
+    match = _join(config, base, data, policy_metas)
     check_images(config, base.config)
-    return Matched(tuple(found), base.config, match, tuple(data), tuple(steps))
+    return Matched(tuple(policy_metas), base.config, match, tuple(data), tuple(steps))
 
 
 # ---- one robot -----------------------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ def _named_alike(
 ) -> tuple[tuple[DatasetMetadata, ...], dict[str, str], dict[str, str]]:
     """A robot's datasets with the names of the first, the policy's names for all of them, and for the first."""
     metas = named_alike(metas, maps)
-    together = {key: name for one in reversed(maps) for key, name in one.items()}
+    together = {key: name for names in reversed(maps) for key, name in names.items()}
     return metas, together, names_of_first(metas, together)
 
 
@@ -242,11 +247,11 @@ def check_rates(metas: Metas, steps: Sequence[int]) -> None:
 
 def _check_policy(base: Base) -> None:
     """Refuse a policy that cannot be trained on robots that differ."""
-    family, kind = family_of(base.config), base.config.type
+    family, policy_type = family_of(base.config), base.config.type
     if not (family.row_losses and family.masks_cameras):
         raise ValueError(
             f"{base.name}: robots that differ need a loss that knows each row's own dimensions and cameras, as that of "
-            f"{types_that(lambda family: family.row_losses and family.masks_cameras)}; this is a '{kind}'"
+            f"{types_that(lambda family: family.row_losses and family.masks_cameras)}; this is a '{policy_type}'"
         )
     if normalization_mode(base.config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
         raise ValueError(f"{base.name}: images are normalised by statistics of one robot; train without that")
@@ -293,11 +298,11 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
     Raises:
         ValueError: a camera that the dataset has not, dimensions of other names, two features of one name.
     """
-    metas, of = datasets.metas, datasets.members
+    metas, members = datasets.metas, datasets.members
     features: dict[str, Feature] = {}
-    for robot in dict.fromkeys(member.robot for member in of):
-        numbers = [number for number, member in enumerate(of) if member.robot == robot]
-        first, maps = of[numbers[0]], [_names_of(config, of[number]) for number in numbers]
+    for robot in dict.fromkeys(member.robot for member in members):
+        numbers = [number for number, member in enumerate(members) if member.robot == robot]
+        first, maps = members[numbers[0]], [_names_of(config, members[number]) for number in numbers]
         (meta, *_), _, names = _named_alike([metas[number] for number in numbers], maps)
         camera_keys = _camera_keys(config, first)
         check_camera_keys(meta, camera_keys)
@@ -307,14 +312,14 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
             name = names.get(key, key)
             if (other := by_name.setdefault(name, key)) != key:
                 raise ValueError(f"--rename_map: dataset {meta.root}: {other!r} and {key!r} would both be {name!r}")
-            features[name] = max(features.get(name, feature), feature, key=lambda one: one.shape)
-    openings = [f"{member.robot}: " if config.dataset.robot_in_prompt else "" for member in of]
+            features[name] = max(features.get(name, feature), feature, key=lambda candidate: candidate.shape)
+    openings = [f"{member.robot}: " if config.dataset.robot_in_prompt else "" for member in members]
     tasks = {
         f"{opening}{task}"
         for opening, meta, episodes in zip(openings, metas, chosen, strict=True)
         for task in tasks_of(meta, episodes)
     }
-    return PolicyData(features, sorted(tasks), of[0].fps or metas[0].fps)
+    return PolicyData(features, sorted(tasks), members[0].fps or metas[0].fps)
 
 
 def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> FeatureMatch:
@@ -322,11 +327,11 @@ def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> 
     widest: dict[str, PolicyFeature] = {}
     for robot in robots:
         for key, feature in {**robot.config.input_features, **robot.config.output_features}.items():
-            widest[key] = max(widest.get(key, feature), feature, key=lambda one: one.shape)
+            widest[key] = max(widest.get(key, feature), feature, key=lambda candidate: candidate.shape)
     outputs = {ACTION: widest.pop(ACTION)}
     inputs: dict[str, PolicyFeature] = {**(base.config.input_features or {}), **widest}
-    there = {row.policy_key: row for robot in robots for row in robot.match.rows if row.dataset_key is not None}
-    masked = [key for key in inputs if key not in there]
+    matched = {row.policy_key: row for robot in robots for row in robot.match.rows if row.dataset_key is not None}
+    masked = [key for key in inputs if key not in matched]
     if masked and config.dataset.missing_cameras != "mask":
         raise ValueError(
             f"{base.name}: no robot of the mixture has the cameras {masked} that the policy has: map some with "
@@ -334,15 +339,15 @@ def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> 
         )
     base.config.input_features, base.config.output_features = inputs, outputs
     for robot in robots:  # cameras are seen in one order, in training and on the robot
-        own = robot.config.input_features
-        robot.config.input_features = {key: own[key] for key in inputs if key in own}
+        features = robot.config.input_features
+        robot.config.input_features = {key: features[key] for key in inputs if key in features}
     rows = tuple(
         FeatureRow(
             None if key in masked else key,
             key,
-            None if key in masked else there[key].dataset_shape,
+            None if key in masked else matched[key].dataset_shape,
             tuple(feature.shape),
-            (there.get(key) or robots[0].match.rows[0]).normalization,
+            (matched.get(key) or robots[0].match.rows[0]).normalization,
         )
         for key, feature in {**inputs, **outputs}.items()
     )
@@ -350,6 +355,6 @@ def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> 
     for robot in robots:
         first = metas[robot.datasets[0]]
         for name, seconds in robot.match_of_rows.delta_timestamps.items():
-            if name in there:  # in frames of the first dataset
+            if name in matched:  # in frames of the first dataset
                 deltas[name] = [round(second * first.fps) / metas[0].fps for second in seconds]
     return FeatureMatch(tuple(key for key in base.config.image_features if key not in masked), rows, deltas)

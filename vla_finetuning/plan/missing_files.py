@@ -29,15 +29,15 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
         FileNotFoundError: files are missing, empty or cut short, and flags that go on without them.
     """
     metas = datasets.metas
-    episodes = [np.union1d(*of) for of in zip(chosen.train, chosen.held_out, strict=True)]
+    episodes = [np.union1d(*split) for split in zip(chosen.train, chosen.held_out, strict=True)]
     holes = [
-        find_missing_files(meta, episodes=of, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
-        for meta, of in zip(metas, episodes, strict=True)
+        find_missing_files(meta, episodes=numbers, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
+        for meta, numbers in zip(metas, episodes, strict=True)
     ]
     if not any(holes):
         return []
     lost = sum(int(meta.episode_length[hole.episodes].sum()) for meta, hole in zip(metas, holes, strict=True))
-    share = lost / sum(int(meta.episode_length[of].sum()) for meta, of in zip(metas, episodes, strict=True))
+    share = lost / sum(int(meta.episode_length[numbers].sum()) for meta, numbers in zip(metas, episodes, strict=True))
     d = config.dataset
     if d.on_error == "skip" and share <= d.max_skipped and not any(hole.without_folder for hole in holes):
         return [
@@ -45,10 +45,10 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
             for meta, hole in zip(metas, holes, strict=True)
             if hole
         ]
-    found = "; ".join(f"dataset {meta.root}: {hole}" for meta, hole in zip(metas, holes, strict=True) if hole)
+    missing = "; ".join(f"dataset {meta.root}: {hole}" for meta, hole in zip(metas, holes, strict=True) if hole)
     remedy = _remedy(config, datasets, holes, episodes, share)
     raise FileNotFoundError(
-        f"{found}. Copy or download the dataset again, or {remedy}{_not_skipped(config, holes, share)}"
+        f"{missing}. Copy or download the dataset again, or {remedy}{_not_skipped(config, holes, share)}"
     )
 
 
@@ -75,23 +75,23 @@ def _remedy(
     config: Config, datasets: Datasets, holes: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
 ) -> str:
     d, metas, roots = config.dataset, datasets.metas, datasets.roots
-    if any(hole and len(hole.episodes) == len(of) for hole, of in zip(holes, episodes, strict=True)):
-        whole = [key for key in metas[0].camera_keys if not any(key in hole.cameras for hole in holes)]
+    if any(hole and len(hole.episodes) == len(numbers) for hole, numbers in zip(holes, episodes, strict=True)):
+        intact = [key for key in metas[0].camera_keys if not any(key in hole.cameras for hole in holes)]
         data = any(path in meta.data_files for meta, hole in zip(metas, holes, strict=True) for path in hole.found)
-        if data or not whole:
+        if data or not intact:
             return "train on another: every episode needs such files"
-        return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(whole))}"
+        return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(intact))}"
     before = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
     out = {
         root: np.union1d(hole.episodes, np.asarray(already or [], np.int64)).tolist()
         for root, hole, already in zip(roots, holes, before, strict=True)
     }
     value = (
-        json.dumps({root: of for root, of in out.items() if of}) if len(roots) > 1 else episode_ranges(*out.values())
+        json.dumps({root: ids for root, ids in out.items() if ids}) if len(roots) > 1 else episode_ranges(*out.values())
     )
     flag = f"--dataset.exclude_episodes={shlex.quote(value)}"
     if len(flag) > _MAX_FLAG:
         flag = f"--dataset.on_error=skip --dataset.max_skipped={min(1, np.ceil(share * 100) / 100):g}"
     count = sum(len(hole.episodes) for hole in holes)
-    left = sum(map(len, episodes)) - count
-    return f"go on with {left} episodes, without the {count} that need such files: {flag}"
+    remaining = sum(map(len, episodes)) - count
+    return f"go on with {remaining} episodes, without the {count} that need such files: {flag}"

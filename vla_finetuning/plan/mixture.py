@@ -103,17 +103,17 @@ def ordered_alike(
                 continue  # cameras; other widths are refused where the datasets are read together
             if ours.names is None and theirs.names is None and key not in names:
                 continue
-            wanted, stored = _dimensions(ours), _dimensions(theirs)
+            expected, stored = _dimensions(ours), _dimensions(theirs)
             called = [names.get(key, {}).get(name, name) for name in stored]
-            if called != wanted:
-                if sorted(called) != sorted(wanted) or len(set(wanted)) < len(wanted):
-                    guess = json.dumps({**names, key: dict(zip(stored, wanted, strict=True))})
+            if called != expected:
+                if sorted(called) != sorted(expected) or len(set(expected)) < len(expected):
+                    guess = json.dumps({**names, key: dict(zip(stored, expected, strict=True))})
                     raise ValueError(
-                        f"datasets {first.root} and {meta.root} call the dimensions of {key!r} otherwise: {wanted} and "
-                        f"{called}; if they are the same in this order, --dataset.dimension_map='{guess}', or say "
+                        f"datasets {first.root} and {meta.root} call the dimensions of {key!r} otherwise: {expected} "
+                        f"and {called}; if they are the same in this order, --dataset.dimension_map='{guess}', or say "
                         "which is which"
                     )
-                orders[key] = tuple(called.index(name) for name in wanted)
+                orders[key] = tuple(called.index(name) for name in expected)
         ordered.append(reorder_dimensions(meta, orders, first))
     return tuple(ordered)
 
@@ -124,18 +124,18 @@ def check_dimension_map(robots: Sequence[Sequence[DatasetMetadata]], names: Mapp
     Args:
         robots: the datasets of each, with the names of features of the first.
     """
-    pairs = [(first, other) for first, *others in robots for other in others]
+    pairs = [(first, other) for first, *rest in robots for other in rest]
     if not pairs:
         raise ValueError("--dataset.dimension_map: it is of a robot's second dataset and those after it: leave it out")
     for key, renamed in names.items():
-        wanted = {name for first, _ in pairs for name in _dimensions_of(first, key)}
+        reference = {name for first, _ in pairs for name in _dimensions_of(first, key)}
         stored = {name for _, other in pairs for name in _dimensions_of(other, key)}
         for other, name in renamed.items():
-            for dimension, known, whose in ((other, stored, "later datasets"), (name, wanted, "the first dataset")):
-                if known and dimension not in known:
+            for dimension, listed, whose in ((other, stored, "later datasets"), (name, reference, "the first dataset")):
+                if listed and dimension not in listed:
                     raise ValueError(
                         f'--dataset.dimension_map has "{other}": "{name}" for {key!r}: the dimensions of {whose} are '
-                        f"{', '.join(sorted(known))}{did_you_mean(dimension, sorted(known))}"
+                        f"{', '.join(sorted(listed))}{did_you_mean(dimension, sorted(listed))}"
                     )
 
 
@@ -150,16 +150,16 @@ def ordered_by(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> Dat
     Raises:
         ValueError: the dataset has no such feature, or calls its dimensions otherwise.
     """
-    for key, wanted in names.items():
+    for key, order in names.items():
         stored = _dimensions(meta.features[key]) if key in meta.features else []
-        if sorted(stored) != sorted(wanted) or len(set(wanted)) < len(wanted):
+        if sorted(stored) != sorted(order) or len(set(order)) < len(order):
             short = key.rpartition(".")[2]
             raise ValueError(
-                f"dataset {meta.root}: {short} of the mixture lists {list(wanted)}, and the dimensions of {key!r} are "
+                f"dataset {meta.root}: {short} of the mixture lists {list(order)}, and the dimensions of {key!r} are "
                 f"{stored}: list each of them once"
             )
-    orders = {key: tuple(_dimensions(meta.features[key]).index(name) for name in own) for key, own in names.items()}
-    features = {key: replace(meta.features[key], names=tuple(own)) for key, own in names.items()}
+    orders = {key: tuple(_dimensions(meta.features[key]).index(name) for name in order) for key, order in names.items()}
+    features = {key: replace(meta.features[key], names=tuple(order)) for key, order in names.items()}
     return reorder_dimensions(meta, orders, replace(meta, features={**meta.features, **features}))
 
 

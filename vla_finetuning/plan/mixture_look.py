@@ -22,13 +22,13 @@ def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
     Raises:
         ValueError, OSError: a dataset cannot be read, or lacks a feature that its rename map names.
     """
-    of = members(config.dataset.mixture)
-    metas = load_datasets(config, of)
-    named = list(zip(of, metas, strict=True))
+    listed = members(config.dataset.mixture)
+    metas = load_datasets(config, listed)
+    named = list(zip(listed, metas, strict=True))
     misfits = [f"{meta.root}: {error}" for member, meta in named if (error := _error(window_step, meta, member.fps))]
-    for robot in robots(of):
-        own = [(member, meta) for member, meta in named if robot in ("", member.robot)]
-        misfits += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _misfits(config, own)]
+    for robot in robots(listed):
+        group = [(member, meta) for member, meta in named if robot in ("", member.robot)]
+        misfits += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _misfits(config, group)]
     return [*_datasets(named), "", *_cameras(named), "", *_dimensions(named)], misfits
 
 
@@ -48,14 +48,14 @@ def _datasets(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
 
 def _cameras(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     """A line for each of the policy's cameras: what each dataset has for it."""
-    found: dict[str, dict[int, str]] = {}
+    by_camera: dict[str, dict[int, str]] = {}
     for number, (member, meta) in enumerate(named):
         chosen = meta.camera_keys if member.camera_keys is None else member.camera_keys
         for key in [key for key in chosen if key in meta.camera_keys]:
             size = "x".join(map(str, meta.features[key].shape))
-            found.setdefault(member.rename_map.get(key, key), {})[number] = f"{key.rpartition('.')[2]} {size}"
+            by_camera.setdefault(member.rename_map.get(key, key), {})[number] = f"{key.rpartition('.')[2]} {size}"
     columns = range(len(named))
-    lines = [(camera, *(of.get(number, "-") for number in columns)) for camera, of in sorted(found.items())]
+    lines = [(camera, *(cells.get(number, "-") for number in columns)) for camera, cells in sorted(by_camera.items())]
     return aligned([("camera", *(_name(meta) for _, meta in named)), *lines])
 
 
@@ -69,16 +69,16 @@ def _dimensions(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     return aligned(lines) if lines else []
 
 
-def _misfits(config: Config, own: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     """Why the datasets of one robot do not go together."""
-    of, metas = [member for member, _ in own], [meta for _, meta in own]
-    steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in own]
-    maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in of]
+    listed, metas = [member for member, _ in group], [meta for _, meta in group]
+    steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
+    maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in listed]
     errors = [_error(check_rates, metas, steps)]
     try:
         metas = list(named_alike(metas, maps))
-        metas = [ordered_by(meta, member.orders()) for meta, member in zip(metas, of, strict=True)]
-        keys = _trained(metas[0], of[0].camera_keys)
+        metas = [ordered_by(meta, member.orders()) for meta, member in zip(metas, listed, strict=True)]
+        keys = _trained(metas[0], listed[0].camera_keys)
         check_alike(metas, keys, maps[0])
         metas = list(ordered_alike(metas, keys, config.dataset.dimension_map))
     except ValueError as error:
@@ -100,10 +100,10 @@ def _trained(meta: DatasetMetadata, camera_keys: Sequence[str] | None) -> list[s
     return [key for key in meta.features if key in vectors or (key in meta.camera_keys and key in chosen)]
 
 
-def _error(check: Callable[..., object], *given: object) -> str:
+def _error(check: Callable[..., object], *arguments: object) -> str:
     """Return what a check raises, as text; empty if nothing."""
     try:
-        check(*given)
+        check(*arguments)
     except ValueError as error:
         return str(error)
     return ""

@@ -56,10 +56,10 @@ def with_names(
     ]
     names = dict(rename_map) if observations else features_renamed(rename_map)
     check_names_known(metas, rename_map)
-    found = tuple(_with_names(meta, names) for meta in metas)
-    for meta in found:
+    named = tuple(_with_names(meta, names) for meta in metas)
+    for meta in named:
         _check_names(meta, rename_map)
-    return found
+    return named
 
 
 def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
@@ -81,18 +81,18 @@ def check_names_known(
     metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], state_features: Sequence[str] = ()
 ) -> None:
     """Refuse names of features that no dataset has, and those that LeRobot's own columns keep."""
-    known = sorted({key for meta in metas for key in meta.features})
-    if state_features and metas and not any(key in known for key in state_features):
+    keys = sorted({key for meta in metas for key in meta.features})
+    if state_features and metas and not any(key in keys for key in state_features):
         raise ValueError(
-            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(known)}"
-            f"{did_you_mean(state_features[0], known)}"
+            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(keys)}"
+            f"{did_you_mean(state_features[0], keys)}"
         )
     for key, name in rename_map.items() if metas else ():
-        where = f'--rename_map has "{key}": "{name}"'
+        entry = f'--rename_map has "{key}": "{name}"'
         if key in FRAME_FEATURES:
-            raise ValueError(f"{where}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
-        if key not in known:
-            raise ValueError(f"{where}, and the datasets' features are {', '.join(known)}{did_you_mean(key, known)}")
+            raise ValueError(f"{entry}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
+        if key not in keys:
+            raise ValueError(f"{entry}, and the datasets' features are {', '.join(keys)}{did_you_mean(key, keys)}")
 
 
 def features_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
@@ -131,19 +131,19 @@ def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
     As GR00T's meta/modality.json says, or as openpi's LIBERO, DROID and ALOHA examples and their like call them;
     cameras get PI0.5's names where it is known which is which.
     """
-    modality = {kind: {k: c for k, c in of.items() if c in meta.features} for kind, of in read_modality(meta).items()}
+    modality = {key: {k: c for k, c in keys.items() if c in meta.features} for key, keys in read_modality(meta).items()}
     state = list(dict.fromkeys(modality["state"].values()))
     state = state or (DROID_STATE if meta.features.keys() >= set(DROID_STATE) else [])
     free = [key for key in meta.features if not key.startswith(OBSERVATION) and key not in ("action", *FRAME_FEATURES)]
-    taken, proposed = set(meta.features), dict[str, str]()
+    used, proposed = set(meta.features), dict[str, str]()
     if len(state) > 1:
         free = [key for key in free if key not in state]
-        taken.add(STATE)
+        used.add(STATE)
 
     def propose(key: str, name: str) -> None:
-        if key in free and key not in proposed and name not in taken:
+        if key in free and key not in proposed and name not in used:
             proposed[key] = name
-            taken.add(name)
+            used.add(name)
 
     for key in state[:1]:
         propose(key, STATE)
@@ -151,9 +151,9 @@ def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
     actions = list(dict.fromkeys(modality["action"].values())) or parts
     if len(actions) == 1:
         propose(actions[0], "action")
-    elif "action" not in taken and "actions" not in taken:
+    elif "action" not in used and "actions" not in used:
         proposed |= dict.fromkeys(actions, "action")
-        taken |= {"action"} if actions else set()
+        used |= {"action"} if actions else set()
     for name, key in modality["video"].items():
         propose(key, f"{OBSERVATION}images.{name}")
     for key, name in WELL_KNOWN.items():

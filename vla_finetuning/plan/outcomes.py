@@ -35,15 +35,15 @@ def episode_success(
             for meta in metas
         )
     path = Path(options.success.removeprefix("@")).expanduser()
-    found: list[np.ndarray] = []
-    said = episode_values(path, metas, roots, "success", FLAG, named)
-    for root, meta, (number, value) in zip(roots, metas, said, strict=True):
+    outcomes: list[np.ndarray] = []
+    values = episode_values(path, metas, roots, "success", FLAG, named)
+    for root, meta, (number, value) in zip(roots, metas, values, strict=True):
         if (missing := np.setdiff1d(meta.episode_index, number)).size:
             raise ValueError(f"{path}: does not say whether episode {missing[0]} of {root} succeeded")
         success = np.zeros(meta.num_episodes, bool)
         success[number] = value >= options.threshold
-        found.append(success)
-    return tuple(found)
+        outcomes.append(success)
+    return tuple(outcomes)
 
 
 def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
@@ -53,11 +53,11 @@ def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) 
         ValueError: a column of another name than by default, which no dataset has.
     """
     if options.intervention != OutcomeOptions.intervention:
-        known = sorted({key for meta in metas for key in meta.features})
-        if options.intervention not in known:
+        features = sorted({key for meta in metas for key in meta.features})
+        if options.intervention not in features:
             raise ValueError(
-                f"--outcome.intervention={options.intervention}: no dataset has that column, but {', '.join(known)}"
-                f"{did_you_mean(options.intervention, known)}"
+                f"--outcome.intervention={options.intervention}: no dataset has that column, but {', '.join(features)}"
+                f"{did_you_mean(options.intervention, features)}"
             )
     return tuple(
         np.concatenate(_of_episodes(meta, options.intervention, "--outcome.intervention")) > 0
@@ -70,9 +70,9 @@ def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) 
 def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]:
     """A column's values of every episode, float64."""
     if key not in meta.features:
-        known = list(meta.features)
+        columns = list(meta.features)
         raise ValueError(
-            f"dataset {meta.root}: {flag}={key}, and its columns are {', '.join(known)}{did_you_mean(key, known)}; "
+            f"dataset {meta.root}: {flag}={key}, and its columns are {', '.join(columns)}{did_you_mean(key, columns)}; "
             "a file is given as @FILE"
         )
     feature = meta.features[key]
@@ -80,14 +80,14 @@ def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]
         raise ValueError(f"dataset {meta.root}: {flag}={key} is {feature.dtype} {feature.shape}; expected one number")
 
     def of_file(file: dict[str, Any]) -> list[tuple[int, np.ndarray]]:
-        found = episode_arrays(meta.fs, features=[feature], **file)
-        return [(episode, arrays[key].reshape(-1).astype(np.float64)) for episode, arrays in found]
+        episodes = episode_arrays(meta.fs, features=[feature], **file)
+        return [(episode, arrays[key].reshape(-1).astype(np.float64)) for episode, arrays in episodes]
 
     values: list[np.ndarray] = [np.empty(0)] * meta.num_episodes
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            for of_one in pool.map(of_file, files_of(meta, meta.episode_index)):
-                for episode, array in of_one:
+            for file_arrays in pool.map(of_file, files_of(meta, meta.episode_index)):
+                for episode, array in file_arrays:
                     values[episode] = array
         except (ValueError, OSError) as error:
             raise type(error)(f"dataset {meta.root}: {error}") from error

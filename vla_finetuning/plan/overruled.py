@@ -34,14 +34,14 @@ def overruled(
     """
     saved = {} if folder is None else read_foreign_json(folder / "config.json")
     saved = {name: value for name, value in saved.items() if value is not None}
-    given = {option.removeprefix("--").partition("=")[0].partition(".")[0] for option in config.policy_options}
+    explicit = {option.removeprefix("--").partition("=")[0].partition(".")[0] for option in config.policy_options}
     lines: dict[str, list[str]] = {}
     for name, value, by in _decisions(config, policy_config, report):
-        if name in given and _plain(asked := getattr(policy_config, name)) != _plain(value):
-            raise ValueError(f"--policy.{name}={_shown(asked)} has no effect with {by}: give one of them")
-        if name in saved and name not in given and _plain(saved[name]) != _plain(value):
+        if name in explicit and _plain(requested := getattr(policy_config, name)) != _plain(value):
+            raise ValueError(f"--policy.{name}={_shown(requested)} has no effect with {by}: give one of them")
+        if name in saved and name not in explicit and _plain(saved[name]) != _plain(value):
             lines.setdefault(by, []).append(f"{name}={_shown(saved[name])}")
-    for name in sorted(given & saved.keys()):
+    for name in sorted(explicit & saved.keys()):
         value = getattr(policy_config, name)
         if _plain(saved[name]) != _plain(value):
             lines.setdefault(f"--policy.{name}={_shown(value)}", []).append(f"{name}={_shown(saved[name])}")
@@ -67,8 +67,8 @@ def _decisions(config: Config, policy: PreTrainedConfig, report: TrainableReport
     yield "use_peft", config.peft.enabled, "--peft.method_type" + ("" if config.peft.enabled else ", which is absent")
     device = "cuda" if config.scaling.use_gpu else "cpu"
     yield "device", device, f"--scaling.use_gpu={_shown(bool(config.scaling.use_gpu))}"
-    where = f"--policy.repo_id={config.hub_repo_id}" if config.hub_repo_id else "--policy.repo_id, which is absent"
-    yield "repo_id", config.hub_repo_id, where
+    repo_flag = f"--policy.repo_id={config.hub_repo_id}" if config.hub_repo_id else "--policy.repo_id, which is absent"
+    yield "repo_id", config.hub_repo_id, repo_flag
     yield from _of_learning(config, policy)
 
 
@@ -102,7 +102,7 @@ def _plain(value: Any) -> Any:
     """A value as JSON has it, for a comparison; of a device, its kind."""
     if isinstance(value, str):
         return value.partition(":")[0] if value.startswith(("cuda", "cpu", "mps")) else value
-    return json.loads(json.dumps(value, default=lambda one: getattr(one, "value", None) or vars(one)))
+    return json.loads(json.dumps(value, default=lambda item: getattr(item, "value", None) or vars(item)))
 
 
 def _shown(value: Any) -> str:

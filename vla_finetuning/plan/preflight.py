@@ -50,13 +50,13 @@ def examine(config: JobOptions) -> Examined:
     config = with_absolute_paths(config)
     check_folder(config)
     if is_finished(config):
-        done, (what, path) = f"Finished     the run in {address(config.folder)} did all of its steps", result_of(config)
+        done, (name, path) = f"Finished     the run in {address(config.folder)} did all of its steps", result_of(config)
         problem = result_problem(config)
         if problem is None:
             more = "--resume with a larger --steps"
             if latest_checkpoint(config.folder / CHECKPOINTS_NAME) is None:
                 more = "a new run, because no checkpoint of this one can be used"
-            tell(f"{done}: its {what}, {address(path)}; nothing is left to do. More steps: {more}")
+            tell(f"{done}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")
             return Examined(config, finished=True)
         tell(f"{done}, but {problem}: it is written again")
     if config.resume:

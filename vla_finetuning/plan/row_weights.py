@@ -71,18 +71,18 @@ def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config:
 
 def _fetched(config: Config, meta: DatasetMetadata) -> Path:
     """The file with the progress of every frame, where lerobot-train looks for it."""
-    given, repo_id = config.sample_weighting.progress_path, config.dataset.repo_id
-    if given is None:
-        given = f"{HUB}{repo_id}/{PROGRESS_NAME}" if repo_id else f"{meta.root}/{PROGRESS_NAME}"
-    if given.startswith(HUB):
-        user, name, *inside = given.removeprefix(HUB).split("/")
+    path, repo_id = config.sample_weighting.progress_path, config.dataset.repo_id
+    if path is None:
+        path = f"{HUB}{repo_id}/{PROGRESS_NAME}" if repo_id else f"{meta.root}/{PROGRESS_NAME}"
+    if path.startswith(HUB):
+        user, name, *inside = path.removeprefix(HUB).split("/")
         return Path(hf_hub_download(f"{user}/{name}", "/".join(inside), repo_type="dataset"))
-    if not Path(given).is_file():
+    if not Path(path).is_file():
         raise FileNotFoundError(
-            f"{given}: no such file; --sample_weighting.progress_path names a parquet file of this machine or "
+            f"{path}: no such file; --sample_weighting.progress_path names a parquet file of this machine or "
             f"{HUB}USER/NAME/FILE, which LeRobot's `python -m lerobot.rewards.sarm.compute_rabc_weights` writes"
         )
-    return Path(given)
+    return Path(path)
 
 
 def rabc_weights(
@@ -99,20 +99,20 @@ def rabc_weights(
         index, episode: int64 (N,). progress: float64 (N,), NaN where it is not known.
         chunk_size: so many frames later it is looked at again, or at the last one known of the episode.
     """
-    known, ahead = np.full(frames, np.nan), np.zeros(frames, np.int64)
-    known[index] = progress
-    _, of_row = np.unique(episode, return_inverse=True)
+    frame_progress, ahead = np.full(frames, np.nan), np.zeros(frames, np.int64)
+    frame_progress[index] = progress
+    _, inverse = np.unique(episode, return_inverse=True)
     last = np.zeros(len(index), np.int64)
-    np.maximum.at(last, of_row, index)
-    ahead[index] = np.minimum(index + chunk_size, last[of_row])
-    gained = known[ahead] - known
-    there = ~np.isnan(gained)
-    mean = max(float(gained[there].mean()), 0.0) if there.any() else 0.0
-    deviation = max(float(gained[there].std()), options.epsilon) if there.any() else options.epsilon
+    np.maximum.at(last, inverse, index)
+    ahead[index] = np.minimum(index + chunk_size, last[inverse])
+    gained = frame_progress[ahead] - frame_progress
+    finite = ~np.isnan(gained)
+    mean = max(float(gained[finite].mean()), 0.0) if finite.any() else 0.0
+    deviation = max(float(gained[finite].std()), options.epsilon) if finite.any() else options.epsilon
     gained = gained.astype(np.float32)
     soft = np.clip((gained - (mean - 2 * deviation)) / (4 * deviation + options.epsilon), 0, 1)
     weights = np.where(gained > options.kappa, 1, np.where(gained >= 0, soft, 0))
-    return np.where(there, weights, options.extra_params.get("fallback_weight", 1.0)).astype(np.float32)
+    return np.where(finite, weights, options.extra_params.get("fallback_weight", 1.0)).astype(np.float32)
 
 
 def of_batch(weights: np.ndarray, epsilon: float) -> np.ndarray:

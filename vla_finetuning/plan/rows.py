@@ -121,7 +121,7 @@ class Rows:
             for key, seconds in features.delta_timestamps.items()
             if key in metas[0].features
         }
-        own = replace(
+        robot_features = replace(
             features,
             camera_keys=[key for key in features.camera_keys or () if key in metas[0].features],
             columns=[key for key in features.columns or () if key in metas[0].features],
@@ -141,7 +141,7 @@ class Rows:
             train_episodes=pick(self.train_episodes),
             eval_episodes=pick(self.eval_episodes),
             selection=chosen,
-            features=own,
+            features=robot_features,
             per_dataset=pick(self.per_dataset),
             identity={**self.identity, "rows_per_source": pick(self.identity["rows_per_source"])},
             described=pick(self.described) if self.described else (),
@@ -184,10 +184,10 @@ class Rows:
         if self.positive is None:
             return None
         counts = np.zeros(2, np.int64)
-        for number, (meta, own) in enumerate(zip(self.metas, self.train_episodes, strict=True)):
-            of_run = np.zeros(meta.num_episodes, bool)
-            of_run[own] = True
-            index = np.flatnonzero(np.repeat(of_run, meta.episode_length))
+        for number, (meta, chosen) in enumerate(zip(self.metas, self.train_episodes, strict=True)):
+            trained = np.zeros(meta.num_episodes, bool)
+            trained[chosen] = True
+            index = np.flatnonzero(np.repeat(trained, meta.episode_length))
             positive = self.positive({"dataset_index": np.full(len(index), number), "index": index})
             counts += positive.sum(), len(positive)
         return float(counts[0] / counts[1])
@@ -198,8 +198,8 @@ class Rows:
 
     def drawn(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Return how the simulator drew the pictures of these datasets; empty where they come from none, or differ."""
-        first, *others = (how_drawn(self.metas[number]) for number in numbers)
-        return first if all(other == first for other in others) else {}
+        first, *rest = (how_drawn(self.metas[number]) for number in numbers)
+        return first if all(other == first for other in rest) else {}
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -237,12 +237,12 @@ class Rows:
         return LeRobotDatasource(self.metas, Selection(episodes=self.episodes), self.features, Order(), reading)
 
     def feature_store(
-        self, where: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str
+        self, cache: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str
     ) -> FeatureStore:
         """The features of the rows' frames, of the cameras that are decoded; arguments as for `FeatureStore`."""
         cameras = {name: key for name, key in self.cameras.items() if name in shapes}
-        of_these = {name: shapes[name] for name in cameras}
-        return FeatureStore(where, self.metas, cameras, self._decoding, of_these, dtype, made_by)
+        camera_shapes = {name: shapes[name] for name in cameras}
+        return FeatureStore(cache, self.metas, cameras, self._decoding, camera_shapes, dtype, made_by)
 
     @property
     def cameras(self) -> dict[str, str]:
@@ -272,14 +272,14 @@ class Rows:
         Computed from the plan alone, which every batch was checked against.
         """
         plan = self.source((first, last)).plan
-        found: dict[int, set[int]] = {}
+        rows_by_dataset: dict[int, set[int]] = {}
         for window in plan.slices(first, last):
             segment, index = window.rows()
             datasets = plan.episodes.dataset_index[window.episode[segment]]
             for dataset, row in zip(datasets.tolist(), index.tolist(), strict=True):
-                found.setdefault(dataset, set()).add(row)
+                rows_by_dataset.setdefault(dataset, set()).add(row)
         ranges = {}
-        for dataset, rows in sorted(found.items()):
+        for dataset, rows in sorted(rows_by_dataset.items()):
             index = np.array(sorted(rows))
             pieces = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
             ranges[self.metas[dataset].root] = [(int(piece[0]), int(piece[-1])) for piece in pieces]
@@ -299,17 +299,17 @@ class Rows:
         belong to the beginning of one episode.
         """
         tasks: dict[str, int] = {}
-        of_episode, lengths, datasets = [], [], []
+        task_numbers, lengths, datasets = [], [], []
         for number, (meta, episodes) in enumerate(zip(self.metas, self.eval_episodes, strict=True)):
             datasets += [number] * len(episodes)
             for episode in episodes.tolist():
-                of_episode.append(tasks.setdefault((meta.episode_tasks[episode] or ("",))[0], len(tasks)))
+                task_numbers.append(tasks.setdefault((meta.episode_tasks[episode] or ("",))[0], len(tasks)))
                 lengths.append(int(meta.episode_length[episode]))
-        task, dataset = (np.repeat(np.array(of, np.int64), lengths) for of in (of_episode, datasets))
+        task, dataset = (np.repeat(np.array(column, np.int64), lengths) for column in (task_numbers, datasets))
         positions = np.arange(len(task))
         if limit:
-            of_each = [np.flatnonzero(task == number) for number in range(len(tasks))]
-            chosen = [rows[evenly_spaced(len(rows), max(1, limit // len(tasks)))] for rows in of_each]
+            task_rows = [np.flatnonzero(task == number) for number in range(len(tasks))]
+            chosen = [rows[evenly_spaced(len(rows), max(1, limit // len(tasks)))] for rows in task_rows]
             positions = np.sort(np.concatenate(chosen))
         return HeldOutRows(positions, task[positions], tuple(tasks), len(task), dataset[positions])
 
@@ -370,9 +370,9 @@ def check_global_shuffle(d: DatasetOptions, cache: FrameCache | None, decoded_by
     if not d.global_shuffle or not decoded_bytes:
         return
     if cache is None or decoded_bytes > cache.gb * 1e9:
-        where = "no frames are cached" if cache is None else f"VLA_CACHE_GB={cache.gb:g} of them are cached"
+        state = "no frames are cached" if cache is None else f"VLA_CACHE_GB={cache.gb:g} of them are cached"
         raise ValueError(
-            f"--dataset.global_shuffle draws single frames of {decoded_bytes / 1e9:.3g} GB, and {where}: each would be "
+            f"--dataset.global_shuffle draws single frames of {decoded_bytes / 1e9:.3g} GB, and {state}: each would be "
             "searched for in its file. Cache them all (--dataset.frame_cache DIR, VLA_CACHE_GB), or leave "
             "--dataset.global_shuffle out"
         )

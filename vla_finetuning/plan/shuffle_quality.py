@@ -31,10 +31,10 @@ class Mixing:
 def mixing_of(config: Config, source: LeRobotDatasource) -> Mixing:
     """Return how well the batches of a run are mixed that reads `source`, the training rows."""
     plan, batch = source.plan, config.global_batch_size
-    found, at_random = plan.expected_episodes(batch), plan.expected_episodes(batch, window_rows=10**18, segment_rows=1)
+    actual, at_random = plan.expected_episodes(batch), plan.expected_episodes(batch, window_rows=10**18, segment_rows=1)
     advice = None
-    if found < POORLY_MIXED * at_random:
+    if actual < POORLY_MIXED * at_random:
         advice = "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave memory for more"
         if plan.window_rows > config.dataset.shuffle_window - SEGMENT_ROWS:
             advice = "a larger --dataset.shuffle_window mixes more"
-    return Mixing(plan.window_rows, plan.window_rows * source.row_bytes(), plan.segment_rows, found, at_random, advice)
+    return Mixing(plan.window_rows, plan.window_rows * source.row_bytes(), plan.segment_rows, actual, at_random, advice)

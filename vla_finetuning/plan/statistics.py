@@ -73,38 +73,38 @@ def decide(
     Raises:
         ValueError: "stored", and something is missing.
     """
-    asked = config.dataset.statistics
+    requested = config.dataset.statistics
     normalisers = {"std"}.union(*RANGES)
     vectors = {key: names & normalisers for key, names in exact_needed(metas[0].features, needed).items()}
     lines, badly = [], []
     for meta, chosen in zip(metas, episodes, strict=True):
         movement = movement_of(meta, rename_map, config.dataset.skip_idle)
         rows, read = sample_rows(meta, chosen, list(vectors), movement) if vectors else ({}, 0)
-        where = f"{meta.root}: " if len(metas) > 1 else ""
+        label = f"{meta.root}: " if len(metas) > 1 else ""
         if read:
             count = len(next(iter(rows.values())))
-            lines.append(f"{where}looked at {count:,} rows of {read} of the {len(chosen):,} training episodes")
+            lines.append(f"{label}looked at {count:,} rows of {read} of the {len(chosen):,} training episodes")
         for key, names in vectors.items():
             if not read or relative is not None and key == ACTION:
                 continue
             share = _outside(meta, key, names, rows[key])
             if share is not None:
-                (low, high), found = share
-                worst = _names(meta, key, len(found))[int(found.argmax())]
+                (low, high), shares = share
+                worst = _names(meta, key, len(shares))[int(shares.argmax())]
                 lines.append(
-                    f"{where}{key}: of the values, {found.mean():.1%} lie outside {low}..{high} of meta/stats.json, "
-                    f"{found.max():.1%} of {worst}"
+                    f"{label}{key}: of the values, {shares.mean():.1%} lie outside {low}..{high} of meta/stats.json, "
+                    f"{shares.max():.1%} of {worst}"
                 )
-                if found.max() > LIMITS[low, high]:
+                if shares.max() > LIMITS[low, high]:
                     badly.append(key)
-            if names and asked != "lerobot" and (still := _constant(meta, key, rows[key])):
+            if names and requested != "lerobot" and (still := _constant(meta, key, rows[key])):
                 lines.append(
-                    f"{where}{key}: {still} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its value "
+                    f"{label}{key}: {still} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its value "
                     "(at least of 1), where LeRobot would divide by 1e-8"
                 )
-    mode: Mode = asked
+    mode: Mode = requested
     quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
-    if asked == "auto":
+    if requested == "auto":
         several = quantiles and len(metas) > 1
         mode = "exact" if missing.keys() & vectors or badly or several else "stored"
     if mode == "stored" and missing:
@@ -113,12 +113,12 @@ def decide(
             f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_listed(missing)}; leave the flag out"
         )
     skips = config.dataset.skip_idle is not None
-    lines = [_said(asked, mode, vectors, missing, badly, len(metas), skips), *lines]
+    lines = [_said(requested, mode, vectors, missing, badly, len(metas), skips), *lines]
     return Decision(mode, not missing and not badly, tuple(lines))
 
 
 def _said(
-    asked: str, mode: str, vectors: Needed, missing: Needed, badly: Sequence[str], datasets: int, skips: bool
+    requested: str, mode: str, vectors: Needed, missing: Needed, badly: Sequence[str], datasets: int, skips: bool
 ) -> str:
     wrong = ", ".join(dict.fromkeys(badly))
     if mode == "exact":
@@ -126,7 +126,7 @@ def _said(
             return "none of vectors are needed"
         text = "computed before training, over all frames of the training episodes"
         text += " that --dataset.skip_idle leaves" * skips
-        if asked == "auto":
+        if requested == "auto":
             if badly:
                 text += (
                     f": those stored do not describe {wrong} (LeRobot averages the episodes' quantiles); "
@@ -186,42 +186,44 @@ def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle:
 
 
 def computed_stats(
-    config: Config, of: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
+    config: Config, trained: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
     """Compute what is missing, in passes by Ray Data: each dataset with its own statistics, and those of all together.
 
     With mixture_stats "weights" a dataset counts for the rows that an epoch has of it.
 
     Args:
-        of: the run's rows; frames that --dataset.skip_idle leaves out of them do not count.
+        trained: the run's rows; frames that --dataset.skip_idle leaves out of them do not count.
     Raises:
         ValueError, FileNotFoundError: of the datasets' files.
     """
-    metas, rows = of.metas, of.identity["rows_per_source"]
-    steps = of.features.window_steps or (1,) * len(metas)
+    metas, rows = trained.metas, trained.identity["rows_per_source"]
+    steps = trained.features.window_steps or (1,) * len(metas)
     if config.dataset.statistics == "lerobot":
-        how = [None if relative is None else replace(relative, step=step) for step in steps]
-        completed = tuple(_lerobots(meta, missing, own, cache_dir) for meta, own in zip(metas, how, strict=True))
+        specs = [None if relative is None else replace(relative, step=step) for step in steps]
+        completed = tuple(_lerobots(meta, missing, spec, cache_dir) for meta, spec in zip(metas, specs, strict=True))
         return completed, joint_stats(config, completed, rows)
     weights = [1.0] * len(metas)
     if _weighted(config):
-        frames = [int(meta.episode_length[chosen].sum()) for meta, chosen in zip(metas, of.train_episodes, strict=True)]
-        if of.selection.frame_ranges is not None:
-            frames = [left.moving for left in of.selection.frame_ranges]
+        frames = [
+            int(meta.episode_length[chosen].sum()) for meta, chosen in zip(metas, trained.train_episodes, strict=True)
+        ]
+        if trained.selection.frame_ranges is not None:
+            frames = [ranges.moving for ranges in trained.selection.frame_ranges]
         weights = [count / all_frames for count, all_frames in zip(rows, frames, strict=True)]
-    movements = [movement_of(meta, of.rename_map, config.dataset.skip_idle) for meta in metas]
-    sources = [Source(*source) for source in zip(metas, of.train_episodes, weights, movements, steps, strict=True)]
-    joint, each = exact_stats(
+    movements = [movement_of(meta, trained.rename_map, config.dataset.skip_idle) for meta in metas]
+    sources = [Source(*source) for source in zip(metas, trained.train_episodes, weights, movements, steps, strict=True)]
+    joint, per_dataset = exact_stats(
         sources,
         list(missing),
         cache_dir=cache_dir,
         relative=relative,
         skip_unreadable=config.dataset.on_error == "skip",
     )
-    # `each` is in the order of rows, and a dataset's own statistics in that of its files.
+    # `per_dataset` is in the order of rows, and a dataset's own statistics in that of its files.
     completed = tuple(
-        replace(meta, stats={**meta.stats, **{key: _as_in_files(meta, key, own) for key, own in stats.items()}})
-        for meta, stats in zip(metas, each, strict=True)
+        replace(meta, stats={**meta.stats, **{key: _as_in_files(meta, key, values) for key, values in stats.items()}})
+        for meta, stats in zip(metas, per_dataset, strict=True)
     )
     return completed, {**joint_stats(config, metas, rows), **joint}
 
@@ -238,8 +240,8 @@ def _weighted(config: Config) -> bool:
 def _lerobots(
     meta: DatasetMetadata, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> DatasetMetadata:
-    others = {key: names for key, names in missing.items() if relative is None or key != ACTION}
-    stats = complete_stats(meta, others, cache_dir=cache_dir)[0]
+    absolute = {key: names for key, names in missing.items() if relative is None or key != ACTION}
+    stats = complete_stats(meta, absolute, cache_dir=cache_dir)[0]
     meta = replace(meta, stats=stats)
     if relative is not None and ACTION in missing:
         stats[ACTION] = relative_action_stats(meta, relative, cache_dir=cache_dir)
@@ -247,11 +249,11 @@ def _lerobots(
     return meta
 
 
-def _as_in_files(meta: DatasetMetadata, key: str, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _as_in_files(meta: DatasetMetadata, key: str, stats: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     order = meta.features[key].order
     if order is None:
-        return own
-    return {name: value if name == "count" else value[np.argsort(order)] for name, value in own.items()}
+        return stats
+    return {name: value if name == "count" else value[np.argsort(order)] for name, value in stats.items()}
 
 
 def usable(stats: Stats, needed: Needed) -> Stats:
@@ -262,20 +264,20 @@ def usable(stats: Stats, needed: Needed) -> Stats:
     """
     result = dict(stats)
     for key, names in needed.items():
-        own = {name: np.asarray(value, np.float64) for name, value in stats.get(key, {}).items()}
-        for low, high in (ends for ends in RANGES if set(ends) <= names & own.keys()):
-            lower, upper = own[low], own[high]
-            if {"min", "max"} <= own.keys():
+        values = {name: np.asarray(value, np.float64) for name, value in stats.get(key, {}).items()}
+        for low, high in (ends for ends in RANGES if set(ends) <= names & values.keys()):
+            lower, upper = values[low], values[high]
+            if {"min", "max"} <= values.keys():
                 flat = _same(lower, upper)
-                lower, upper = np.where(flat, own["min"], lower), np.where(flat, own["max"], upper)
+                lower, upper = np.where(flat, values["min"], lower), np.where(flat, values["max"], upper)
             flat, half = _same(lower, upper), CONSTANT_RANGE * np.maximum(1, abs(lower))
-            own[low], own[high] = np.where(flat, lower - half, lower), np.where(flat, upper + half, upper)
-        if "std" in names & own.keys():
-            mean, std = own["mean"], own["std"]
-            own["std"] = np.where(std <= 1e-6 * abs(mean), CONSTANT_RANGE * np.maximum(1, abs(mean)), std)
-        changed = {name for name in own if not np.array_equal(own[name], stats[key][name])}
+            values[low], values[high] = np.where(flat, lower - half, lower), np.where(flat, upper + half, upper)
+        if "std" in names & values.keys():
+            mean, std = values["mean"], values["std"]
+            values["std"] = np.where(std <= 1e-6 * abs(mean), CONSTANT_RANGE * np.maximum(1, abs(mean)), std)
+        changed = {name for name in values if not np.array_equal(values[name], stats[key][name])}
         if changed:
-            result[key] = {**stats[key], **{name: own[name] for name in changed}}
+            result[key] = {**stats[key], **{name: values[name] for name in changed}}
     return result
 
 
@@ -294,8 +296,8 @@ def needed_stats(
     """Return what the policy normalises with, and what its evaluation compares it with."""
     needed = required_stats(policy_config, {k: meta.features[k] for k in keys})
     if use_imagenet_stats:
-        own = {k: names - IMAGENET_STATS.keys() if k in camera_keys else names for k, names in needed.items()}
-        needed = {key: names for key, names in own.items() if names}
+        reduced = {k: names - IMAGENET_STATS.keys() if k in camera_keys else names for k, names in needed.items()}
+        needed = {key: names for key, names in reduced.items() if names}
     if any_held_out:
         # The mean action is what a policy must beat on held-out episodes (evaluation/open_loop.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
@@ -385,15 +387,15 @@ def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrain
         raise ValueError(
             f"--policy.{flag} does nothing without --policy.use_relative_actions=true: give both, or neither"
         )
-    known = list(
+    names = list(
         dict.fromkeys(name for config in configs for name in getattr(config, "action_feature_names", []) or [])
     )
     for joint in dict.fromkeys(joint for config in configs for joint in absolute_dimensions(config)):
         if not any(absolute_dimensions(config).get(joint) for config in configs):
-            there = f"are {', '.join(known)}{did_you_mean(joint, known)}" if known else "have no names in the dataset"
+            hint = f"are {', '.join(names)}{did_you_mean(joint, names)}" if names else "have no names in the dataset"
             raise ValueError(
                 f"--policy.{flag}: {joint!r} is in no name of a dimension of the action, which would all be relative; "
-                f"they {there}"
+                f"they {hint}"
             )
 
 
@@ -406,16 +408,16 @@ def hold_statistics(job: Job, policy: PolicySpec) -> None:
         ValueError: a run with a checkpoint would go on with other statistics.
     """
     path = job.output_dir / STATISTICS_NAME
-    own = {
+    stats = {
         f"{robot.name}/{feature}" if robot.name else feature: {
             name: np.asarray(value).tolist() for name, value in values.items()
         }
         for robot in policy.robots
         for feature, values in (robot.stats or {}).items()
     }
-    known = read_json(path)
-    if known and latest_checkpoint(job.checkpoints_dir) is not None:
-        differ = [feature for feature in {**known, **own} if not _are_close(known.get(feature), own.get(feature))]
+    saved = read_json(path)
+    if saved and latest_checkpoint(job.checkpoints_dir) is not None:
+        differ = [feature for feature in {**saved, **stats} if not _are_close(saved.get(feature), stats.get(feature))]
         if differ:
             raise ValueError(
                 f"{path}: the run has been normalised by other statistics of {', '.join(differ)} than the datasets "
@@ -423,7 +425,7 @@ def hold_statistics(job: Job, policy: PolicySpec) -> None:
                 "run in another --output_dir"
             )
         return
-    write_json(path, own)
+    write_json(path, stats)
 
 
 def _are_close(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
