@@ -75,7 +75,7 @@ class Program[C]:
     @property
     def flags(self) -> dict[str, Option]:
         """Its flags, by name; `policy.*` stands for all of the policy's own, and so on."""
-        flags = {of.name: of for of in options_of(self.kind) if of.name}
+        flags = {option.name: option for option in options_of(self.kind) if option.name}
         return flags | ({"config_path": CONFIG_PATH} if self.kind is Config else {})
 
     def parse(self, argv: Sequence[str]) -> C:
@@ -94,14 +94,14 @@ class Program[C]:
             lines += (
                 ["", "Presets: sets of flags that come before those given"] if name == next(iter(self.presets)) else []
             )
-            said = " ".join(f"--{flag} {value}" for flag, value in preset.items())
-            lines += _wrapped(f"--preset {name}: {said}", "  ", "      ")
+            settings = " ".join(f"--{flag} {value}" for flag, value in preset.items())
+            lines += _wrapped(f"--preset {name}: {settings}", "  ", "      ")
         rest = [flags[name] for name in flags if name not in self.first]
-        for section in dict.fromkeys(of.section for of in rest):
+        for section in dict.fromkeys(option.section for option in rest):
             lines += ["", *_wrapped(section, "", "  ")]
-            for of in rest:
-                if of.section == section:
-                    lines += _help_lines(of)
+            for option in rest:
+                if option.section == section:
+                    lines += _help_lines(option)
         return "\n".join(lines)
 
 
@@ -189,7 +189,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 def lerobots(flags: Mapping[str, Option]) -> dict[str, Option]:
     """Groups of LeRobot's own flags by their prefix; each is stored as a list of flags as given, `--chunk_size=20`."""
-    return {name.removesuffix("*"): of for name, of in flags.items() if name.endswith(".*")}
+    return {name.removesuffix("*"): option for name, option in flags.items() if name.endswith(".*")}
 
 
 # ---- parsing ------------------------------------------------------------------------------------------------------
@@ -201,8 +201,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         flag = re.match(r"--[\w.]+(?==)", arg) or re.match(r"--[\w.]+$", before)
         refuse_credentials(arg, flag[0] if flag else "command line")
     flags, presets = program.flags, program.presets
-    given = _pairs(argv, program)
-    names = dict(given)
+    pairs = _pairs(argv, program)
+    names = dict(pairs)
     preset = names.get("preset")
     if preset is not None and preset not in presets:
         raise ValueError(f"--preset {preset}: expected one of {', '.join(presets)}")
@@ -244,10 +244,10 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             for path, value in _values(name, text, flags, program.kind):
                 set_option(config, path, value)
         else:  # LeRobot's; given again, it stands in for what it was
-            prefix, _, own = name.partition(".")
+            prefix, _, suffix = name.partition(".")
             path = groups[f"{prefix}."].path
-            others = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
-            setattr(config, path, list((others | {f"--{own}": f"--{own}={text}"}).values()))
+            current = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
+            setattr(config, path, list((current | {f"--{suffix}": f"--{suffix}={text}"}).values()))
     if isinstance(config, Config | ValueConfig):
         mixture = config.dataset.mixture
         if isinstance(mixture, str) and mixture.startswith("@"):  # what the file says now counts
@@ -255,9 +255,9 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     return config
 
 
-def _values(name: str, text: str, flags: Mapping[str, Option], kind: type) -> Iterator[tuple[str, Any]]:
+def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type) -> Iterator[tuple[str, Any]]:
     """The options that a flag sets, by their paths: one, or those of `PAIRS`."""
-    other = next((of for of in options_of(kind) if of.path == PAIRS.get(name)), None)
+    other = next((option for option in options_of(config_type) if option.path == PAIRS.get(name)), None)
     if other is None:
         yield flags[name].path, flags[name].read(text)
         return
@@ -274,33 +274,33 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
     """`--a b`, `--a=b` and a bare `--a` (true, of options that are true or false) to pairs."""
     flags = program.flags
     groups = tuple(lerobots(flags))
-    given: list[tuple[str, str | None]] = []
+    arguments: list[tuple[str, str | None]] = []
     for arg in argv:
         if arg.startswith("--"):
             name, equals, text = arg[2:].partition("=")
-            given.append((name, text if equals else None))
-        elif given and given[-1][1] is None:
-            given[-1] = given[-1][0], arg
+            arguments.append((name, text if equals else None))
+        elif arguments and arguments[-1][1] is None:
+            arguments[-1] = arguments[-1][0], arg
         else:
             raise ValueError(f"command line: {arg!r} belongs to no flag; flags look like --batch_size 8")
     pairs = []
-    for name, value in given:
+    for name, value in arguments:
         if value is not None and not value.strip():
             raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
-        if name not in flags and program.kind is Config and (said := answer(name)):
-            raise ValueError(f"command line: lerobot-train has --{name}; here: {said}")
-        known = name in flags and not name.endswith("*")
-        own = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])
-        if not (known or own):
+        if name not in flags and program.kind is Config and (hint := answer(name)):
+            raise ValueError(f"command line: lerobot-train has --{name}; here: {hint}")
+        is_option = name in flags and not name.endswith("*")
+        is_lerobots = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])
+        if not (is_option or is_lerobots):
             meant = did_you_mean(name, [*(n for n in flags if not n.endswith("*")), "env.task"], "--")
             raise ValueError(f"command line: unknown flag --{name}{meant or '; --help lists them'}")
-        if value is None and known and not flags[name].is_bool:
+        if value is None and is_option and not flags[name].is_bool:
             raise ValueError(f"command line: --{name} needs a value")
         pairs.append((name, "true" if value is None else value))
     return pairs
 
 
-def _saved_options(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
+def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     """Options of a config.json, by their paths; but not those of one start."""
     text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
     refuse_credentials(text, str(path))
@@ -310,18 +310,18 @@ def _saved_options(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path}: nested too deep; give a run's {CONFIG_NAME}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
-    known = {of.path: of for of in options_of(kind)}
+    options = {option.path: option for option in options_of(config_type)}
     if isinstance(saved, dict) and {"policy", "dataset", "wandb"} <= saved.keys():
         raise ValueError(
             f"{path} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "
             "--resume goes on with a run, and --policy.path FOLDER/pretrained_model starts one from its policy"
         )
-    for name, value in leaves(saved, known.keys()):
-        if name not in known:
-            raise ValueError(f"{path}: {name} is no option{did_you_mean(name, list(known))}")
+    for name, value in leaves(saved, options.keys()):
+        if name not in options:
+            raise ValueError(f"{path}: {name} is no option{did_you_mean(name, list(options))}")
         if name not in OF_A_START:
             try:
-                yield name, known[name].decode(value)
+                yield name, options[name].decode(value)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
 
@@ -349,19 +349,19 @@ def _config_of_run(names: Mapping[str, str], presets: Mapping[str, Mapping[str, 
 # ---- help ---------------------------------------------------------------------------------------------------------
 
 
-def _help_lines(of: Option) -> list[str]:
-    title = f"  --{(of.name or '').replace('*', 'OPTION')} VALUE"
-    said = of.help if of.name and of.name.endswith("*") else f"{of.help} {_sentence(of)}"
-    return [title, *_wrapped(said, "      ", "      ")]
+def _help_lines(option: Option) -> list[str]:
+    title = f"  --{(option.name or '').replace('*', 'OPTION')} VALUE"
+    text = option.help if option.name and option.name.endswith("*") else f"{option.help} {_sentence(option)}"
+    return [title, *_wrapped(text, "      ", "      ")]
 
 
-def _sentence(of: Option) -> str:
-    return f"({of.expected}; default {_default(of)})"
+def _sentence(option: Option) -> str:
+    return f"({option.expected}; default {_default(option)})"
 
 
-def _default(of: Option) -> str:
-    default = of.default
-    return "none" if default is None or default in ([], {}) else f"{default}".lower() if of.is_bool else f"{default}"
+def _default(option: Option) -> str:
+    value = option.default
+    return "none" if value is None or value in ([], {}) else f"{value}".lower() if option.is_bool else f"{value}"
 
 
 def _wrapped(text: str, first: str, rest: str) -> list[str]:
@@ -383,8 +383,8 @@ def page() -> str:
     seen: list[Option] = []
     for program in PROGRAMS:
         flags = program.flags
-        new = [of for of in flags.values() if of not in seen]
-        shared = [name for name, of in flags.items() if of in seen]
+        new = [option for option in flags.values() if option not in seen]
+        shared = [name for name, option in flags.items() if option in seen]
         lines += ["", f"## python {program.command}", "", program.summary]
         if program.presets:
             lines += ["", "Presets: flags that come before those given.", "", "| `--preset` | flags |", "|---|---|"]
@@ -394,17 +394,17 @@ def page() -> str:
             ]
         if shared:
             lines += ["", f"As above: {', '.join(f'`--{name}`' for name in shared)}."]
-        for section in dict.fromkeys(of.section for of in new):
+        for section in dict.fromkeys(option.section for option in new):
             lines += ["", f"### {section}", "", "| flag | values | default | |", "|---|---|---|---|"]
-            lines += [_row(of) for of in new if of.section == section]
+            lines += [_row(option) for option in new if option.section == section]
         seen += new
     return "\n".join(lines)
 
 
-def _row(of: Option) -> str:
-    own = of.name is not None and of.name.endswith("*")
-    cells = ["" if own else of.expected, "" if own else _default(of), of.help]
-    return f"| `--{of.name}` | {' | '.join(cell.replace('*', chr(92) + '*') for cell in cells)} |"
+def _row(option: Option) -> str:
+    is_group = option.name is not None and option.name.endswith("*")
+    cells = ["" if is_group else option.expected, "" if is_group else _default(option), option.help]
+    return f"| `--{option.name}` | {' | '.join(cell.replace('*', chr(92) + '*') for cell in cells)} |"
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ _CREDENTIALS = re.compile(r"""://(?:[^/@,\s"']*@|(?!arn:)[^/@:,\s"']*:(?!\d{1,5}
 _NAMED = re.compile(r"""\b(?:abfss?|wasbs?)://[\w$-]+@""")
 
 
-def refuse_credentials(text: str, where: str) -> None:
-    """Raises ValueError when an address with credentials is in `text`, naming only `where`: it must not be shown.
+def refuse_credentials(text: str, label: str) -> None:
+    """Raises ValueError when an address with credentials is in `text`, naming only `label`: it must not be shown.
 
     What is given as a root is printed, saved in the run's folder, sent to trackers and named in errors.
     """
     if _CREDENTIALS.search(_NAMED.sub("", text)):
         raise ValueError(
-            f"{where}: an address with credentials in it (SCHEME://KEY:SECRET@...) is refused, and not repeated here, "
+            f"{label}: an address with credentials in it (SCHEME://KEY:SECRET@...) is refused, and not repeated here, "
             "because addresses are shown, logged and saved; give SCHEME://BUCKET/PATH, and the credentials in the "
             "environment or the store's own configuration files, on every node (S3: AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; Google: GOOGLE_APPLICATION_CREDENTIALS)"

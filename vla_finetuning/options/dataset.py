@@ -213,12 +213,12 @@ class DatasetOptions:
                 "which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo"
             )
 
-    def describe_cached_frames(self, folder: str | None, size: int, where: str, read_again: bool) -> list[str]:
+    def describe_cached_frames(self, folder: str | None, size: int, nodes: str, read_again: bool) -> list[str]:
         """The plan's lines about cached frames. `folder`: None where none are cached. `size`: bytes of all frames."""
         if self.frame_cache is None:
             return []
         if folder is not None:
-            return [f"             decoded once: {size / 1e9:.1f} GB of frames are cached in {folder}, {where}"]
+            return [f"             decoded once: {size / 1e9:.1f} GB of frames are cached in {folder}, {nodes}"]
         if not size:
             return ["             none are cached (--dataset.frame_cache=auto): there is no camera"]
         if not read_again:
@@ -298,9 +298,9 @@ def describe_padding(chunk: int, short: int, episodes: int, share: float) -> lis
     ]
 
 
-def describe_share(weight: float, weights: float, drawn: int, per_epoch: int, frames: int) -> str:
-    """The plan's line about a dataset of a mixture: `drawn` rows of an epoch, of its own `frames`."""
+def describe_share(weight: float, weights: float, rows: int, per_epoch: int, frames: int) -> str:
+    """The plan's line about a dataset of a mixture: `rows` of an epoch, of its own `frames`."""
     return (
-        f"             weight {weight:g} of {weights:g}: {drawn} of an epoch's {per_epoch} rows, "
-        f"{drawn / frames:.2f} times its frames"
+        f"             weight {weight:g} of {weights:g}: {rows} of an epoch's {per_epoch} rows, "
+        f"{rows / frames:.2f} times its frames"
     )

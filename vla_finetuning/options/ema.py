@@ -27,5 +27,5 @@ class EmaOptions:
         """The plan's lines."""
         if not self.enable:
             return []
-        what = "it is measured and exported" if self.export else "in checkpoints; the weights are exported"
-        return [f"Average      of the weights that train, about the last {1 / (1 - self.decay):.0f} steps: {what}"]
+        use = "it is measured and exported" if self.export else "in checkpoints; the weights are exported"
+        return [f"Average      of the weights that train, about the last {1 / (1 - self.decay):.0f} steps: {use}"]

@@ -100,9 +100,9 @@ class Option:
                 raise ValueError
         return value
 
-    def _refused(self, found: str) -> str:
-        choices = [choice for kind in (self.kind, *get_args(self.kind)) for choice in _choices(kind)]
-        return f"--{self.name or self.path}={found}: expected {self.expected}{did_you_mean(found, choices)}"
+    def _refused(self, text: str) -> str:
+        choices = [choice for annotation in (self.kind, *get_args(self.kind)) for choice in _choices(annotation)]
+        return f"--{self.name or self.path}={text}: expected {self.expected}{did_you_mean(text, choices)}"
 
 
 def option(
@@ -128,36 +128,36 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def options_of(kind: type) -> tuple[Option, ...]:
+def options_of(cls: type) -> tuple[Option, ...]:
     """Return all options of a configuration, those of its groups among them."""
-    return tuple(_options(kind, "", None))
+    return tuple(_options(cls, "", None))
 
 
-def _options(kind: type, prefix: str, section: str | None) -> Iterator[Option]:
-    hints, made = get_type_hints(kind), kind()
-    for of in fields(kind):
-        path = prefix + of.name
-        if is_dataclass(hints[of.name]):
-            group = hints[of.name]
+def _options(cls: type, prefix: str, section: str | None) -> Iterator[Option]:
+    hints, defaults = get_type_hints(cls), cls()
+    for attribute in fields(cls):
+        path = prefix + attribute.name
+        if is_dataclass(hints[attribute.name]):
+            group = hints[attribute.name]
             yield from _options(group, f"{path}.", section or f"--{path}.*: {_title(group)}")
         else:
             owner = next(
-                (base for base in kind.__bases__ if of.name in getattr(base, "__dataclass_fields__", {})), kind
+                (base for base in cls.__bases__ if attribute.name in getattr(base, "__dataclass_fields__", {})), cls
             )
-            metadata = dict(of.metadata)
+            metadata = dict(attribute.metadata)
             flag = metadata.pop("flag")
             yield Option(
                 name=(prefix + flag if flag else path) if flag is not None else None,
                 path=path,
-                kind=hints[of.name],
-                default=getattr(made, of.name),
+                kind=hints[attribute.name],
+                default=getattr(defaults, attribute.name),
                 section=section or _title(owner),
                 **metadata,
             )
 
 
-def _title(kind: type) -> str:
-    return (kind.__doc__ or "").partition("\n")[0].removesuffix(".")
+def _title(cls: type) -> str:
+    return (cls.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
 def check(config: Any) -> None:
@@ -166,48 +166,48 @@ def check(config: Any) -> None:
     Each group is checked by its own `check(config)`, and by those of the groups that it inherits from.
     """
     listed = options_of(type(config))
-    known = {of.name or of.path: of for of in listed}
+    options = {option.name or option.path: option for option in listed}
     for group in _groups(config):
-        for kind in type(group).__mro__:
-            if "check" in vars(kind):
-                vars(kind)["check"](group, config)
-    for of in listed:
-        if of.is_given(value := get_option(config, of.path)):
-            _check_rules(config, of, of.shown(value), known)
+        for cls in type(group).__mro__:
+            if "check" in vars(cls):
+                vars(cls)["check"](group, config)
+    for option in listed:
+        if option.is_given(value := get_option(config, option.path)):
+            _check_rules(config, option, option.shown(value), options)
 
 
 def _groups(config: Any) -> Iterator[Any]:
     """A configuration, and the groups of options within it."""
     yield config
-    for of in fields(config):
-        if is_dataclass(group := getattr(config, of.name)):
+    for attribute in fields(config):
+        if is_dataclass(group := getattr(config, attribute.name)):
             yield from _groups(group)
 
 
-def _check_rules(config: Any, of: Option, shown: str, known: Mapping[str, Option]) -> None:
-    for condition, why in of.requires.items():
-        if not _holds(config, condition, known, absent=True):
+def _check_rules(config: Any, option: Option, flag: str, options: Mapping[str, Option]) -> None:
+    for condition, why in option.requires.items():
+        if not _holds(config, condition, options, absent=True):
             name, equals, _ = condition.partition("=")
-            found = f" with {known[name].shown(get_option(config, known[name].path))}" if equals else ""
+            current = f" with {options[name].shown(get_option(config, options[name].path))}" if equals else ""
             remedy = "" if ";" in why else f"{' ' if why.endswith('?') else '; '}give --{condition}"
-            raise ValueError(f"{shown}{found}: {why}{remedy}")
-    for condition, why in of.conflicts.items():
-        if _holds(config, condition, known, absent=False):
-            other = known[condition.partition("=")[0]]
+            raise ValueError(f"{flag}{current}: {why}{remedy}")
+    for condition, why in option.conflicts.items():
+        if _holds(config, condition, options, absent=False):
+            other = options[condition.partition("=")[0]]
             reason = why if ";" in why else f"{why}; leave one of them out" if why else "give one of them"
-            raise ValueError(f"{shown} with {other.shown(get_option(config, other.path))}: {reason}")
-    if of.only_with and not config.resume and not _holds(config, of.only_with, known, absent=True):
-        raise ValueError(f"{shown} does nothing without --{of.only_with}: give both, or neither")
+            raise ValueError(f"{flag} with {other.shown(get_option(config, other.path))}: {reason}")
+    if option.only_with and not config.resume and not _holds(config, option.only_with, options, absent=True):
+        raise ValueError(f"{flag} does nothing without --{option.only_with}: give both, or neither")
 
 
-def _holds(config: Any, condition: str, known: Mapping[str, Option], absent: bool) -> bool:
+def _holds(config: Any, condition: str, options: Mapping[str, Option], absent: bool) -> bool:
     """Return whether a condition holds; `absent` where the program has no such flag."""
     name, equals, text = condition.partition("=")
-    if name not in known:
+    if name not in options:
         return absent
-    of = known[name]
-    value = get_option(config, of.path)
-    return value == of.read(text) if equals else of.is_given(value)
+    option = options[name]
+    value = get_option(config, option.path)
+    return value == option.read(text) if equals else option.is_given(value)
 
 
 def get_option(config: Any, path: str) -> Any:
@@ -225,38 +225,38 @@ def set_option(config: Any, path: str, value: Any) -> None:
     setattr(config, name, value)
 
 
-def leaves(saved: Any, known: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The options of a config.json, groups within groups, by their paths; `known` are those that there are."""
+def leaves(saved: Any, paths: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The options of a config.json, groups within groups, by their paths; `paths`: of those that there are."""
     for name, value in saved.items():
-        if prefix + name not in known and isinstance(value, dict):
-            yield from leaves(value, known, f"{prefix}{name}.")
+        if prefix + name not in paths and isinstance(value, dict):
+            yield from leaves(value, paths, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
 
-def as_kind(kind: Any, value: Any) -> Any:
+def as_kind(annotation: Any, value: Any) -> Any:
     """A value as one of a type, as strict as JSON: only a whole number becomes a float. Raises ValueError."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
         return value
     if origin in (Union, types.UnionType):
-        for one in args:
+        for member in args:
             with suppress(ValueError):
-                return as_kind(one, value)
+                return as_kind(member, value)
     elif origin is Literal:
         if isinstance(value, str) and value in args:
             return value
     elif origin is list:
         if isinstance(value, list):
-            return [as_kind(args[0], one) for one in value]
+            return [as_kind(args[0], item) for item in value]
     elif origin is dict:
         if isinstance(value, dict):
-            return {as_kind(args[0], key): as_kind(args[1], one) for key, one in value.items()}
-    elif kind is float and type(value) is int:
+            return {as_kind(args[0], key): as_kind(args[1], item) for key, item in value.items()}
+    elif annotation is float and type(value) is int:
         return float(value)
-    elif type(value) is kind:
+    elif type(value) is annotation:
         return value
-    raise ValueError(f"{value!r} is not {form_of(kind)}")
+    raise ValueError(f"{value!r} is not {form_of(annotation)}")
 
 
 def _readings(text: str) -> Iterator[Any]:
@@ -288,37 +288,37 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def form_of(kind: Any) -> str:
+def form_of(annotation: Any) -> str:
     """Return what the values of a type are, in words."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(form_of(one) for one in args if one is not type(None))
+        return " or ".join(form_of(member) for member in args if member is not type(None))
     if origin is Literal:
         return f"one of {', '.join(args)}"
     if origin is list:
         return "numbers, as 3,7,20:30" if args[0] is int else "names, as A,B"
     if origin is dict:
         return """JSON, as '{"a": ...}'"""
-    return NAMED.get(kind, "a value")
+    return NAMED.get(annotation, "a value")
 
 
-def _choices(kind: Any) -> Sequence[str]:
-    return get_args(kind) if get_origin(kind) is Literal else ()
+def _choices(annotation: Any) -> Sequence[str]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
-def nearest(name: str, known: Sequence[str]) -> str | None:
+def nearest(name: str, names: Sequence[str]) -> str | None:
     """The name that a wrong one may stand for: the same in another group, or one that is spelt alike."""
-    last = {one: one.rpartition(".")[2] for one in known}
-    same = [one for one in known if last[one] == name.rpartition(".")[2]]
+    last = {word: word.rpartition(".")[2] for word in names}
+    same = [word for word in names if last[word] == name.rpartition(".")[2]]
 
-    def likeness(one: str) -> tuple[float, int]:  # of two that are as like, the one in no group
-        return max(difflib.SequenceMatcher(None, spelt, name).ratio() for spelt in (one, last[one])), -one.count(".")
+    def likeness(word: str) -> tuple[float, int]:  # of two that are as like, the one in no group
+        return max(difflib.SequenceMatcher(None, spelt, name).ratio() for spelt in (word, last[word])), -word.count(".")
 
-    alike = [one for one in ([max(known, key=likeness)] if known else []) if likeness(one)[0] >= 0.75]
+    alike = [word for word in ([max(names, key=likeness)] if names else []) if likeness(word)[0] >= 0.75]
     return next(iter(same or alike), None)
 
 
-def did_you_mean(name: str, known: Sequence[str], prefix: str = "") -> str:
+def did_you_mean(name: str, names: Sequence[str], prefix: str = "") -> str:
     """The end of a message about a wrong name."""
-    close = nearest(name, known)
+    close = nearest(name, names)
     return f"; did you mean {prefix}{close}?" if close else ""

@@ -64,8 +64,8 @@ class Member:
 
     def orders(self) -> dict[str, list[str]]:
         """Names of dimensions in the order of rows, by LeRobot's names of the features."""
-        of = {"observation.state": self.state, "action": self.action}
-        return {key: names for key, names in of.items() if names is not None}
+        dimensions = {"observation.state": self.state, "action": self.action}
+        return {key: names for key, names in dimensions.items() if names is not None}
 
 
 _KINDS: dict[str, Any] = get_type_hints(Member)
@@ -83,8 +83,8 @@ def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
         example = """'{"s3://bucket/a": 3, "/data/b": 1}'"""
         raise ValueError(f"{FLAG}={mixture}: expected JSON, as {example}, or @FILE")
     return tuple(
-        _member(root, of if isinstance(of, Mapping) else {"weight": of}, f"{FLAG}: {root}")
-        for root, of in mixture.items()
+        _member(root, options if isinstance(options, Mapping) else {"weight": options}, f"{FLAG}: {root}")
+        for root, options in mixture.items()
     )
 
 
@@ -103,14 +103,14 @@ def with_weights(mixture: Mapping[str, Any] | str, frames: Sequence[int]) -> dic
     return weighted
 
 
-def robots(found: tuple[Member, ...]) -> tuple[str, ...]:
+def robots(listed: tuple[Member, ...]) -> tuple[str, ...]:
     """Return the robots that differ, sorted; one without a name where all datasets are of one robot.
 
     Raises:
         ValueError: some members name their robot, and some do not.
     """
-    named = sorted({member.robot for member in found if member.robot is not None})
-    unnamed = [member.root for member in found if member.robot is None]
+    named = sorted({member.robot for member in listed if member.robot is not None})
+    unnamed = [member.root for member in listed if member.robot is None]
     if named and unnamed:
         raise ValueError(f"{FLAG}: {unnamed[0]} names no robot, others are of {', '.join(named)}; give it `robot`")
     return tuple(named) if len(named) > 1 else ("",)
@@ -133,41 +133,41 @@ def read_mixture(path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: not a text in UTF-8: {error}") from error
     refuse_credentials(text, str(path))
     mixture: dict[str, Any] = {}
-    for where, of in _listed(path, text):
-        root = of.pop("root", None)
+    for label, options in _listed(path, text):
+        root = options.pop("root", None)
         if not isinstance(root, str) or not root.strip():
-            raise ValueError(f"{where}: root is {root!r:.100}, expected a path or address of a dataset")
+            raise ValueError(f"{label}: root is {root!r:.100}, expected a path or address of a dataset")
         if "://" not in root and not root.startswith("~"):
             root = os.path.normpath(file.absolute().parent / root)
         if root in mixture:
-            raise ValueError(f"{where}: root {root} is listed twice")
-        _member(root, of, where)
-        mixture[root] = of
+            raise ValueError(f"{label}: root {root} is listed twice")
+        _member(root, options, label)
+        mixture[root] = options
     return dict(sorted(mixture.items()))
 
 
-def _member(root: str, of: Mapping[str, Any], where: str) -> Member:
-    known = [f.name for f in fields(Member) if f.name != "root"]
-    found: dict[str, Any] = {}
-    for key, value in of.items():
-        if key not in known:
-            raise ValueError(f"{where}: {key!r:.100} is no option of a member{did_you_mean(str(key), known)}")
+def _member(root: str, options: Mapping[str, Any], label: str) -> Member:
+    names = [f.name for f in fields(Member) if f.name != "root"]
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in names:
+            raise ValueError(f"{label}: {key!r:.100} is no option of a member{did_you_mean(str(key), names)}")
         try:
             if key in ("episodes", "exclude_episodes") and isinstance(value, str):
                 value = whole_numbers(value)
-            found[key] = as_kind(_KINDS[key], value)
+            values[key] = as_kind(_KINDS[key], value)
         except ValueError:
-            raise ValueError(f"{where}: {key} is {value!r:.100}, expected {form_of(_KINDS[key])}") from None
-    member = Member(root, **found)
+            raise ValueError(f"{label}: {key} is {value!r:.100}, expected {form_of(_KINDS[key])}") from None
+    member = Member(root, **values)
     if not (member.weight > 0 and math.isfinite(member.weight)):
-        raise ValueError(f"{where}: the weight of {root} is {member.weight}; must be positive, or leave it out")
+        raise ValueError(f"{label}: the weight of {root} is {member.weight}; must be positive, or leave it out")
     if not abs(member.power) <= MAX_POWER:
-        raise ValueError(f"{where}: power is {member.power}, expected a number between {-MAX_POWER} and {MAX_POWER}")
+        raise ValueError(f"{label}: power is {member.power}, expected a number between {-MAX_POWER} and {MAX_POWER}")
     if member.fps is not None and member.fps < 1:
-        raise ValueError(f"{where}: fps is {member.fps}, expected at least 1")
+        raise ValueError(f"{label}: fps is {member.fps}, expected at least 1")
     robot = member.robot
     if robot is not None and (not robot or len(robot) > 100 or not robot[0].isalnum() or set(robot) - _NAME):
-        raise ValueError(f"{where}: robot is {robot!r:.100}; it names a folder: use letters, digits, _, - and .")
+        raise ValueError(f"{label}: robot is {robot!r:.100}; it names a folder: use letters, digits, _, - and .")
     return member
 
 
@@ -187,14 +187,14 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {error}") from error
 
-    def construct(of: Any) -> Any:
+    def construct(item: Any) -> Any:
         try:
-            return yaml.SafeLoader("").construct_document(of)
+            return yaml.SafeLoader("").construct_document(item)
         except yaml.YAMLError as error:
-            raise ValueError(f"{line(of)}: not a plain value: {error}") from error
+            raise ValueError(f"{line(item)}: not a plain value: {error}") from error
 
-    def line(of: Any) -> str:
-        return f"{path}, line {of.start_mark.line + 1}"
+    def line(item: Any) -> str:
+        return f"{path}, line {item.start_mark.line + 1}"
 
     top = _entries(node, line)
     if unknown := [key for key in top if key not in ("members", "power")]:
@@ -205,34 +205,34 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     listed = top.get("members")
     if listed is None or not isinstance(listed, yaml.SequenceNode) or not listed.value:
         raise ValueError(f"{path}: expected members, a list of datasets, each with its root")
-    for one in listed.value:
-        options = _entries(one, line)
+    for item in listed.value:
+        options = _entries(item, line)
         values = dict(default)
         for key, value in options.items():
             values[key] = construct(value)
             if key != "root":
                 _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
-        yield line(one), values
+        yield line(item), values
 
 
 def _check_events(path: str, events: Any) -> None:
     """Refuse what makes a small file large or deep."""
     depth = 0
     for event in events:
-        kind = type(event).__name__
-        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
-        if kind == "AliasEvent" or depth > MAX_DEPTH + 2:
-            what = "a reference (*name)" if kind == "AliasEvent" else "lists within lists"
-            raise ValueError(f"{path}, line {event.start_mark.line + 1}: {what}, which no mixture needs")
+        event_type = type(event).__name__
+        depth += event_type.endswith("StartEvent") - event_type.endswith("EndEvent")
+        if event_type == "AliasEvent" or depth > MAX_DEPTH + 2:
+            problem = "a reference (*name)" if event_type == "AliasEvent" else "lists within lists"
+            raise ValueError(f"{path}, line {event.start_mark.line + 1}: {problem}, which no mixture needs")
 
 
 def _entries(node: Any, line: Any) -> dict[str, Any]:
     """The values of a mapping by their keys, as nodes."""
     if node is None or type(node).__name__ != "MappingNode":
         raise ValueError(f"{'empty file' if node is None else line(node)}: expected keys with values")
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in node.value:
-        if key.value in found:
+        if key.value in entries:
             raise ValueError(f"{line(key)}: {key.value!r:.100} is given twice")
-        found[str(key.value)] = value
-    return found
+        entries[str(key.value)] = value
+    return entries

@@ -157,8 +157,8 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
         Those of --save_freq, and one where the run is stopped; not those that are yet to play.
         """
-        kept = self.keep_checkpoints + self.best_kept + 1
-        return kept if self.save_every_s is not None else min(kept, math.ceil(steps / self.save_freq) + 1)
+        count = self.keep_checkpoints + self.best_kept + 1
+        return count if self.save_every_s is not None else min(count, math.ceil(steps / self.save_freq) + 1)
 
     @property
     def rows_multiple(self) -> int:
@@ -217,7 +217,7 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
         Without the environment: the workers play in it themselves (--grpo.eval_every).
         """
         bases = (CheckpointOptions, LearningOptions, PolicyOptions, JobOptions)
-        shared = {of.name: getattr(self, of.name) for base in bases for of in fields(base)}
+        shared = {attribute.name: getattr(self, attribute.name) for base in bases for attribute in fields(base)}
         train, scaling = TrainOptions(**vars(self.train)), ScalingOptions(**vars(self.scaling))
         return Config(**shared, train=train, scaling=scaling, eval=self.eval)
 
@@ -238,7 +238,7 @@ class ValueConfig(LogOptions, LengthOptions, RunPolicyOptions, JobOptions):
     def training(self) -> Config:
         """The options that training reads: these, and defaults of those that a value function does not have."""
         bases = (LogOptions, LengthOptions, RunPolicyOptions, JobOptions)
-        shared = {of.name: getattr(self, of.name) for base in bases for of in fields(base)}
+        shared = {attribute.name: getattr(self, attribute.name) for base in bases for attribute in fields(base)}
         train = TrainOptions(**vars(self.train))
         return Config(**shared, dataset=self.dataset, scaling=self.scaling, train=train, warmup_frac=WARMUP_FRAC)
 

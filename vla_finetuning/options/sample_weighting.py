@@ -36,9 +36,9 @@ class SampleWeightingOptions:
             raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
 
 
-def describe_weights(frames: int, without: int, whole: int) -> list[str]:
-    """The plan's lines. `frames`: those with a weight, of which so many weigh 0 (`without`) and 1 (`whole`)."""
+def describe_weights(frames: int, without: int, full: int) -> list[str]:
+    """The plan's lines. `frames`: those with a weight, of which so many weigh 0 (`without`) and 1 (`full`)."""
     return [
-        f"Weighted     rows in the loss, by RA-BC: of {frames} frames {without} weigh 0 and {whole} weigh 1; each "
+        f"Weighted     rows in the loss, by RA-BC: of {frames} frames {without} weigh 0 and {full} weigh 1; each "
         "micro-batch for itself, as lerobot-train"
     ]

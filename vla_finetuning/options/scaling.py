@@ -67,17 +67,17 @@ class WorkerOptions:
     def check(self, config: Any) -> None:
         least, most = self.min_workers, self.num_workers
         if least is not None:
-            found = f"--scaling.num_workers {least},{most}"
+            flag = f"--scaling.num_workers {least},{most}"
             if least > most:
-                raise ValueError(f"{found}: the least and the most, in that order")
+                raise ValueError(f"{flag}: the least and the most, in that order")
             if config.batch_size * self.common_multiple > 2**31:
                 raise ValueError(
-                    f"{found}: too many different numbers of workers to share data evenly among any of them; choose a "
+                    f"{flag}: too many different numbers of workers to share data evenly among any of them; choose a "
                     "narrower range"
                 )
             if why := FIXED_WORKERS.get(self.strategy):
                 raise ValueError(
-                    f"--scaling.strategy={self.strategy} {found}: {why}; use a fixed number of workers, or "
+                    f"--scaling.strategy={self.strategy} {flag}: {why}; use a fixed number of workers, or "
                     "--scaling.strategy=fsdp2"
                 )
         if self.strategy == "hsdp" and self.shard_workers is not None and most % self.shard_workers:

@@ -96,31 +96,31 @@ class TrainOptions(StepOptions):
 
     def describe_augmentation(self, transforms: ImageTransformOptions, wrist: Sequence[str]) -> list[str]:
         """The plan's lines about changed frames. `wrist`: the cameras of which only the colours change."""
-        each = "drawn for each camera of each row anew in every epoch, on the device"
+        draw = "drawn for each camera of each row anew in every epoch, on the device"
         if transforms.enable:
             names = ", ".join(transforms.tfs) or "LeRobot's"
-            return [f"Augmented    by {transforms.max_num_transforms} of the transforms {names}; {each}"]
+            return [f"Augmented    by {transforms.max_num_transforms} of the transforms {names}; {draw}"]
         if self.augmentation == "openpi":
             only = f"; only the colours of {', '.join(wrist)}" if wrist else "; no camera has 'wrist' in its name"
-            return [f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {each}"]
+            return [f"Augmented    as in openpi: crop, turn, brightness, contrast, saturation{only}; {draw}"]
         return [
             "             not augmented, as in lerobot-train (--dataset.image_transforms.enable, --train.augmentation)"
         ]
 
     def describe_feature_cache(
-        self, frames: int, feature_bytes: Sequence[int], frame_bytes: int, precision: str, where: str, fits: bool
+        self, frames: int, feature_bytes: Sequence[int], frame_bytes: int, precision: str, nodes: str, fits: bool
     ) -> list[str]:
         """The plan's lines about cached features of the vision tower.
 
         Args:
             frames: of each camera. feature_bytes: of a frame, by camera. frame_bytes: of all frames, decoded.
-            precision: of features. where: on which nodes. fits: whether all of them fit, in the disk and the limit.
+            precision: of features. nodes: those that cache them. fits: whether all fit, in the disk and the limit.
         """
         size = frames * sum(feature_bytes)
-        each = f"{max(feature_bytes) / 1e3:.0f} kB a camera and frame, {precision}"
+        sizes = f"{max(feature_bytes) / 1e3:.0f} kB a camera and frame, {precision}"
         lines = [
-            f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({each})",
-            f"             are cached in {self.feature_cache}, {where}; the frames are {frame_bytes / 1e9:.1f} GB",
+            f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({sizes})",
+            f"             are cached in {self.feature_cache}, {nodes}; the frames are {frame_bytes / 1e9:.1f} GB",
         ]
         if not fits:
             lines.append(
