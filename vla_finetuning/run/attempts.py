@@ -44,11 +44,11 @@ def attempts(output_dir: Path) -> list[dict[str, int]]:
 
 def is_newest(output_dir: Path, attempt: int) -> bool:
     """Return whether no later attempt has started. Raises StorageError."""
-    found = remote(output_dir / ATTEMPTS_NAME)
-    if found is None:
+    location = remote(output_dir / ATTEMPTS_NAME)
+    if location is None:
         return len(attempts(output_dir)) == attempt + 1
     with contextlib.suppress(FileNotFoundError):
-        return found[0].get(found[1])[0].count(b"\n") == attempt + 1
+        return location[0].get(location[1])[0].count(b"\n") == attempt + 1
     return False
 
 

@@ -102,15 +102,15 @@ def staging_slots(sizes: Mapping[str, int], most: int = STAGED_BYTES) -> tuple[d
 
     A piece is filled up to `most`, and holds at least one tensor, however large.
     """
-    found: dict[str, StagingSlot] = {}
+    slots: dict[str, StagingSlot] = {}
     pieces: list[int] = []
     for name, size in sizes.items():
         aligned = -(-size // ALIGNMENT) * ALIGNMENT
         if not pieces or pieces[-1] + aligned > most:
             pieces.append(0)
-        found[name] = StagingSlot(len(pieces) - 1, pieces[-1])
+        slots[name] = StagingSlot(len(pieces) - 1, pieces[-1])
         pieces[-1] += aligned
-    return found, pieces
+    return slots, pieces
 
 
 class Staging:
@@ -172,32 +172,32 @@ class Staging:
         self._pinned, self._pieces = [], Future()
 
 
-def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, of: int = 1) -> Files:
+def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, count: int = 1) -> Files:
     """Write one process's files of the checkpoint that `commit` will make appear at `folder`, to a disk.
 
     Where `folder` is in a bucket, that is this node's; `send` comes next.
 
     Args:
         pieces: under TRAINABLE, OPTIMIZER and AVERAGE, by name. Together, those of all processes are whole tensors.
-        number: of this process, among `of` that write.
+        number: of this process, among `count` that write.
     Raises:
         OSError: the disk is full; says how much was needed.
     """
     from safetensors.torch import save_file
 
-    needed = of * sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
+    needed = count * sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
     partial = partial_folder(folder)
     require_space_to_write(folder, needed)
     files: Files = {}
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        for kind, group in pieces.items():
-            path = partial / _file_name(kind, number, of)
+        for group_name, group in pieces.items():
+            path = partial / _file_name(group_name, number, count)
             # Nothing of a tensor with fewer rows than there are processes.
-            held = {name: piece for name, piece in group.items() if piece.values.numel()}
-            offsets = {name: {"saved_offsets": piece.offsets} for name, piece in held.items()}
+            nonempty = {name: piece for name, piece in group.items() if piece.values.numel()}
+            offsets = {name: {"saved_offsets": piece.offsets} for name, piece in nonempty.items()}
             save_file(
-                {name: piece.values.detach().cpu().contiguous() for name, piece in held.items()},
+                {name: piece.values.detach().cpu().contiguous() for name, piece in nonempty.items()},
                 path,
                 metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)},
             )
@@ -215,8 +215,8 @@ def send(folder: Path, files: Iterable[str], attempt: int) -> None:
     Raises:
         StorageError: the store refuses, or does not answer.
     """
-    if found := remote(folder / ATTEMPT_FOLDER.format(attempt)):
-        store, key = found
+    if location := remote(folder / ATTEMPT_FOLDER.format(attempt)):
+        store, key = location
         for name in files:
             store.upload(partial_folder(folder) / name, f"{key}/{name}")
 
@@ -251,9 +251,9 @@ def _put_manifest(folder: Path, progress: Progress, files: Files, attempt: int) 
     (store, key), tag = path, ""
     over = RuntimeError(f"{address(output_dir)}: another process goes on with this run; {folder.name} is not written")
     with contextlib.suppress(FileNotFoundError):
-        found, tag = store.get(key)
+        content, tag = store.get(key)
         with contextlib.suppress(ValueError):
-            if parsed(found).get("attempt", -1) > attempt:
+            if parsed(content).get("attempt", -1) > attempt:
                 raise over
     if not is_newest(output_dir, attempt):
         raise over
@@ -276,8 +276,8 @@ def partial_folder(folder: Path) -> Path:
 
 def unsent(checkpoints: Path) -> dict[int, Path]:
     """Return this node's folders with files of checkpoints that have not appeared, by step."""
-    found = node_folder(checkpoints).glob(f"{PARTIAL}{PREFIX}*")
-    return {step: path for path in found if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
+    folders = node_folder(checkpoints).glob(f"{PARTIAL}{PREFIX}*")
+    return {step: path for path in folders if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
 
 
 def forget_unsent(checkpoints: Path, before: float = math.inf) -> None:
@@ -287,8 +287,8 @@ def forget_unsent(checkpoints: Path, before: float = math.inf) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _file_name(kind: str, number: int, of: int) -> str:
-    return f"{kind}.safetensors" if of == 1 else f"{kind}-{number + 1:05d}-of-{of:05d}.safetensors"
+def _file_name(group_name: str, number: int, count: int) -> str:
+    return f"{group_name}.safetensors" if count == 1 else f"{group_name}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def load_progress(folder: Path) -> Progress:
@@ -313,30 +313,30 @@ def load_checkpoint(
         OSError: the disk does not give them.
     """
     kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
-    wanted = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
-    with on_disk(folder, tuple(wanted)) as here:
-        return _load(here, wanted)
+    requested = {group_name: tensors for group_name, tensors in kinds.items() if tensors is not None}
+    with on_disk(folder, tuple(requested)) as local:
+        return _load(local, requested)
 
 
-def _load(folder: Path, wanted: Mapping[str, Mapping[str, Tensor]]) -> Progress:
+def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progress:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
 
     state = _state(folder)
     inside = folder / state.get("folder", "")
     try:
-        for kind, tensors in wanted.items():
-            saved = _names(inside, kind)
-            if kind == AVERAGE and not saved:
+        for group_name, tensors in requested.items():
+            saved = _names(inside, group_name)
+            if group_name == AVERAGE and not saved:
                 raise ValueError("it was written without an average of the weights: start without --ema.enable")
-            if kind == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
+            if group_name == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
                 saved = {name for name in saved if not name.startswith(CRITIC)}  # the policy alone is wanted
             if saved != tensors.keys():
                 odd = sorted(saved ^ tensors.keys())[:5]
-                raise ValueError(f"it holds another {kind} state than is wanted now, e.g. {odd}")
+                raise ValueError(f"it holds another {group_name} state than is wanted now, e.g. {odd}")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: each by itself
-            everything = {name: tensor for tensors in wanted.values() for name, tensor in tensors.items()}
+            everything = {name: tensor for tensors in requested.values() for name, tensor in tensors.items()}
             load(everything, storage_reader=HuggingFaceStorageReader(str(inside)), no_dist=True)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
         reason: BaseException = error
@@ -368,20 +368,20 @@ def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextM
     return fetched(folder / state.get("folder", ""), files.__contains__, check)
 
 
-def checkpoint_names(folder: Path, kind: str) -> set[str]:
+def checkpoint_names(folder: Path, group_name: str) -> set[str]:
     """Names of what a checkpoint holds: TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError when it is damaged."""
     try:
-        with on_disk(folder, (kind,)) as here:
-            return _names(here / _state(here).get("folder", ""), kind)
+        with on_disk(folder, (group_name,)) as local:
+            return _names(local / _state(local).get("folder", ""), group_name)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"checkpoint {address(folder)}: cannot be read: {error}") from error
 
 
-def _names(folder: Path, kind: str) -> set[str]:
+def _names(folder: Path, group_name: str) -> set[str]:
     from safetensors import safe_open
 
     names: set[str] = set()
-    for path in folder.glob(f"{kind}*.safetensors"):
+    for path in folder.glob(f"{group_name}*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
     return names
@@ -431,9 +431,9 @@ def set_aside_damaged(folder: Path) -> Path | None:
 
 def _sweep(folder: Path) -> None:
     """Remove from a bucket what attempts left that died while they wrote, and what is void. Call it in one process."""
-    found = remote(folder)
-    assert found is not None
-    store, key = found
+    location = remote(folder)
+    assert location is not None
+    store, key = location
     states: dict[str, dict[str, Any] | None] = {}
     for path in _newest_first(folder):
         try:
@@ -444,13 +444,13 @@ def _sweep(folder: Path) -> None:
         if _void_after(states[path.name] or {}, path) is not None:
             remove(path)
             del states[path.name]
-    left = []
+    stale = []
     for name in sizes(folder):
         step, _, inside = name.partition("/")
         state = states.get(step, {})
         if state is not None and inside.startswith("attempt-") and inside.partition("/")[0] != state.get("folder"):
-            left.append(f"{key}/{name}")
-    store.delete(left)
+            stale.append(f"{key}/{name}")
+    store.delete(stale)
     store.abort_uploads(key)
 
 
@@ -471,8 +471,8 @@ class _VoidError(ValueError):
 def unusable_checkpoints(folder: Path) -> list[str]:
     """Names of folders with what was a whole checkpoint once, and is none now: damaged ones, set aside or not."""
     pull(folder)
-    there = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    names = [name for name in there if step_of(name.removeprefix(DAMAGED)) is not None]
+    entries = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    names = [name for name in entries if step_of(name.removeprefix(DAMAGED)) is not None]
     return sorted(name for name in names if name.startswith(DAMAGED) or not _is_usable(folder / name))
 
 
@@ -560,37 +560,37 @@ def _step(path: Path) -> int:
     return step
 
 
-def check_resumable(found: Progress, run: Progress) -> None:
+def check_resumable(saved: Progress, run: Progress) -> None:
     """Refuse to go on with the checkpoint of another run than `run`, saying what differs."""
-    if found.global_batch_size != run.global_batch_size:
+    if saved.global_batch_size != run.global_batch_size:
         raise ValueError(
             f"batch_size x grad_accum x num_workers is {run.global_batch_size}, but the run was started with "
-            f"{found.global_batch_size}: its steps and learning rates would mean something else; choose numbers with "
+            f"{saved.global_batch_size}: its steps and learning rates would mean something else; choose numbers with "
             "the same product"
         )
-    if found.mode != run.mode:
+    if saved.mode != run.mode:
         raise ValueError(
-            f"--train.mode is {run.mode}, but the run was started with {found.mode}: what trains cannot change"
+            f"--train.mode is {run.mode}, but the run was started with {saved.mode}: what trains cannot change"
         )
-    check_base(found, run.base)
-    keys = dict.fromkeys((*run.stream, *found.stream))
-    differing = [key for key in keys if found.stream.get(key) != run.stream.get(key)]
+    check_base(saved, run.base)
+    keys = dict.fromkeys((*run.stream, *saved.stream))
+    differing = [key for key in keys if saved.stream.get(key) != run.stream.get(key)]
     if differing:
-        changes = "; ".join(f"{k}: was {found.stream.get(k)}, is {run.stream.get(k)}" for k in differing)
+        changes = "; ".join(f"{k}: was {saved.stream.get(k)}, is {run.stream.get(k)}" for k in differing)
         raise ValueError(
             f"the data is not what the run was started with ({changes}), so the rows that are left are unknown; "
             "start a new run, with --policy.path set to what this one exports at its end if it is to go on with that"
         )
 
 
-def check_base(found: Progress, base: Mapping[str, Any]) -> None:
+def check_base(saved: Progress, base: Mapping[str, Any]) -> None:
     """Refuse another base policy than the run's: other weights, or other files beside them."""
-    if found.base.get("digest") != base.get("digest"):
+    if saved.base.get("digest") != base.get("digest"):
         raise ValueError(
             f"the base policy is not the one the run was started from: {base.get('path')} has digest "
-            f"{base.get('digest')}, the checkpoint expects {found.base.get('digest')} ({found.base.get('path')})"
+            f"{base.get('digest')}, the checkpoint expects {saved.base.get('digest')} ({saved.base.get('path')})"
         )
-    was, now = found.base.get("files") or {}, base.get("files") or {}
+    was, now = saved.base.get("files") or {}, base.get("files") or {}
     if was != now:
         changed = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
         raise ValueError(
@@ -605,7 +605,7 @@ def require_space_to_write(folder: Path, needed_bytes: int) -> None:
     require_space(partial_folder(folder).parent, needed_bytes, "a checkpoint", other)
 
 
-def require_space(folder: Path, needed_bytes: int, what: str, other: str = "--output_dir") -> None:
+def require_space(folder: Path, needed_bytes: int, purpose: str, other: str = "--output_dir") -> None:
     """Raises OSError when the disk of `folder` cannot take `needed_bytes` more. `other`: what chooses another disk."""
     existing = folder
     while not existing.exists():
@@ -613,7 +613,7 @@ def require_space(folder: Path, needed_bytes: int, what: str, other: str = "--ou
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + SPARE_BYTES:
         raise OSError(
-            f"no space for {what} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "
+            f"no space for {purpose} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "
             f"spare), {free / 1e9:.2f} GB free; free some or choose another {other}"
         )
 
@@ -626,8 +626,8 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     """
     if not folder.is_dir():
         return {}
-    found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
-    return dict(sorted(found.items()))
+    folders = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
+    return dict(sorted(folders.items()))
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -644,12 +644,12 @@ def _state(folder: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {url}: {STATE} is missing or damaged ({error})") from error
     if (counts := _void_after(state, folder)) is not None:
         raise _VoidError(f"checkpoint {url}: void, a later attempt went on from step {counts} without it")
-    found = sizes(folder / state.get("folder", ""))
+    files = sizes(folder / state.get("folder", ""))
     for name, written in state["files"].items():
-        if found.get(name) != written["bytes"]:
+        if files.get(name) != written["bytes"]:
             raise ValueError(f"checkpoint {url}: {name} is missing or truncated")
     # torch's reader looks into every safetensors file of the folder.
-    if foreign := sorted({name for name in found if re.fullmatch(r"[^/]*\.safetensors", name)} - state["files"].keys()):
+    if foreign := sorted({name for name in files if re.fullmatch(r"[^/]*\.safetensors", name)} - state["files"].keys()):
         raise ValueError(f"checkpoint {url}: {foreign} are not of this checkpoint; remove them")
     return state
 

@@ -109,13 +109,13 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
     """
     before = {node["NodeID"] for node in alive_nodes()}
     largest = _largest()
-    wanted = _wanted(scaling)
-    if largest is not None and (problem := wanted.beyond(largest)):
+    demand = _wanted(scaling)
+    if largest is not None and (problem := demand.beyond(largest)):
         raise ValueError(f"{problem}; {FREE_CAPACITY}")
-    reserved = placement_group([*[wanted.each] * wanted.count, wanted.beside])
+    reserved = placement_group([*[demand.bundle] * demand.count, demand.extra])
     try:
-        there, looks = reserved.ready(), _poll(wanted, Timeouts.from_environment().nodes)
-        while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
+        ready, looks = reserved.ready(), _poll(demand, Timeouts.from_environment().nodes)
+        while not ray.wait([ready], timeout=LOOK_EVERY_S)[0]:
             next(looks)
     finally:
         remove_placement_group(reserved)
@@ -155,18 +155,18 @@ def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOpt
         remove_placement_group(reserved)
 
 
-def _wait_for(work: Future[Any], wanted: Wanted, limit_s: float) -> Any:
-    looks = _poll(wanted, limit_s)
+def _wait_for(work: Future[Any], demand: Wanted, limit_s: float) -> Any:
+    looks = _poll(demand, limit_s)
     while not wait([work], LOOK_EVERY_S).done:
         next(looks)
     return work.result()
 
 
-def _poll(wanted: Wanted, limit_s: float) -> Iterator[None]:
+def _poll(demand: Wanted, limit_s: float) -> Iterator[None]:
     """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
     since = None
     while True:
-        lacking = wanted.beyond(ray.cluster_resources()) or _without_capacity(wanted)
+        lacking = demand.beyond(ray.cluster_resources()) or _without_capacity(demand)
         if lacking is None:
             since = None
         elif since is None:
@@ -181,56 +181,56 @@ def _poll(wanted: Wanted, limit_s: float) -> Iterator[None]:
 
 def _largest() -> dict[str, float] | None:
     """The resources of the cluster at its largest; None where that is unknown."""
-    found = ray.cluster_resources()
+    resources = ray.cluster_resources()
     if _started_here():  # it stays as it is
-        return found
+        return resources
     most = ray._private.state.state.get_max_resources_from_cluster_config()
     if most is None:  # few autoscalers say
         return None
-    return {kind: max(found.get(kind, 0), most.get(kind, 0)) for kind in {*found, *most}}
+    return {name: max(resources.get(name, 0), most.get(name, 0)) for name in {*resources, *most}}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What must have capacity at once: `count` times the resources `each`, and those of `beside`.
+    """What must have capacity at once: `count` times the resources `bundle`, and those of `extra`.
 
-    what: it in words, such as "2 workers and one read task".
+    text: it in words, such as "2 workers and one read task".
     """
 
-    what: str
+    text: str
     count: int
-    each: Mapping[str, float]
-    beside: Mapping[str, float] = field(default_factory=dict)
+    bundle: Mapping[str, float]
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     def beyond(self, cluster: Mapping[str, float]) -> str | None:
         """Return what a cluster of such resources lacks in all, in words; None if it has enough."""
-        wanted = {kind: self.count * n + self.beside.get(kind, 0) for kind, n in self.each.items()}
+        totals = {name: self.count * n + self.extra.get(name, 0) for name, n in self.bundle.items()}
         lacking = [
-            f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in wanted.items() if cluster.get(k, 0) < n
+            f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in totals.items() if cluster.get(k, 0) < n
         ]
-        return f"the cluster is too small for {self.what}: needs {'; '.join(lacking)}" if lacking else None
+        return f"the cluster is too small for {self.text}: needs {'; '.join(lacking)}" if lacking else None
 
 
 def _wanted(scaling: ScalingOptions) -> Wanted:
     """A run's fewest workers, what Ray gives to each, and a read task."""
-    each = {"CPU": scaling.cpus_per_worker}
+    per_worker = {"CPU": scaling.cpus_per_worker}
     if scaling.use_gpu:
-        each["GPU"] = 1.0
+        per_worker["GPU"] = 1.0
     if scaling.accelerator_type:
-        each[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train asks for it
+        per_worker[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train asks for it
     workers = scaling.min_workers or scaling.num_workers
-    share = " and ".join(_in_words(kind, n) for kind, n in each.items())
-    what = f"{_in_words('worker', workers)} with {share} each and one read task"
-    return Wanted(what, workers, each, {"CPU": scaling.cpus_per_read_task})
+    share = " and ".join(_in_words(name, n) for name, n in per_worker.items())
+    text = f"{_in_words('worker', workers)} with {share} each and one read task"
+    return Wanted(text, workers, per_worker, {"CPU": scaling.cpus_per_read_task})
 
 
-def _in_words(kind: str, n: float) -> str:
-    if kind.startswith(RESOURCE_CONSTRAINT_PREFIX):
-        return kind.removeprefix(RESOURCE_CONSTRAINT_PREFIX)
-    return f"{n:g} {kind}{'s' * (n != 1)}"
+def _in_words(unit: str, n: float) -> str:
+    if unit.startswith(RESOURCE_CONSTRAINT_PREFIX):
+        return unit.removeprefix(RESOURCE_CONSTRAINT_PREFIX)
+    return f"{n:g} {unit}{'s' * (n != 1)}"
 
 
-def _without_capacity(wanted: Wanted) -> str | None:
+def _without_capacity(demand: Wanted) -> str | None:
     """Return what this process's placement groups wait for in a cluster that is large enough; None if
     they do not wait.
     """
@@ -238,7 +238,7 @@ def _without_capacity(wanted: Wanted) -> str | None:
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
     if not states & {"PENDING", "RESCHEDULING"}:
         return None
-    return f"the cluster has no capacity for {wanted.what}: others use it, or no node is large enough"
+    return f"the cluster has no capacity for {demand.text}: others use it, or no node is large enough"
 
 
 def connect() -> None:
@@ -309,8 +309,8 @@ def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
     """
     import torch
 
-    said = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
-    return torch.cuda.device_count() if said else find_gpus("--scaling.use_gpu")
+    decided = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
+    return torch.cuda.device_count() if decided else find_gpus("--scaling.use_gpu")
 
 
 def find_gpus(flag: str) -> int:
@@ -324,11 +324,11 @@ def find_gpus(flag: str) -> int:
     """
     import torch
 
-    here = torch.cuda.device_count()
-    if here or is_local():
-        return here
-    if ray.is_initialized() and (there := int(ray.cluster_resources().get("GPU", 0))):
-        return there
+    local_gpus = torch.cuda.device_count()
+    if local_gpus or is_local():
+        return local_gpus
+    if ray.is_initialized() and (cluster_gpus := int(ray.cluster_resources().get("GPU", 0))):
+        return cluster_gpus
     raise ValueError(
         "on GPUs or on CPUs? This machine has no GPU, but nodes of the Ray cluster that is joined may have some: give "
         f"{flag} true or false"
@@ -389,8 +389,8 @@ class Needs:
 
     def gpus(self, node: Node) -> float:
         """Return how many GPUs of a node the run may use."""
-        of_type = self.gpu_type is None or f"{RESOURCE_CONSTRAINT_PREFIX}{self.gpu_type}" in node["Resources"]
-        return node["Resources"].get("GPU", 0) if of_type else 0
+        has_type = self.gpu_type is None or f"{RESOURCE_CONSTRAINT_PREFIX}{self.gpu_type}" in node["Resources"]
+        return node["Resources"].get("GPU", 0) if has_type else 0
 
 
 def node_needs(
@@ -442,7 +442,7 @@ def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = N
     if lacks:
         raise ValueError(
             f"{len(lacks)} of {len(nodes)} nodes cannot take part:\n"
-            + "\n".join(f"  node {node}: {one}" for node, found in lacks.items() for one in found)
+            + "\n".join(f"  node {node}: {fault}" for node, faults in lacks.items() for fault in faults)
         )
 
 
@@ -450,8 +450,8 @@ def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
     """{node: what it lacks}, of those that lack something."""
     if len(nodes) == 1:
         # The driver's own machine: no process need be started to look at it.
-        found = probe(needs, needs.gpus(nodes[0]), ray.get_runtime_context().get_temp_dir())
-        return {_name(nodes[0]): found} if found else {}
+        faults = probe(needs, needs.gpus(nodes[0]), ray.get_runtime_context().get_temp_dir())
+        return {_name(nodes[0]): faults} if faults else {}
     task = ray.remote(num_cpus=0, max_retries=0)(probe_here)
     answers = {
         _name(node): task.options(
@@ -463,22 +463,22 @@ def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
     lacks = {}
     for name, answer in answers.items():
         try:
-            found = ray.get(answer, timeout=0)
+            faults = ray.get(answer, timeout=0)
         except GetTimeoutError:
-            found = [f"gave no answer in {ANSWER_S:g} s; look at it with `ray status` and in its logs, or take it out"]
+            faults = [f"gave no answer in {ANSWER_S:g} s; look at it with `ray status` and in its logs, or take it out"]
         except RayError as error:
-            found = [f"cannot run this project's code: {str(error).strip().splitlines()[-1]}"]
-        if found:
-            lacks[name] = found
+            faults = [f"cannot run this project's code: {str(error).strip().splitlines()[-1]}"]
+        if faults:
+            lacks[name] = faults
     return lacks
 
 
-def on_nodes[T](wanted: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+def on_nodes[T](functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """Call a function in a process of each of these nodes, by their ids; what they return. Raises what they raise."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_called)
     answers = {
         node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(function)
-        for node, function in wanted.items()
+        for node, function in functions.items()
     }
     try:
         return {node: ray.get(answer) for node, answer in answers.items()}
@@ -503,14 +503,14 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
         temp_dir: Ray's temporary directory here.
     """
     lacks = []
-    for name, wanted in needs.packages.items():
+    for name, required in needs.packages.items():
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            lacks.append(f"{name} is not installed, the driver has {wanted}; install requirements.lock there")
+            lacks.append(f"{name} is not installed, the driver has {required}; install requirements.lock there")
             continue
-        if _public(found) != wanted:
-            lacks.append(f"{name} is {found}, the driver has {wanted}; install requirements.lock on both")
+        if _public(installed) != required:
+            lacks.append(f"{name} is {installed}, the driver has {required}; install requirements.lock on both")
     lacks += _decoder_problems()
     if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
         lacks.append(problem)
@@ -546,8 +546,8 @@ def _decoder_problems() -> list[str]:
     ]
 
 
-def _cuda_problem(wanted: str) -> str | None:
-    """Why the NVIDIA driver here cannot serve a torch that was built for CUDA `wanted`; None when it can.
+def _cuda_problem(built_for: str) -> str | None:
+    """Why the NVIDIA driver here cannot serve a torch that was built for CUDA `built_for`; None when it can.
 
     Asks the driver's library itself: Ray hides the GPUs from a task that holds none, and torch takes seconds to import.
     Within a major version every driver will do (CUDA's minor version compatibility).
@@ -560,10 +560,10 @@ def _cuda_problem(wanted: str) -> str | None:
     if (status := driver.cuDriverGetVersion(ctypes.byref(version))) != 0:
         return f"the NVIDIA driver does not answer (CUDA error {status}); look at nvidia-smi there"
     major, minor = version.value // 1000, version.value % 1000 // 10
-    if major < int(wanted.partition(".")[0]):
-        needed = DRIVERS.get(int(wanted.partition(".")[0]))
+    if major < int(built_for.partition(".")[0]):
+        needed = DRIVERS.get(int(built_for.partition(".")[0]))
         return (
-            f"the NVIDIA driver serves CUDA {major}.{minor}, torch was built for {wanted}; update the driver there"
+            f"the NVIDIA driver serves CUDA {major}.{minor}, torch was built for {built_for}; update the driver there"
             + (f" to {needed} or newer" if needed else "")
             + f", or install the same torch built for CUDA {major}, which PyTorch's own package index has, on all nodes"
         )
@@ -584,7 +584,7 @@ def _gpu_bytes() -> int | None:
     except nvml.NVMLError as error:
         logger.warning("the memory of GPUs here is not known: %s", error)
         return None
-    return min((of.total - of.reserved for of in memory), default=None)
+    return min((info.total - info.reserved for info in memory), default=None)
 
 
 @contextmanager
@@ -645,7 +645,7 @@ class DataLimits:
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
         """The cluster, as lines of the plan."""
-        total = {kind: sum(node["Resources"].get(kind, 0) for node in nodes) for kind in ("CPU", "GPU", "memory")}
+        total = {name: sum(node["Resources"].get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory")}
         free = shutil.disk_usage(self.spill_dir).free
         return [
             f"Cluster      {len(nodes)} node{'s' * (len(nodes) != 1)}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs, "

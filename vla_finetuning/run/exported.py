@@ -29,8 +29,8 @@ def result_of(config: JobOptions) -> tuple[str, Path]:
 
 def result_problem(config: JobOptions) -> str | None:
     """Return what is missing or damaged of what a finished run leaves, in words; None where nothing is."""
-    what, path = result_of(config)
-    if what == "labels":
+    name, path = result_of(config)
+    if name == "labels":
         return None if sizes(path.parent).get(path.name) else f"{address(path)} is missing"
     return policy_problem(path, robots(members(config.dataset.mixture)) if isinstance(config, Config) else ())
 
@@ -60,10 +60,10 @@ def report_line(output_dir: Path) -> str:
 
 def _problem(folder: Path) -> str | None:
     pull(folder, _is_no_weights)
-    url, found = address(folder), sizes(folder)
-    wanted = (CONFIG_NAME, WEIGHTS_NAME, *PROCESSOR_NAMES)
-    missing = [name for name in wanted if name not in found]
-    if len(missing) == len(wanted):
+    url, stored = address(folder), sizes(folder)
+    required = (CONFIG_NAME, WEIGHTS_NAME, *PROCESSOR_NAMES)
+    missing = [name for name in required if name not in stored]
+    if len(missing) == len(required):
         return f"{url} holds no policy"
     for name in PROCESSOR_NAMES if not missing else ():
         try:
@@ -71,12 +71,12 @@ def _problem(folder: Path) -> str | None:
             states = [step["state_file"] for step in steps if step.get("state_file")]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return f"{url}/{name} is damaged ({error!r})"
-        missing += [state for state in states if state not in found]
+        missing += [state for state in states if state not in stored]
     if missing:
         return f"{url} lacks {', '.join(missing)}"
     weights = folder / WEIGHTS_NAME
     if not weights.is_file():  # in the bucket, where its header is not read
-        return None if found[WEIGHTS_NAME] else f"{url}/{WEIGHTS_NAME} is empty"
+        return None if stored[WEIGHTS_NAME] else f"{url}/{WEIGHTS_NAME} is empty"
     try:
         with safe_open(weights, framework="np"):
             return None
@@ -95,8 +95,8 @@ def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
     several robots, `ROBOT/mean_action`, and so on.
     """
     if "robots" in evaluation:
-        of_each = {robot: held_out_errors(of) for robot, of in evaluation["robots"].items()}
-        return {f"{robot}/{name}": error for robot, errors in of_each.items() for name, error in errors.items()}
+        by_robot = {robot: held_out_errors(evaluated) for robot, evaluated in evaluation["robots"].items()}
+        return {f"{robot}/{name}": error for robot, errors in by_robot.items() for name, error in errors.items()}
     if "trained" not in evaluation:
         return {}
     trained = evaluation["trained"]

@@ -60,12 +60,12 @@ class StopRetrying(ray.train.UserCallback):
             pull(self._output_dir / ATTEMPTS_NAME)
             resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]
         # Addresses, sizes and process ids are never the same twice.
-        found = (type(error), re.sub(r"\d+", "", str(error)), resumed_from)
+        failure = (type(error), re.sub(r"\d+", "", str(error)), resumed_from)
         # When a process died, all that the other ranks can say is that they miss it.
         if any(map(is_rays_own, causes.values())) or is_consequence(error):
             final = False
         else:
-            final, self._last = isinstance(error, FINAL) or found == self._last, found
+            final, self._last = isinstance(error, FINAL) or failure == self._last, failure
         ranks = ", ".join(str(rank) for rank, cause in causes.items() if cause is error)
         message = root_cause(error).strip().splitlines()[0]
         # It may be the disk that is full.

@@ -165,11 +165,11 @@ def checkpoint_written(output_dir: Path, step: int, attempt: int) -> None:
 
 def _last_written(output_dir: Path) -> int:
     """The step of the newest checkpoint that was written and counts; 0 where none was."""
-    found = read_json(output_dir / LAST_CHECKPOINT_NAME)
-    if not found:
+    saved = read_json(output_dir / LAST_CHECKPOINT_NAME)
+    if not saved:
         return 0
-    counts = resumed_at(attempts(output_dir), found["attempt"])
-    return found["step"] if counts is None else min(found["step"], counts)
+    counts = resumed_at(attempts(output_dir), saved["attempt"])
+    return saved["step"] if counts is None else min(saved["step"], counts)
 
 
 def _signs_of_training(output_dir: Path) -> list[str]:
@@ -197,23 +197,23 @@ def _is_there(path: Path) -> bool:
 
 def check_place(folder: Path) -> None:
     """Raises OSError where no folder can be, without making one."""
-    if found := remote(folder):
+    if location := remote(folder):
         try:
-            found[0].is_folder("")
+            location[0].is_folder("")
         except FileNotFoundError as error:
-            url, bucket = address(folder), f"{found[0].protocol}://{found[0].bucket}"
+            url, bucket = address(folder), f"{location[0].protocol}://{location[0].bucket}"
             raise FileNotFoundError(
                 f"--output_dir={url}: there is no {bucket}; make it first, or check its name"
             ) from error
         return
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, or below a file
         raise OSError(f"--output_dir={folder}: no folder can be there ({error.strerror}); choose another") from error
-    if not there.is_dir():
-        raise NotADirectoryError(f"--output_dir={folder}: {there} is a file; choose another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output_dir={folder}: {there} cannot be written to; choose another folder")
+    if not existing.is_dir():
+        raise NotADirectoryError(f"--output_dir={folder}: {existing} is a file; choose another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"--output_dir={folder}: {existing} cannot be written to; choose another folder")
 
 
 @contextlib.contextmanager
@@ -253,7 +253,7 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
             if not _contents(folder):
                 remove(folder)
         return
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -272,7 +272,7 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
         lock.release()
         if not _contents(folder):  # a run that was refused leaves nothing
             shutil.rmtree(folder, ignore_errors=True)
-            for path in made[1:]:
+            for path in created[1:]:
                 with contextlib.suppress(OSError):
                     path.rmdir()
 
@@ -281,14 +281,14 @@ def _try_storage(folder: Path) -> None:
     """Do what a run does: add to a file, replace one, rename a folder. Raises OSError where that cannot be done."""
     try:
         with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
-            log, other, made = (Path(scratch, name) for name in ("log", "other", "made"))
+            log, other, subfolder = (Path(scratch, name) for name in ("log", "other", "made"))
             for _ in range(2):
                 with open(log, "a") as file:
                     file.write("line\n")
             other.touch()
             os.replace(other, log)
-            made.mkdir()
-            os.rename(made, made.with_name("renamed"))
+            subfolder.mkdir()
+            os.rename(subfolder, subfolder.with_name("renamed"))
     except OSError as error:
         raise _unfit(folder, error) from error
 
@@ -296,10 +296,10 @@ def _try_storage(folder: Path) -> None:
 def _try_conditions(config: JobOptions) -> None:
     """Have the store of a run's folder refuse what a lease relies on that it refuses. Raises OSError if it does not."""
     folder = config.folder
-    found, url = remote(folder / f".storage-{uuid.uuid4().hex}"), address(folder)
-    if found is None or not config.lease:
+    location, url = remote(folder / f".storage-{uuid.uuid4().hex}"), address(folder)
+    if location is None or not config.lease:
         return
-    store, probe = found
+    store, probe = location
     try:
         tag = store.put(probe, b"1", tag="")
         for wrong in ("", tag):
@@ -367,8 +367,8 @@ def changed_options(config: JobOptions) -> list[str]:
     path = config.folder / CONFIG_NAME
     if not (config.resume and path.is_file()):
         return []
-    known = {of.path for of in options_of(type(config))}
-    was, now = (dict(leaves(options, known)) for options in (json.loads(path.read_text()), config.to_json()))
+    paths = {option.path for option in options_of(type(config))}
+    was, now = (dict(leaves(options, paths)) for options in (json.loads(path.read_text()), config.to_json()))
     changed = [name for name, value in now.items() if name not in OF_A_START and value != was.get(name)]
     follows = "; the learning rate of the steps that are left changes with it"
     return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
@@ -386,9 +386,9 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
                 "least, or start a new run, from the policy that this one exports at its end if it is to go on with it"
             )
     if not mirror_of(config.folder):
-        there = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
+        stored = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
         # Of more than the run keeps, none is deleted before the next one is there.
-        needed = max(disk_bytes - sum(there), max(there, default=0))
+        needed = max(disk_bytes - sum(stored), max(stored, default=0))
         require_space(config.folder, needed, "the checkpoints (--keep_checkpoints, --keep_best) and the trained policy")
 
 
@@ -416,12 +416,12 @@ def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
     Tasks on several nodes write it, and a network drive may mix two lines up that are written at once: those are left
     out.
     """
-    found = []
+    episodes = []
     for path in files_of_processes(output_dir / SKIPPED_NAME):
         for line in read_lines(path):
             with contextlib.suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
-    return found
+                episodes.append(json.loads(line))
+    return episodes
 
 
 def evaluations(output_dir: Path) -> list[dict[str, Any]]:
@@ -461,13 +461,13 @@ def stopping_on_signals(output_dir: Path) -> Iterator[None]:
 
     Must be entered in the main thread.
     """
-    asked = False
+    stopping = False
 
     def ask(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked or is_lost(output_dir):
+        nonlocal stopping
+        if stopping or is_lost(output_dir):
             raise SystemExit(128 + number)
-        asked = True
+        stopping = True
         (output_dir / STOP_NAME).touch()
         # Not by print: what is interrupted may be in the middle of one, and Python's streams do not stand that.
         os.write(2, b"stopping: a checkpoint is taken at the next log step; once more to end now\n")

@@ -84,9 +84,9 @@ def drive(folder: Path, when_lost: Callable[[], None] = end_process) -> Iterator
 
 class _Lease:
     def __init__(self, folder: Path):
-        found = remote(folder / LOCK_NAME)
-        assert found is not None
-        self._folder, (self._store, self._key) = folder, found
+        location = remote(folder / LOCK_NAME)
+        assert location is not None
+        self._folder, (self._store, self._key) = folder, location
         self._id, self._renewals, self._tag = uuid.uuid4().hex, 0, ""
         _lost.discard(folder)
 

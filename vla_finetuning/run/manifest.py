@@ -48,8 +48,8 @@ class Progress:
     @property
     def score(self) -> tuple[float, float]:
         """The lower, the better: held-out losses before all others, and NaN last."""
-        found = [math.inf if loss is None or math.isnan(loss) else loss for loss in (self.eval_loss, self.loss)]
-        return found[0], found[1]
+        losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in (self.eval_loss, self.loss)]
+        return losses[0], losses[1]
 
 
 # As JSON has them.

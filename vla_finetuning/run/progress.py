@@ -85,11 +85,11 @@ class MetricsLog:
 def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """A line of `evaluations.jsonl` as a line of `metrics.jsonl` tells of it; success is of all episodes listed."""
     errors = evaluation.get("errors", 0)
-    found = {"success_step": evaluation["step"], **({"success_errors": errors} if errors else {})}
+    line = {"success_step": evaluation["step"], **({"success_errors": errors} if errors else {})}
     if not evaluation["episodes"]:
-        return found
+        return line
     (low, high), success = evaluation["interval"], evaluation["successes"] / (evaluation["episodes"] + errors)
-    return {"success": success, "success_low": low, "success_high": high, **found}
+    return {"success": success, "success_low": low, "success_high": high, **line}
 
 
 def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
@@ -115,8 +115,8 @@ class RowsLog:
         for epoch in np.unique(epochs).tolist():
             line = {"attempt": self._attempt, "epoch": epoch, "step": step}
             for name, chosen in (("rows", ~is_skipped), ("skipped", is_skipped)):
-                of_it = (epochs == epoch) & chosen
-                line[name] = np.stack([dataset_index[of_it], index[of_it]], axis=1).tolist()
+                mask = (epochs == epoch) & chosen
+                line[name] = np.stack([dataset_index[mask], index[mask]], axis=1).tolist()
             self._append(json.dumps(line))
 
 
@@ -254,9 +254,9 @@ class _Follower:
     def look(self, bar: Any) -> None:
         output_dir, steps, reported = self._output_dir, self._steps, self._reported
         for path in files_of_processes(output_dir / LOG_NAME):
-            lines, known = read_lines(path), reported.warnings.get(path.name, 0)
+            lines, count = read_lines(path), reported.warnings.get(path.name, 0)
             reported.warnings[path.name] = len(lines)
-            for text in lines[known:]:
+            for text in lines[count:]:
                 with tqdm.external_write_mode(file=sys.stderr):
                     tell(text, file=sys.stderr)
         for line in skipped_episodes(output_dir):

@@ -112,18 +112,18 @@ def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not (folder / CONFIG_NAME).is_file():
-        if there := exported_robots(output_dir / POLICY_DIR):
+        if names := exported_robots(output_dir / POLICY_DIR):
             raise ValueError(
-                f"{address(output_dir)}: no robot {robot!r} among those that were trained: {', '.join(there)}"
+                f"{address(output_dir)}: no robot {robot!r} among those that were trained: {', '.join(names)}"
             )
         raise ValueError(f"{folder}: no trained policy is there; it is written when a run has done its last step")
     files, _ = exported_files(folder)  # the card is made of one of them
     if WEIGHTS_NAME not in files:
         raise ValueError(f"{folder} lacks {WEIGHTS_NAME}: a policy without weights is not pushed")
     _write_card(folder / CARD_NAME, model_card(output_dir, repo_id, robot))
-    files, others = exported_files(folder)
-    if others:
-        logger.warning("%s: not pushed, because no export writes it: %s", folder, ", ".join(others))
+    files, rest = exported_files(folder)
+    if rest:
+        logger.warning("%s: not pushed, because no export writes it: %s", folder, ", ".join(rest))
     with explaining_errors(repo_id, None, "model", cached=False):
         added = [CommitOperationAdd(name, folder / name) for name in files]
         message = f"Policy trained by {output_dir.name}"
@@ -136,7 +136,7 @@ def exported_files(folder: Path) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: a link is among them, which may lead to any file that this user can read.
     """
-    files, others = [], []
+    files, rest = [], []
     for path in (folder, *sorted(folder.iterdir()), *sorted((folder / TOKENIZER_DIR).glob("*"))):
         name = path.relative_to(folder).as_posix()
         mode = path.lstat().st_mode
@@ -148,8 +148,8 @@ def exported_files(folder: Path) -> tuple[list[str], list[str]]:
         if stat.S_ISREG(mode) and POLICY_FILES.fullmatch(name):
             files.append(name)
         elif name not in (".", TOKENIZER_DIR):
-            others.append(name)
-    return files, others
+            rest.append(name)
+    return files, rest
 
 
 def _write_card(path: Path, text: str) -> None:
@@ -223,8 +223,8 @@ def _on_robot(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "fps" not in facts:
         return []
     cameras = (
-        f"{name} {of['height']}x{of['width']}" + (f" as {of['policy']}" if "policy" in of else "")
-        for name, of in facts["cameras"].items()
+        f"{name} {camera['height']}x{camera['width']}" + (f" as {camera['policy']}" if "policy" in camera else "")
+        for name, camera in facts["cameras"].items()
     )
     vectors = {name: value for name, value in facts.items() if name == "action" or name.startswith("observation.")}
     rows = {
@@ -304,12 +304,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         repo_id = args.repo_id or config.get("policy_repo_id")
         if repo_id is None:
             raise ValueError(f"{address(args.output_dir)}: to which repository? give --repo_id USER/NAME")
-        where = (
+        targets = (
             {args.robot: repo_id}
             if args.robot
             else repositories(repo_id, exported_robots(args.output_dir / POLICY_DIR))
         )
-        for robot, repository in where.items():
+        for robot, repository in targets.items():
             check_push(repository, args.private or config.get("policy_private"))
             tell(f"Pushed       {push_policy(args.output_dir, repository, robot)}")
     except (ValueError, OSError) as error:

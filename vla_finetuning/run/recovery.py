@@ -60,10 +60,10 @@ def keep_manifest(folder: Path, progress: Progress, files: Files, attempt: int) 
 
 def keep_small_files(folder: Path, rank: int) -> None:
     """Leave what this rank has yet to send of other files beside its files of a checkpoint that cannot be sent."""
-    kept = partial_folder(folder) / SMALL_FILES.format(rank)
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir(parents=True)
-    keep_unsent(folder.parent.parent, kept)
+    target = partial_folder(folder) / SMALL_FILES.format(rank)
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    keep_unsent(folder.parent.parent, target)
 
 
 def recover_local_checkpoints(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
@@ -76,28 +76,28 @@ def recover_local_checkpoints(job: Job, nodes: Iterable[str], on_nodes: OnNodes)
         StorageError: the store does not answer.
     """
     checkpoints = job.checkpoints_dir
-    found = on_nodes({node: partial(local_checkpoints, checkpoints) for node in nodes})
+    by_node = on_nodes({node: partial(local_checkpoints, checkpoints) for node in nodes})
     newest = latest_checkpoint(checkpoints)
     done = 0 if newest is None else load_progress(newest).step
-    candidates = [local for of_node in found.values() for local in of_node if local.state is not None]
+    candidates = [local for saved in by_node.values() for local in saved if local.state is not None]
     usable = [local for local in candidates if _goes_on(local, job, done)]
     chosen = max(usable, key=lambda local: local.step, default=None)
     if chosen is not None and chosen.state is not None:
         folder, state = checkpoints / f"{PREFIX}{chosen.step:08d}", chosen.state
-        having = {node: [local for local in of_node if local.step == chosen.step] for node, of_node in found.items()}
-        _require_all(chosen, [local for of_node in having.values() for local in of_node], done)
+        having = {node: [local for local in saved if local.step == chosen.step] for node, saved in by_node.items()}
+        _require_all(chosen, [local for saved in having.values() for local in saved], done)
         sending = partial(send_local_checkpoint, folder, state, job.timeouts.store)
-        on_nodes({node: sending for node, of_node in having.items() if of_node})
+        on_nodes({node: sending for node, saved in having.items() if saved})
         commit(folder, Progress(**state["progress"]), state["files"], state["attempt"])
         tell(f"Recovered    the state of step {chosen.step}, from the disk of {chosen.host}, is in the bucket now")
     if candidates:
-        on_nodes({node: partial(forget_unsent, checkpoints) for node in found})
+        on_nodes({node: partial(forget_unsent, checkpoints) for node in by_node})
     return None if chosen is None else chosen.step
 
 
 def local_checkpoints(checkpoints: Path) -> list[LocalCheckpoint]:
     """Return what this node has of checkpoints that could not be sent."""
-    found = []
+    stored = []
     for step, disk in sorted(unsent(checkpoints).items()):
         state = None
         try:
@@ -107,8 +107,8 @@ def local_checkpoints(checkpoints: Path) -> list[LocalCheckpoint]:
         except (OSError, ValueError) as error:
             logger.warning("%s on %s cannot be read: %s", disk / STATE, socket.gethostname(), error)
         files = {file.name: file.stat().st_size for file in disk.iterdir() if file.is_file() and file.name != STATE}
-        found.append(LocalCheckpoint(socket.gethostname(), str(disk), step, files, state))
-    return found
+        stored.append(LocalCheckpoint(socket.gethostname(), str(disk), step, files, state))
+    return stored
 
 
 def send_local_checkpoint(folder: Path, state: Mapping[str, Any], timeout_s: float) -> None:
@@ -143,8 +143,8 @@ def _goes_on(local: LocalCheckpoint, job: Job, done: int) -> bool:
 
 def _require_all(chosen: LocalCheckpoint, everywhere: Iterable[LocalCheckpoint], done: int) -> None:
     assert chosen.state is not None
-    there = {item for local in everywhere for item in local.files.items()}
-    missing = sorted(name for name, of in chosen.state["files"].items() if (name, of["bytes"]) not in there)
+    stored = {item for local in everywhere for item in local.files.items()}
+    missing = sorted(name for name, entry in chosen.state["files"].items() if (name, entry["bytes"]) not in stored)
     if missing:
         raise ValueError(
             f"the state of step {chosen.step}, which {chosen.host} could not send, lacks {', '.join(missing)}: bring "
