@@ -79,7 +79,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> Non
 
 def train(run: GrpoRun, worker: Worker) -> bool:
     """Train from the newest checkpoint to the end of the run; False if the run was asked to stop before."""
-    return vla.train(run, worker, kind=GrpoState, attached=callbacks_for).finished
+    return vla.train(run, worker, state_class=GrpoState, attached=callbacks_for).finished
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
     return run_program(GRPO, argv, partial(prepare, examined=examined))
 
 
-def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
+def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
     examined = examined or examine(parse_grpo(argv))
     config: GrpoConfig = examined.config
@@ -102,14 +102,14 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
         return None
     require_tracker(config.track)
     if config.policy_path is None:
-        folder = imitated(held, config.dry_run)
+        folder = imitated(stack, config.dry_run)
         if folder is None:
             tell("Imitation    comes first, and has not run: the plan is that of its policy; run without --dry_run")
             return None
         config = replace(config, policy_path=str(folder))
     run = resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
     config, job = run.config, run.job
-    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     dataset_of(run)  # what else is there is refused
     tell_text(describe_grpo(run))
     if config.dry_run:
@@ -118,14 +118,14 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
             tell_text(describe_memory(config.training(), needed, run.policy.checkpoint_bytes))
         return None
     prepare_folder(config)
-    held.enter_context(track(job.output_dir, config.track, config.track_project))
+    stack.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run)
 
 
 def work(run: GrpoRun) -> int:
     """Train on the cluster, and evaluate. Returns the exit status, see `main`."""
     job = run.job
-    with contextlib.ExitStack() as beside:
+    with contextlib.ExitStack() as stack:
         tell("Starting     Ray and the workers")
         cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
         from vla_finetuning.rl.learning_page import (
@@ -135,9 +135,9 @@ def work(run: GrpoRun) -> int:
         record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
         if run.scene.states:
             write_json(
-                job.output_dir / INITIAL_STATES_NAME, {task: asdict(own) for task, own in run.scene.states.items()}
+                job.output_dir / INITIAL_STATES_NAME, {task: asdict(state) for task, state in run.scene.states.items()}
             )
-        beside.callback(write_grpo_report, job.output_dir)
+        stack.callback(write_grpo_report, job.output_dir)
         workers = partial(worker_group, job, train_loop_per_worker, {"run": ray.put(run)})
         steps_done = fit(job, workers, iteration_line)
         if steps_done < job.steps:
@@ -166,7 +166,7 @@ def evaluate(run: GrpoRun) -> int:
         return 5
 
 
-def imitated(held: contextlib.ExitStack, dry_run: bool) -> Path | None:
+def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
     """The demo's first half: a policy that `vla.py` has trained on disobedient demonstrators, now or earlier.
 
     None where a dry run would have to train it.
@@ -177,7 +177,7 @@ def imitated(held: contextlib.ExitStack, dry_run: bool) -> Path | None:
         if dry_run:
             return None
         if not ray.is_initialized():
-            held.callback(ray.shutdown)
+            stack.callback(ray.shutdown)
         cluster.connect()  # for both halves
         shutil.rmtree(folder, ignore_errors=True)
         tell("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")

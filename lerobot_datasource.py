@@ -114,7 +114,7 @@ class LeRobotDatasource(Datasource):
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
         frame_ranges = selection.frame_ranges
-        episodes = selection.episodes if frame_ranges is None else [left.episodes for left in frame_ranges]
+        episodes = selection.episodes if frame_ranges is None else [ranges.episodes for ranges in frame_ranges]
         # Of several datasets some may have none, unless a weight asks for rows of each.
         may_be_none = len(self.metas) > 1 and selection.weights is None
         selected = [
@@ -158,7 +158,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
-        drawn = drawn_episodes(self.metas, selected, self._features, selection)
+        pool = drawn_episodes(self.metas, selected, self._features, selection)
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -170,14 +170,14 @@ class LeRobotDatasource(Datasource):
         sharding, self.shards = order.sharding, 1
         self.plan: Plan
         if sharding is None:
-            self.plan = plan(drawn.episodes, seed=order.shuffle_seed, episode_weights=drawn.weight)
+            self.plan = plan(pool.episodes, seed=order.shuffle_seed, episode_weights=pool.weight)
         else:
             self.shards = sharding.count
-            drawn, shard = drawn.divided(self.shards, cut_at, [meta.root for meta in self.metas])
+            pool, shard = pool.divided(self.shards, cut_at, [meta.root for meta in self.metas])
             self.plan = ShardedPlan(
-                drawn.episodes, shard, sharding, seed=order.shuffle_seed, plan=plan, episode_weights=drawn.weight
+                pool.episodes, shard, sharding, seed=order.shuffle_seed, plan=plan, episode_weights=pool.weight
             )
-        self._places = drawn.places
+        self._places = pool.places
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self._block_rows(row_bytes)
@@ -209,10 +209,10 @@ class LeRobotDatasource(Datasource):
 
     def apply_projection(self, projection_map: dict[str, str] | None) -> Datasource:
         """The source of these columns. Raises ValueError for one that it has not."""
-        known = self.columns()
-        if unknown := [name for name in projection_map or {} if name not in known]:
+        names = self.columns()
+        if unknown := [name for name in projection_map or {} if name not in names]:
             raise ValueError(
-                f"no column {unknown[0]!r}{did_you_mean(unknown[0], known)}; the columns are {list(known)}"
+                f"no column {unknown[0]!r}{did_you_mean(unknown[0], names)}; the columns are {list(names)}"
             )
         return super().apply_projection(projection_map)
 
@@ -222,11 +222,11 @@ class LeRobotDatasource(Datasource):
         names += [key + IS_PAD for key in self._delta_indices]
         names += ["task", "dataset_index"]
         names += ["position"] * self._with_position + [IS_SKIPPED] * self.skips
-        wanted = self._projection_map
-        if wanted is None:
+        projection = self._projection_map
+        if projection is None:
             return tuple(names)
         # Ray asks for no columns at all when it only counts: a row must still be a row.
-        return tuple(name for name in names if name in wanted) or ("dataset_index",)
+        return tuple(name for name in names if name in projection) or ("dataset_index",)
 
     def row_bytes(self) -> int:
         """Bytes of one row in the object store."""
@@ -335,13 +335,13 @@ class LeRobotDatasource(Datasource):
             bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
         # Part of a stream: each task gets its rows, so that none needs the whole plan. An epoch: a node holds its
         # whole plan once, and each task gets its place in it.
-        whole = None if self._with_position else self._whole_epoch(first, last)
+        epoch = None if self._with_position else self._whole_epoch(first, last)
         planned = [
-            Planned(whole, a, b if limit is None else min(b, a + limit), self._read_rows, self.block_rows)
+            Planned(epoch, a, b if limit is None else min(b, a + limit), self._read_rows, self.block_rows)
             for a, b in itertools.pairwise(bounds.tolist())
         ]
-        reads: Iterable[Iterable[WindowRead]] = planned if whole else reads_of_tasks(planned, self.plan, self._places)
-        return [task(p.first, p.last - p.first, of) for p, of in zip(planned, reads, strict=True)]
+        reads: Iterable[Iterable[WindowRead]] = planned if epoch else reads_of_tasks(planned, self.plan, self._places)
+        return [task(p.first, p.last - p.first, task_reads) for p, task_reads in zip(planned, reads, strict=True)]
 
     def _whole_epoch(self, first: int, last: int) -> Any:
         """The epoch's plan in the object store, once for each Ray session that this source outlives."""
@@ -353,8 +353,8 @@ class LeRobotDatasource(Datasource):
     def _task_rows(self, first: int, last: int) -> int:
         """Estimate the rows of a read task in an execution of stream positions [first, last)."""
         turns = (last - first) // self._read_rows
-        each = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
-        return self._read_rows * max(each, -(-turns // MAX_TASKS))
+        reads = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
+        return self._read_rows * max(reads, -(-turns // MAX_TASKS))
 
     def _reads_of(self, share: BlockShare, first: int, last: int) -> Iterator[list[WindowRead]]:
         """Return what a share of stream positions [first, last) is, read task by read task.
@@ -363,14 +363,14 @@ class LeRobotDatasource(Datasource):
         """
         runs, task_rows = share.runs(first, last, self.block_rows), self._task_rows(first, last)
         cuts = self.plan.window_starts(first + share.first * self.block_rows, last)
-        here = [
+        pieces = [
             runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")].clip(a, b)
             for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist())
         ]
-        here = [of for of in here if len(of)]
+        pieces = [piece for piece in pieces if len(piece)]
         reads: list[WindowRead] = []
-        for of, windows in zip(here, self.plan.slices_in(here), strict=True):
-            reads.append(replace(self._read(windows), runs=of))
+        for piece, windows in zip(pieces, self.plan.slices_in(pieces), strict=True):
+            reads.append(replace(self._read(windows), runs=piece))
             if sum(map(len, reads)) >= task_rows:
                 yield reads
                 reads = []

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
     return run_program(VALUE, argv, partial(prepare, examined=examined))
 
 
-def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
+def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
     examined = examined or examine(parse_value(argv))
     config: ValueConfig = examined.config
@@ -72,26 +72,26 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     require_tracker(config.track)
     run = resolve_value(config, cluster.gpus_found(config.scaling, config.preset), examined.datasets)
     job = run.training.job
-    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     tell_text(describe_value(run))
     tell(*look_at_rows(run.training, examined.datasets))
     if config.dry_run:
         return None
     prepare_folder(config)
-    held.enter_context(track(job.output_dir, config.track, config.track_project))
+    stack.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run)
 
 
 def work(run: ValueRun) -> int:
     """Train on the cluster, and label. Returns the exit status, see `main`."""
     job = run.training.job
-    with contextlib.ExitStack() as beside:
+    with contextlib.ExitStack() as stack:
         tell("Starting     Ray and the workers; the first step takes about a minute")
         training, data_options = on_cluster(run.training)
         from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
         record_run(job, training.policy, describe_value(run), ray.cluster_resources(), training.rows)
-        beside.enter_context(keep_report(job.output_dir))
+        stack.enter_context(keep_report(job.output_dir))
         options: dict[str, Any] = {"loop": train_loop_per_worker}
         newest = checkpoint_to_resume(job.output_dir)
         steps_done = load_progress(newest).step if newest is not None else 0

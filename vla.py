@@ -99,19 +99,19 @@ def train(
     worker: Worker,
     callbacks: Sequence[Callback] = (),
     *,
-    kind: type[LoopState] = TrainState,
+    state_class: type[LoopState] = TrainState,
     attached: Callable[[Any, Any], list[Callback]] | None = None,
     **options: Any,
 ) -> LoopState:
     """Train from the newest checkpoint to the end of the run, or until the run is asked to stop.
 
     Args:
-        callbacks: attach besides the run's own, before them. kind: what a step is. attached: the run's own callbacks;
-            `callbacks_for` when None. options: fields of the state.
+        callbacks: attach besides the run's own, before them. state_class: what a step is. attached: the run's own
+            callbacks; `callbacks_for` when None. options: fields of the state.
     """
-    state = kind.restore(run, worker, **options)
-    own: Callable[[Any, Any], list[Callback]] = attached or callbacks_for
-    hooks = [*callbacks, *own(run, state)]
+    state = state_class.restore(run, worker, **options)
+    run_callbacks: Callable[[Any, Any], list[Callback]] = attached or callbacks_for
+    hooks = [*callbacks, *run_callbacks(run, state)]
     state.open_batches(hooks)
     state.build()
     for hook in hooks:
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
     return run_program(VLA, argv, partial(prepare, examined=examined))
 
 
-def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
+def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
     examined = examined or examine(parse_args(argv))
     config: Config = examined.config
@@ -178,7 +178,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     require_tracker(config.track)
     run = resolve(config, cluster.gpus_found(config.scaling, config.preset), examined.datasets)
     config, job = run.config, run.job
-    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     evaluator = Evaluator(run, policy_at) if config.env_type else None
     tell_text(describe(run))
     tell(*look_at_rows(run, examined.datasets))
@@ -188,22 +188,22 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     if config.dry_run:
         return None
     prepare_folder(config)
-    held.enter_context(track(job.output_dir, config.track, config.track_project))
+    stack.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run, evaluator, gpu_bytes)
 
 
 def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
     """Train on the cluster, evaluate, push. Returns the exit status, see `main`."""
     config, job = run.config, run.job
-    with contextlib.ExitStack() as beside:
+    with contextlib.ExitStack() as stack:
         tell("Starting     Ray and the workers; the first step takes about a minute")
         run, data_options = on_cluster(run, gpu_bytes)
         from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
         record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)
-        beside.enter_context(keep_report(job.output_dir))
+        stack.enter_context(keep_report(job.output_dir))
         if evaluator is not None:
-            beside.callback(evaluator.close)
+            stack.callback(evaluator.close)
         with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
             steps_done = fit(job, lambda: make_trainer(run, data_options))
         if steps_done < job.steps:
