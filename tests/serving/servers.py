@@ -8,6 +8,7 @@ import threading
 
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS
 from vla_finetuning.options.command_line import parse_serve
+from vla_finetuning.serving.batches import Batches
 from vla_finetuning.serving.gateway import Gateway
 from vla_finetuning.serving.replica import compute, load_players
 from vla_finetuning.serving.server import listening, resolve_service, running
@@ -43,20 +44,19 @@ def make_service(folder, *flags):
 
 
 class InProcess:
-    """In place of Serve's handle: computes here, one request at a time."""
+    """In place of Serve's handle: computes here."""
 
     def __init__(self, service):
         self._players = load_players(service.sources, 1)
         self.predict, self.requests = self, []
 
-    async def remote(self, request):
-        self.requests.append(request)
-        (answer,) = compute(self._players, [request])
-        return answer
+    async def remote(self, requests):
+        self.requests += requests
+        return compute(self._players, requests)
 
 
 def gateway_of(service, handle, token=None):
-    return Gateway(service.interfaces, handle, seed=service.config.seed, token=token, timeout_s=60)
+    return Gateway(service.interfaces, Batches(handle, 1, 32, 0.005, 60), service.config.seed, token)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ class ServeOptions:
     replicas: int = option(1, "Processes that compute, each with a GPU where there are any.", min=1)
     cpus_per_replica: int = option(1, "CPUs of each of them, and threads that it computes with.", min=1)
     batch_size: int = option(32, "Observations that a replica computes at once, at most.", min=1)
-    wait_ms: float = option(2.0, "Milliseconds that an observation waits for others.", min=0)
+    wait_ms: float = option(5.0, "Milliseconds that observations wait for others, where several come at a time.", min=0)
     max_message_mb: float = option(16.0, "Size of an observation in 10^6 bytes, at most.", above=0, max=1000)
 
     def check(self, config: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import itertools
 import re
@@ -13,10 +12,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from ray.exceptions import RayError
-from ray.serve.handle import DeploymentHandle
 
 from vla_finetuning.rollouts.player import Key
+from vla_finetuning.serving.batches import Batches
 from vla_finetuning.serving.observations import Interface
 from vla_finetuning.serving.replica import Answer, Request
 
@@ -46,22 +44,11 @@ class Gateway:
 
     Args:
         interfaces: what each robot's policy sees, by robot; "" of the only one.
-        replicas: Serve's handle of the deployment.
         seed: of the policy's noise. token: that clients must send; None: any may connect.
-        timeout_s: how long a request may take.
     """
 
-    def __init__(
-        self,
-        interfaces: Mapping[str, Interface],
-        replicas: DeploymentHandle,
-        *,
-        seed: int,
-        token: str | None,
-        timeout_s: float,
-    ) -> None:
-        self._interfaces, self._replicas, self._seed = interfaces, replicas, seed
-        self._token, self._timeout_s = token, timeout_s
+    def __init__(self, interfaces: Mapping[str, Interface], batches: Batches, seed: int, token: str | None) -> None:
+        self._interfaces, self._batches, self._seed, self._token = interfaces, batches, seed, token
         self._numbers = itertools.count()
         self.registry = CollectorRegistry()
         self._requests = Counter(
@@ -123,13 +110,7 @@ class Gateway:
             self._requests.labels(robot, "refused").inc()
             raise
         key: Key = (self._seed, session.name, 0, session.decisions if decision is None else decision)
-        request = Request(robot, observation, instruction, key)
-        try:
-            answer = await asyncio.wait_for(self._replicas.predict.remote(request), self._timeout_s)
-        except TimeoutError:
-            answer = f"no replica answered within {self._timeout_s:g} s; send the observation again"
-        except RayError as error:
-            answer = f"the replica that computed this is gone ({type(error).__name__}); send the observation again"
+        answer = await self._batches.compute(Request(robot, observation, instruction, key))
         if not isinstance(answer, Answer):
             self._requests.labels(robot, "failed").inc()
             raise RuntimeError(answer)

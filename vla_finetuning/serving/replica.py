@@ -1,11 +1,9 @@
-"""The processes that compute: on each all robots' policies, and batches of what arrives together. On Ray Serve."""
+"""The processes that compute, on Ray Serve: each has all robots' policies."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,18 +77,10 @@ def _shapes(observation: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @serve.deployment
 class Replica:
-    """Holds the policies, and computes a batch while the next one gathers."""
+    """Holds the policies, and computes one batch after the other."""
 
-    def __init__(self, sources: Mapping[str, PolicySource], batch_size: int, wait_s: float, threads: int) -> None:
+    def __init__(self, sources: Mapping[str, PolicySource], threads: int) -> None:
         self._players = load_players(sources, threads)
-        # Not in the event loop, which goes on taking requests and answering Serve's checks of health.
-        self._thread = ThreadPoolExecutor(1)
-        batches: Any = self.predict
-        batches.set_max_batch_size(batch_size)
-        batches.set_batch_wait_timeout_s(wait_s)
 
-    @serve.batch
-    async def predict(self, requests: list[Request]) -> list[Answer | str]:
-        """Return the answers to requests; each caller sends one, and gets its own."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, compute, self._players, requests)
+    def predict(self, requests: Sequence[Request]) -> list[Answer | str]:
+        return compute(self._players, requests)

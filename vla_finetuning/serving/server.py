@@ -29,13 +29,11 @@ from vla_finetuning.rollouts.player import PolicySource, check_acts, check_advan
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.serving import lerobot, openpi
+from vla_finetuning.serving.batches import Batches
 from vla_finetuning.serving.gateway import Gateway
 from vla_finetuning.serving.observations import Interface
 from vla_finetuning.serving.replica import Replica
 from vla_finetuning.terminal import tell
-
-# Batches that wait at a replica while it computes one; what comes on top waits in the server.
-BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -131,20 +129,16 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
     deployment = replica.options(
         num_replicas=options.replicas,
         ray_actor_options={"num_cpus": options.cpus_per_replica, "num_gpus": int(on_gpu)},
-        max_ongoing_requests=BATCHES_AHEAD * options.batch_size,
+        max_ongoing_requests=1,
     )
-    application = deployment.bind(sources, options.batch_size, options.wait_ms / 1000, options.cpus_per_replica)
+    application = deployment.bind(sources, options.cpus_per_replica)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # Clients connect to this process, which alone knows the token: Serve's own ports stay closed.
     await asyncio.to_thread(serve.start, proxy_location=ProxyLocation.Disabled)
     handle = await asyncio.to_thread(partial(serve.run, application, name=name, route_prefix=None))
-    gateway = Gateway(
-        service.interfaces,
-        handle,
-        seed=config.seed,
-        token=read_token(),
-        timeout_s=Timeouts.from_environment().worker,
-    )
+    timeout_s = Timeouts.from_environment().worker
+    batches = Batches(handle, options.replicas, options.batch_size, options.wait_ms / 1000, timeout_s)
+    gateway = Gateway(service.interfaces, batches, config.seed, read_token())
 
     async def is_healthy() -> bool:
         return await asyncio.to_thread(count_replicas, name) > 0
