@@ -60,8 +60,8 @@ class Timeouts:
             instance or a machine that restarts to come back; what still runs is paid for meanwhile.
         store: checkpoints that fail to reach the bucket of --output_dir, before the run stops and leaves its state on
             the node; a request is given up after a tenth of it.
-        step: a step of an environment, or a reset but the first; its process then ends, and its episodes are played
-            again.
+        step: a step of an environment, or a reset but the first; its process then ends, and its episodes go on in
+            another.
     """
 
     read: float = 120.0

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from vla_finetuning.evaluation.episodes import EPISODES_NAME, Book, read_evaluation
-from vla_finetuning.rollouts.episodes import episode_list, line_of, noise
-from vla_finetuning.rollouts.stage import Ended
+from vla_finetuning.rollouts.episodes import Ended, episode_list, line_of, noise
 
 ABOUT = {"policy": "a"}
 

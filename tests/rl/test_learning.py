@@ -36,10 +36,9 @@ from vla_finetuning.rl.objectives.base import totals
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.objectives.ppo import PPO
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
-from vla_finetuning.rollouts.episodes import Episode, line_of
+from vla_finetuning.rollouts.episodes import Episode, Playing, line_of
 from vla_finetuning.rollouts.player import Player
-from vla_finetuning.rollouts.scheduler import Playing
-from vla_finetuning.rollouts.stage import Stage, Start
+from vla_finetuning.rollouts.stage import Stage
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
 from vla_finetuning.training.export import export, exported_checkpoint
@@ -64,7 +63,7 @@ class LocalRollouts:
         return float(number % 3 == 0 and not alike)
 
     def play_here(self, episodes, decide):
-        starts = [Playing(number, episode).start() for number, episode in episodes.items()]
+        starts = [Playing(number, episode) for number, episode in episodes.items()]
         ended, chunks, waiting = {}, {number: [] for number in episodes}, []
         for stage, own in zip(self._stages, (starts[::2], starts[1::2]), strict=True):
             (_, decisions), seen = stage.advance(own)
@@ -352,7 +351,8 @@ def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
     player = Player(loss.policy, *run.policy.processors(), env=run.scene.env, rename_map={})
     actor = Actor(loss, player, prompts=run.policy.prompts, inference_batch=2, autocast=autocast, device=CPU)
     stage = Stage(task_makers(run.scene.env), 5, 60.0)
-    (_, decisions), seen = stage.advance([Start(number, "two_bins", 50 + number) for number in range(5)])
+    episodes = {n: Episode("plain", "two_bins", n, 50 + n) for n in range(5)}
+    (_, decisions), seen = stage.advance([Playing(number, episode) for number, episode in episodes.items()])
     chunks = []
 
     def noted(predicted):
@@ -360,7 +360,6 @@ def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
         return to_env(predicted)
 
     to_env, player.to_env = player.to_env, noted
-    episodes = {n: Episode("plain", "two_bins", n, 50 + n) for n in range(5)}
     decide = StochasticActor(actor, run.sde, 0, 0) if explore else DeterministicActor(actor, 0, episodes)
     actions = decide(seen, decisions)
     pre, post = make_pre_post_processors(loss.policy.config, pretrained_path=str(folder))

@@ -8,6 +8,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 
+from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.envs.two_bins_scene import BINS, GANTRY, INSTRUCTIONS
 from vla_finetuning.rollouts.episodes import noise
@@ -52,6 +53,27 @@ class Seeing:
             goal = goal + self.scatter_cm * noise(*key, (3,))
             chunks.append(position + (goal - position) * np.linspace(0.2, 1, 5)[:, None])
         return np.array(chunks, np.float32)
+
+
+def plain_loop(seed, key, replaced=(), **options):
+    """One episode alone, by gymnasium and `Seeing`, `key` being (seed of the noise, task, number)."""
+    with gymnasium.make(f"{two_bins.__name__}:{two_bins.GYM_ID}", **options) as env:
+        observation, _ = env.reset(seed=seed)
+        begun, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description
+        over, steps, decisions = False, 0, 0
+        while not over:
+            row = {
+                "agent_pos": observation["agent_pos"][None],
+                "pixels": {name: image[None] for name, image in observation["pixels"].items()},
+            }
+            (chunk,) = Seeing()(row, [dict(replaced).get(instruction, instruction)], [(*key, decisions)])
+            decisions += 1
+            for action in chunk:
+                observation, _, terminated, truncated, info = env.step(action)
+                steps += 1
+                if over := terminated or truncated:
+                    break
+    return instruction, info["is_success"], steps, decisions, begun, info["reached"]
 
 
 class Faulty(TwoBins):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 
-from tests.rollouts.players import FAULTY_ID, Seeing
+from tests.rollouts.players import FAULTY_ID, Seeing, plain_loop
 from vla_finetuning.envs import two_bins
 from vla_finetuning.rollouts import scheduler
 from vla_finetuning.rollouts.episodes import Episode
@@ -79,21 +79,12 @@ def test_every_episode_is_that_of_a_plain_loop(undisturbed):
     ended, asked, (simulation_s, rendering_s) = undisturbed
     assert list(ended) == list(EPISODES)
     assert len({line["initial_state"] for line in ended.values()}) == 6  # the scenes, of two episodes each
-    for number, seed in [(number, EPISODES[number].seed) for number in range(4)]:
-        with gymnasium.make(two_bins.GYM_ID, max_episode_steps=30) as env:
-            seen, _ = env.reset(seed=seed)
-            over, steps, decisions = False, 0, 0
-            while not over:
-                row = {key: value[None] for key, value in seen.items() if key != "pixels"}
-                row["pixels"] = {name: image[None] for name, image in seen["pixels"].items()}
-                (chunk,) = Seeing()(row, [env.unwrapped.task_description], [(3, "two_bins", number, decisions)])
-                decisions += 1
-                for action in chunk:
-                    seen, _, terminated, truncated, info = env.step(action)
-                    steps += 1
-                    if over := terminated or truncated:
-                        break
-        assert (ended[number]["steps"], ended[number]["success_once"]) == (steps, info["is_success"])
+    for number in range(4):
+        key = (3, "two_bins", number)
+        _, success, steps, decisions, begun, _ = plain_loop(EPISODES[number].seed, key, max_episode_steps=30)
+        line = ended[number]
+        found = (line["success_once"], line["steps"], line["decisions"], line["initial_state"])
+        assert found == (success, steps, decisions, begun)
         assert sum(one[0] == number for half in asked for one in half) == decisions
     assert 0 < rendering_s < 30 and 0 < simulation_s < 30
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import ray
 
-from tests.rollouts.players import FAULTY_ID, Seeing
+from tests.rollouts.players import FAULTY_ID, Seeing, plain_loop
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.options.environment import EvalOptions
@@ -22,34 +22,8 @@ CONDITIONS = {"plain": Condition(), "other": Condition(instructions=OTHER)}
 SEED = 50
 
 
-def plain_loop(episodes):
-    """Each episode alone, by gymnasium and the player itself."""
-    lines = {}
-    for episode in episodes:
-        replaced = CONDITIONS[episode.condition].instructions
-        with gymnasium.make(two_bins.GYM_ID) as env:
-            observation, _ = env.reset(seed=episode.seed)
-            begun, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description
-            over, steps, decisions = False, 0, 0
-            while not over:
-                row = {
-                    "agent_pos": observation["agent_pos"][None],
-                    "pixels": {name: image[None] for name, image in observation["pixels"].items()},
-                }
-                key = (SEED, episode.task, episode.episode, decisions)
-                (chunk,) = Seeing()(row, [replaced.get(instruction, instruction)], [key])
-                decisions += 1
-                for action in chunk:
-                    observation, _, terminated, truncated, info = env.step(action)
-                    steps += 1
-                    if over := terminated or truncated:
-                        break
-        lines[episode] = (instruction, info["is_success"], steps, decisions, begun, info["reached"])
-    return lines
-
-
 def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gpu=False, **options):
-    """{episode: as `plain_loop`}, or its error. acted: a list to fill with (line, actions)."""
+    """{episode: as `plain_loop` has it}, or its error. acted: a list to fill with (line, actions)."""
     lines = {}
 
     def on_end(line, actions):
@@ -77,7 +51,12 @@ def episodes():
 
 @pytest.fixture(scope="module")
 def expected(episodes):
-    lines = plain_loop(episodes)
+    lines = {
+        episode: plain_loop(
+            episode.seed, (SEED, episode.task, episode.episode), CONDITIONS[episode.condition].instructions
+        )
+        for episode in episodes
+    }
     successes = {name: sum(line[1] for e, line in lines.items() if e.condition == name) for name in CONDITIONS}
     assert 0 < successes["plain"] < 12 and successes["other"] == 0  # there is something to tell apart
     return lines
@@ -186,6 +165,7 @@ def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episo
 )  # fmt: skip
 def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, message, monkeypatch):
     monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 100.0)  # what has CPUs may start as slowly as it likes
     held_cpus = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
     ray.get(held_cpus.ready())
     try:

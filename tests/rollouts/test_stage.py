@@ -12,9 +12,15 @@ from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.protocol import state_hash
 from vla_finetuning.envs.two_bins_scene import GANTRY, demonstrate
 from vla_finetuning.rollouts import stage
-from vla_finetuning.rollouts.stage import Decision, Stage, Start
+from vla_finetuning.rollouts.episodes import Episode, Playing
+from vla_finetuning.rollouts.stage import Decision, Stage
 
-EPISODES = [Start(number, "two_bins", 1000 + number) for number in range(7)]
+
+def begun(number, seed=1000, task="two_bins"):
+    return Playing(number, Episode("plain", task, 0, seed))
+
+
+EPISODES = [begun(number, 1000 + number) for number in range(7)]
 MAKERS = {"two_bins": partial(gymnasium.make, two_bins.GYM_ID)}
 CHUNK = 4
 
@@ -25,8 +31,8 @@ def paths():
     for start in EPISODES:
         number = start.number
         with gymnasium.make(two_bins.GYM_ID) as env:
-            env.reset(seed=start.seed)
-            begun, colour = env.unwrapped.state_hash(), env.unwrapped.task
+            env.reset(seed=start.episode.seed)
+            state, colour = env.unwrapped.state_hash(), env.unwrapped.task
             if number == 3:
                 (colour,) = {"red", "blue"} - {colour}
             _, actions = demonstrate(env.unwrapped._scene, colour)
@@ -36,7 +42,7 @@ def paths():
                 if terminated:
                     break
             instruction = env.unwrapped.task_description
-        found[number] = actions, (instruction, info["is_success"], step + 1, reward, begun, info)
+        found[number] = actions, (instruction, info["is_success"], step + 1, reward, state, info)
     return found
 
 
@@ -47,8 +53,8 @@ def test_episodes_are_those_of_a_plain_loop(slots):
     left, found, chunks, most = list(EPISODES), {}, None, 0
     while True:
         (ended, waiting), seen = playing.advance(left, chunks)
-        begun = {d.number for d in waiting} | {e.number for e in ended}
-        left = [start for start in left if start.number not in begun]
+        there = {d.number for d in waiting} | {e.number for e in ended}
+        left = [start for start in left if start.number not in there]
         for one in ended:
             found[one.number] = (
                 *(one.instruction, one.success_once, one.steps, one.total_reward, one.initial_state, one.info),
@@ -62,6 +68,23 @@ def test_episodes_are_those_of_a_plain_loop(slots):
         chunks = np.stack([expected[d.number][0][CHUNK * d.decision :][:CHUNK] for d in waiting])
     assert found == {number: episode for number, (_, episode) in expected.items()}
     assert found[3][1] is False and most == min(slots, len(EPISODES))
+
+
+def test_an_episode_of_a_process_that_failed_is_the_same_and_waits_in_the_same_order():
+    expected, held = paths(), [begun(number, 1000 + number) for number in range(3)]
+    for playing in held:
+        actions = expected[playing.number][0]
+        playing.chunks = list(actions[: 2 * CHUNK].reshape(2, CHUNK, -1))
+    (ended, waiting), seen = Stage(MAKERS, 3, step_limit_s=60).advance([*held, begun(3, 1003)])
+    assert not ended and [(d.number, d.decision) for d in waiting] == [(0, 2), (1, 2), (2, 2)]
+    assert all(image.any() for images in seen["pixels"].values() for image in images)
+    # One that was in its last chunk leaves its place to the next.
+    held[0].chunks = np.array_split(expected[0][0], len(expected[0][0]) // CHUNK)
+    ((one,), waiting), _ = Stage(MAKERS, 3, step_limit_s=60).advance([*held, begun(3, 1003)])
+    assert (one.instruction, one.success_once, one.steps, one.total_reward, one.initial_state, one.info) == expected[0][
+        1
+    ]
+    assert [(d.number, d.decision) for d in waiting] == [(3, 0), (1, 2), (2, 2)]
 
 
 def test_a_slot_has_one_environment_of_the_task_it_plays():
@@ -79,7 +102,7 @@ def test_a_slot_has_one_environment_of_the_task_it_plays():
     playing = Stage({task: partial(make, task) for task in "ab"}, 1, step_limit_s=60)
     assert [task for task, _ in made] == ["a"]  # what cannot be made is known at once
     for number, task in enumerate("aabba"):
-        playing.advance([Start(number, task, 1000)])
+        playing.advance([begun(number, task=task)])
         goal = made[-1][1]._scene.place(made[-1][1].task)
         while playing.advance([], np.tile(np.float32(goal), (1, 40, 1)))[0][1]:
             pass
@@ -103,7 +126,7 @@ def test_it_looks_only_where_a_policy_does(monkeypatch):
     looks = []
     noted = replace(GANTRY, render=lambda *seen: looks.append(1) or GANTRY.render(*seen))
     monkeypatch.setattr(two_bins.TwoBins, "robot", noted)
-    (_, (decision,)), _ = playing.advance([Start(5, "two_bins", 1000)])
+    (_, (decision,)), _ = playing.advance([begun(5)])
     assert decision == Decision(5, 0, decision.instruction) and len(looks) == 1
     playing.advance([], np.zeros((1, 6, 3), np.float32))
     assert len(looks) == 2

@@ -15,7 +15,7 @@ import numpy as np
 
 from vla_finetuning.files import append_line, read_json, read_lines, write_json, write_whole
 from vla_finetuning.mirror import address, pull
-from vla_finetuning.rollouts.episodes import Episode, pack_actions, unpack_actions
+from vla_finetuning.rollouts.episodes import Episode, name_of, pack_actions, unpack_actions
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
 
@@ -47,7 +47,7 @@ class Book:
             raise ValueError(f"{address(self._path)} is there without {EVALUATED_NAME}: choose another --output_dir")
         write_json(folder / EVALUATED_NAME, about)
         lines = [json.loads(line) for line in read_lines(self._path)]
-        self.done = {_key(line): line for line in lines if line["error"] is None}
+        self.done = {name_of(line): line for line in lines if line["error"] is None}
         # Without a last line that was cut off, and without those that are to be done again.
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
 
@@ -59,11 +59,7 @@ class Book:
         append_line(self._path, json.dumps(line))
 
     def is_done(self, episode: Episode) -> bool:
-        return _key(asdict(episode)) in self.done
-
-
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in Episode.__dataclass_fields__)
+        return name_of(asdict(episode)) in self.done
 
 
 def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
@@ -85,11 +81,11 @@ def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]
         raise FileNotFoundError(
             f"{address(folder)} holds no evaluation: no {EVALUATED_NAME} (evaluate.py --output_dir writes it)"
         )
-    lines = {_key(line): line for line in map(json.loads, read_lines(folder / EPISODES_NAME))}
-    missing = [episode for episode in about["episodes"] if _key(episode) not in lines]
+    lines = {name_of(line): line for line in map(json.loads, read_lines(folder / EPISODES_NAME))}
+    missing = [episode for episode in about["episodes"] if name_of(episode) not in lines]
     if missing:
         raise ValueError(
             f"{address(folder)}: {len(missing)} of {len(about['episodes'])} episodes are not done; give evaluate.py "
             "the same flags again to go on"
         )
-    return about, [lines[_key(episode)] for episode in about["episodes"]]
+    return about, [lines[name_of(episode)] for episode in about["episodes"]]

@@ -11,7 +11,7 @@ import numpy as np
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.intervals import wilson
 from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.rollouts.episodes import Condition, Line, episode_list
+from vla_finetuning.rollouts.episodes import Condition, Line, episode_list, name_of
 from vla_finetuning.rollouts.player import PolicySource
 from vla_finetuning.rollouts.replay import make_films
 from vla_finetuning.rollouts.servers import play
@@ -44,13 +44,13 @@ class SideBySide:
         number: Callable[[str, int], int] = lambda _, i: i,
     ):
         self._makers = makers
-        self._lines: dict[tuple[str, str, int], Line] = {}
-        self._actions: dict[tuple[str, str, int], np.ndarray] = {}
+        self._lines: dict[tuple[Any, ...], Line] = {}
+        self._actions: dict[tuple[Any, ...], np.ndarray] = {}
 
         def on_end(line: Line, actions: np.ndarray | None) -> None:
-            self._lines[_key(line)] = line
+            self._lines[name_of(line)] = line
             if actions is not None:
-                self._actions[_key(line)] = actions
+                self._actions[name_of(line)] = actions
 
         play(
             episode_list(conditions, makers, count, first_seed, number),
@@ -80,8 +80,4 @@ class SideBySide:
 
     def films(self, folder: Path, shown: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
         """Return what `make_films` says of these (label, line)."""
-        return make_films(folder, self._makers, [(label, line, self._actions[_key(line)]) for label, line in shown])
-
-
-def _key(line: Mapping[str, Any]) -> tuple[str, str, int]:
-    return line["condition"], line["task"], line["episode"]
+        return make_films(folder, self._makers, [(label, line, self._actions[name_of(line)]) for label, line in shown])

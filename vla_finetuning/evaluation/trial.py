@@ -31,7 +31,7 @@ from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
-from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_list
+from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_list, name_of
 from vla_finetuning.rollouts.player import (
     Eyes,
     PolicySource,
@@ -236,31 +236,27 @@ def _record(trial: Trial, root: Path, lines: Sequence[Line]) -> None:
     """Write what was played as a dataset, unless that is done."""
     if is_recorded(root, trial.about):
         return
-    actions = {_name(named): executed for named, executed in read_actions(trial.output_dir)}
+    actions = {name_of(named): executed for named, executed in read_actions(trial.output_dir)}
     played = [line for line in lines if line["error"] is None]
-    if missing := sum(_name(line) not in actions for line in played):
+    if missing := sum(name_of(line) not in actions for line in played):
         raise ValueError(
             f"{address(trial.output_dir)} has not the actions of {missing} episodes, which were played without "
             "--eval.record_dataset: give another --output_dir"
         )
     eyes = Eyes(trial.env, trial.source.config)
-    record_played(root, trial.makers, eyes, [(line, actions[_name(line)]) for line in played], trial.about)
+    record_played(root, trial.makers, eyes, [(line, actions[name_of(line)]) for line in played], trial.about)
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     """Pictures of failures, up to as many as were asked for, and of half as many successes."""
-    wanted = {_name(line): line for line in to_show(lines, trial.options.videos)}
+    wanted = {name_of(line): line for line in to_show(lines, trial.options.videos)}
     found: dict[Any, np.ndarray] = {}
     for named, actions in read_actions(trial.output_dir):
-        if _name(named) in wanted:
-            found[_name(named)] = actions
+        if name_of(named) in wanted:
+            found[name_of(named)] = actions
     chosen = [(line["task"], line, found[name]) for name, line in wanted.items() if name in found]
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"films": films})
-
-
-def _name(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in Episode.__dataclass_fields__)
 
 
 def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.rollouts.stage import Ended
-
 # Of a decision's random numbers: the seed of the noise, the task, the episode's number and the decision's.
 Key = tuple[int, str, int, int]
 # What became of an episode, as episodes.jsonl has it.
@@ -53,6 +51,51 @@ class Episode:
     seed: int
 
 
+@dataclass(eq=False)
+class Playing:
+    """An episode that is not over.
+
+    Attributes:
+        number: which of the list. chunks: what it was given to execute, (T, A) each; it begins anew with these.
+        failures: how many processes failed that held it.
+    """
+
+    number: int
+    episode: Episode
+    chunks: list[np.ndarray] = field(default_factory=list)
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An episode that is over.
+
+    Attributes:
+        number: which of the list.
+        instruction: of the environment; the policy's may be another one.
+        success_once, success_at_end, success_at_reset: what `info["is_success"]` said.
+        total_reward: undiscounted.
+        initial_state: hash of the state after `reset`.
+        info: strings, numbers and truth values of the last step's info.
+        final_state: hash of the state after the last step; "" where only images show it, and none were rendered.
+        rewards: the sum of each decision's rewards. success_decision: in which decision it first succeeded, from 0;
+            None if it did not.
+    """
+
+    number: int
+    instruction: str
+    success_once: bool
+    success_at_end: bool
+    success_at_reset: bool
+    steps: int
+    total_reward: float
+    initial_state: str
+    info: dict[str, Any]
+    final_state: str = ""
+    rewards: tuple[float, ...] = ()
+    success_decision: int | None = None
+
+
 def episode_list(
     conditions: Iterable[str],
     tasks: Iterable[str],
@@ -84,6 +127,11 @@ def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions:
     known = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
     known.pop("number")
     return {**asdict(episode), **known, "decisions": decisions, "error": error}
+
+
+def name_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells an episode's line from the others' of its list."""
+    return tuple(line[name] for name in Episode.__dataclass_fields__)
 
 
 def pack_actions(actions: np.ndarray) -> dict[str, Any]:

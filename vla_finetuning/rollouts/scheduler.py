@@ -21,8 +21,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate
-from vla_finetuning.rollouts.episodes import Episode, Line, PlayedEpisode, line_of
-from vla_finetuning.rollouts.stage import Decision, Ended, Stage, Start
+from vla_finetuning.rollouts.episodes import Ended, Episode, Line, PlayedEpisode, Playing, line_of
+from vla_finetuning.rollouts.stage import Decision, Stage
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import tell
 
@@ -46,20 +46,6 @@ OnEnd = Callable[[int, Line, np.ndarray | None], None]
 
 class NoCapacityError(RuntimeError):
     """The cluster has no capacity for the processes that play; says what is missing."""
-
-
-@dataclass(eq=False)
-class Playing:
-    """An episode that is not over: the chunks that it was given, and how many processes failed that held it."""
-
-    number: int
-    episode: Episode
-    chunks: list[np.ndarray] = field(default_factory=list)
-    failures: int = 0
-
-    def start(self) -> Start:
-        episode = self.episode
-        return Start(self.number, episode.task, episode.seed, episode.episode, tuple(self.chunks))
 
 
 @dataclass(eq=False)
@@ -229,8 +215,7 @@ class Scheduler:
     def _advance(self, seat: Seat, chunks: np.ndarray | None = None) -> None:
         seat.handed, seat.since = self._hand_out(seat), None
         if seat.handed or chunks is not None:
-            begin = [playing.start() for playing in seat.handed]
-            seat.call, seat.worked = seat.stage.advance.options(num_returns=2).remote(begin, chunks), True
+            seat.call, seat.worked = seat.stage.advance.options(num_returns=2).remote(seat.handed, chunks), True
 
     def _hand_out(self, seat: Seat) -> list[Playing]:
         """Take what a seat may begin: what goes on elsewhere, and as many others as it has environments."""

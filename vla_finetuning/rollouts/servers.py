@@ -150,19 +150,20 @@ class PolicyServers(Policy):
     def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], np.ndarray]]:
         for ref in ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)[0] if self.pending else ():
             server, batch = self._busy.pop(ref), self.pending.pop(ref)
+            self._free.append(server)
             try:
                 chunks = ray.get(ref)  # a few numbers a row; what went wrong is raised here
             except RayActorError as error:
                 self._deaths += 1
                 if self._deaths > SERVER_DEATHS:
                     raise RuntimeError(f"policy servers died {self._deaths} times: {root_cause(error)}") from error
+                self._free.remove(server)
                 ray.kill(server)
                 self._make_server()
                 for seat in batch:
                     seat.since = 0.0  # before others
                 continue
             self.lacks = None
-            self._free.append(server)
             if batch:
                 yield batch, chunks
         waiting = sorted((seat for seat in seats if seat.since is not None), key=lambda seat: seat.since or 0.0)

@@ -24,22 +24,10 @@ from vla_finetuning.envs.protocol import (
     stack,
     state_hash,
 )
+from vla_finetuning.rollouts.episodes import Ended, Playing
 
 # An environment that is not made after so long hangs. Some load gigabytes of meshes and compile them.
 MAKE_LIMIT_S = 900.0
-
-
-@dataclass(frozen=True)
-class Start:
-    """An episode to begin: which of the list, which environment, and from where."""
-
-    number: int
-    task: str
-    seed: int
-    # For environments that have a list of states to start from, as LIBERO's.
-    initial_state: int = 0
-    # What it has executed already, where the process failed that played it: float (T, A) each.
-    chunks: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True)
@@ -49,36 +37,6 @@ class Decision:
     number: int
     decision: int
     instruction: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """An episode that is over.
-
-    Attributes:
-        number: which of the list.
-        instruction: of the environment; the policy's may be another one.
-        success_once, success_at_end, success_at_reset: what `info["is_success"]` said.
-        total_reward: undiscounted.
-        initial_state: hash of the state after `reset`.
-        info: strings, numbers and truth values of the last step's info.
-        final_state: hash of the state after the last step; "" where only images show it, and none were rendered.
-        rewards: the sum of each decision's rewards. success_decision: in which decision it first succeeded, from 0;
-            None if it did not.
-    """
-
-    number: int
-    instruction: str
-    success_once: bool
-    success_at_end: bool
-    success_at_reset: bool
-    steps: int
-    total_reward: float
-    initial_state: str
-    info: dict[str, Any]
-    final_state: str = ""
-    rewards: tuple[float, ...] = ()
-    success_decision: int | None = None
 
 
 class Stage:
@@ -99,12 +57,12 @@ class Stage:
         self._busy_s = 0.0
 
     def advance(
-        self, begin: Sequence[Start], chunks: np.ndarray | None = None
+        self, begin: Sequence[Playing], chunks: np.ndarray | None = None
     ) -> tuple[tuple[list[Ended], list[Decision]], Observation | None]:
         """Execute a chunk in each waiting episode, and begin others in free slots.
 
         Args:
-            begin: episodes, those with chunks first; those for which no slot becomes free are left alone.
+            begin: episodes, first those that have chunks already; those for which no slot becomes free are left alone.
             chunks: float (N, T, A), for the last call's decisions, in their order. None if none was pending.
         Returns:
             What ended, and what waits; and what those see, stacked, in their order.
@@ -158,15 +116,16 @@ class _Slot:
             self._env = self._makers[task]()
         self._task, self._fresh = task, True
 
-    def begin(self, start: Start) -> None:
+    def begin(self, playing: Playing) -> None:
         """Reset the environment of the episode's task, and execute what the episode has executed already."""
-        self.make(start.task)
+        episode = playing.episode
+        self.make(episode.task)
         look_on_demand(self._env, True)
-        choose_initial_state(self._env, start.initial_state)
+        choose_initial_state(self._env, episode.episode)
         with _limit(MAKE_LIMIT_S if self._fresh else self._step_limit_s):  # some load their simulator here
-            self.observation, info = self._env.reset(seed=start.seed)
+            self.observation, info = self._env.reset(seed=episode.seed)
         self.free, self.over, self._fresh = False, False, False
-        self._number = start.number
+        self._number = playing.number
         self._initial_state = state_hash(self._env, self.observation)
         # Where LeRobot's evaluation looks, in its order.
         named = [name for name in ("task_description", "task") if self._env.has_wrapper_attr(name)]
@@ -175,9 +134,9 @@ class _Slot:
         self._rewards: list[float] = []
         self._success_decision: int | None = None
         self._reward, self._info = 0.0, info
-        for number, chunk in enumerate(start.chunks, 1):
+        for number, chunk in enumerate(playing.chunks, 1):
             self.decision()
-            self.execute(chunk, look=number == len(start.chunks))
+            self.execute(chunk, look=number == len(playing.chunks))
 
     def execute(self, chunk: np.ndarray, look: bool = True) -> None:
         """Step through the actions of a chunk (T, A) until the episode is over. look: at what the last one leads to."""
