@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from util import Batch, StepResult, train_step
-from vla_finetuning.lines import append_line
+from vla_finetuning.files import append_line
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, everyone
