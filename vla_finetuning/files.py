@@ -52,15 +52,15 @@ def drop_half_line(path: Path) -> None:
     The caller is the file's only writer.
     """
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
-        whole = file.seek(0, os.SEEK_END)
-        while whole:
-            first = max(0, whole - 2**16)
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            first = max(0, end - 2**16)
             file.seek(first)
-            newline = file.read(whole - first).rfind(b"\n")
-            whole = first + newline + 1
+            newline = file.read(end - first).rfind(b"\n")
+            end = first + newline + 1
             if newline >= 0:
                 break
-        file.truncate(whole)
+        file.truncate(end)
 
 
 def line_writer(path: Path) -> Callable[[str], None]:
@@ -83,11 +83,11 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path} is not a regular file")
-        if found.st_size > most_bytes:
-            size, most = found.st_size / 2**20, most_bytes / 2**20
+        if status.st_size > most_bytes:
+            size, most = status.st_size / 2**20, most_bytes / 2**20
             raise ValueError(f"{path} has {size:,.0f} MiB, more than the {most:,.0f} MiB that it may have")
         return file.read(most_bytes)
 

@@ -151,23 +151,23 @@ class Mirror:
             return {"/".join(filter(None, (name, inside))): content for inside, content in below.items()}
         return {}
 
-    def pull(self, name: str, wanted: Callable[[str], bool]) -> None:
+    def pull(self, name: str, is_wanted: Callable[[str], bool]) -> None:
         """Fetch what others changed, of files whose names from here are wanted. Files changed here stay."""
         with self._lock:
             objects = {entry: content for entry, content in self.objects(name).items() if not _is_hidden(entry)}
             news = [entry for entry, content in objects.items() if self._is_news(entry, content)]
-            fetched = [entry for entry in news if entry == name or wanted(_below(entry, name))]
+            fetched = [entry for entry in news if entry == name or is_wanted(_below(entry, name))]
             patience_s = limited_patience(None)
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(lambda entry: self._fetch(entry, objects[entry], patience_s), fetched))
-            for entry, known in list(self._known.items()):
-                is_gone = _is_in(entry, name) and entry not in objects and known.listed_tag is not None
+            for entry, state in list(self._known.items()):
+                is_gone = _is_in(entry, name) and entry not in objects and state.listed_tag is not None
                 if is_gone and not self._is_changed(entry):
                     (self.folder / entry).unlink(missing_ok=True)
                     del self._known[entry]
 
     def push(
-        self, name: str, wanted: Callable[[str], bool] = lambda name: True, *, only_if_unchanged: bool = False
+        self, name: str, is_wanted: Callable[[str], bool] = lambda name: True, *, only_if_unchanged: bool = False
     ) -> None:
         """Send what this process changed. What it deleted stays in the bucket, unless by `remove`.
 
@@ -177,7 +177,7 @@ class Mirror:
             ChangedError: another process wrote a file, and this one is not its owner.
         """
         with self._lock:
-            changed = [entry for entry in self._local(name) if wanted(entry) and self._is_changed(entry)]
+            changed = [entry for entry in self._local(name) if is_wanted(entry) and self._is_changed(entry)]
             ordered = sorted(changed, key=lambda entry: (_is_mark(entry), "/" not in entry, entry))
             # What is sent last is read first: a line that refers to another file arrives after what it refers to.
             read = {
@@ -257,12 +257,12 @@ class Mirror:
         return [entry for entry in names if not _is_hidden(entry)]
 
     def _is_changed(self, name: str) -> bool:
-        stat, known = _stat(self.folder / name), self._known.get(name)
-        return stat is not None and (known is None or stat != known.stat)
+        stat, state = _stat(self.folder / name), self._known.get(name)
+        return stat is not None and (state is None or stat != state.stat)
 
     def _is_news(self, name: str, content: Content) -> bool:
-        known = self._known.get(name)
-        is_same = known is not None and known.listed_tag in (None, content.tag) and (self.folder / name).exists()
+        state = self._known.get(name)
+        is_same = state is not None and state.listed_tag in (None, content.tag) and (self.folder / name).exists()
         return not (is_same or self._is_changed(name))
 
     def _fetch(self, name: str, content: Content, patience_s: float) -> None:
@@ -284,13 +284,13 @@ class Mirror:
     def _send(self, name: str, read: _Read | None, only_if_unchanged: bool) -> None:
         if read is None:
             return  # deleted since it was listed
-        (stat, data), known = read, self._known.get(name)
+        (stat, data), state = read, self._known.get(name)
         tag: str | None = None
         if data is None:
             self.store.upload(self.folder / name, self.key_of(name))
         else:
             try:
-                tag = self.store.put(self.key_of(name), data, "" if known is None else known.put_tag)
+                tag = self.store.put(self.key_of(name), data, "" if state is None else state.put_tag)
             except ChangedError:
                 if only_if_unchanged or not self.is_owner():
                     raise
@@ -343,10 +343,10 @@ _mirrors_lock = threading.Lock()
 # ---- what callers do with a path, wherever it is ------------------------------------------------------------------
 
 
-def pull(path: Path, wanted: Callable[[str], bool] = lambda name: not is_heavy(name)) -> None:
+def pull(path: Path, is_wanted: Callable[[str], bool] = lambda name: not is_heavy(name)) -> None:
     """Fetch what others changed of a file or folder; of a folder the files whose names from there are wanted."""
     if located := mirror_of(path):
-        located[0].pull(located[1], wanted)
+        located[0].pull(located[1], is_wanted)
 
 
 def keep_unsent(path: Path, folder: Path) -> None:
@@ -474,7 +474,7 @@ def node_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def fetched(
-    path: Path, wanted: Callable[[str], bool] = everything, check: Callable[[Path], None] = lambda folder: None
+    path: Path, is_wanted: Callable[[str], bool] = everything, check: Callable[[Path], None] = lambda folder: None
 ) -> Iterator[Path]:
     """While the block runs: a folder of this node with the wanted files below `path`, which is itself on a disk.
 
@@ -491,7 +491,7 @@ def fetched(
         return
     mirror, name = located
     listed = {_below(entry, name): content for entry, content in mirror.objects(name).items()}
-    objects = {entry: content for entry, content in listed.items() if wanted(entry)}
+    objects = {entry: content for entry, content in listed.items() if is_wanted(entry)}
     hashed = hashlib.sha256("\n".join(sorted(objects)).encode()).hexdigest()[:8]
     folder = scratch(path) / f"fetched-{hashed}" / (path.name or "folder")
 
@@ -522,28 +522,28 @@ def _inside(folder: Path, name: str, url: str) -> Path:
 @contextlib.contextmanager
 def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
     """While the block runs: have a folder that the first process of this node fills and the last one removes."""
-    whole = folder.with_name(f"{folder.name}.whole")
+    marker = folder.with_name(f"{folder.name}.whole")
     folder.parent.mkdir(exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            whole.unlink(missing_ok=True)  # nobody uses it: a process was killed that did, and the bucket may differ
+            marker.unlink(missing_ok=True)  # nobody uses it: a process was killed that did, and the bucket may differ
         while True:
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if whole.exists():
+            if marker.exists():
                 break
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not whole.exists():  # nobody was faster
+            if not marker.exists():  # nobody was faster
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 fill()
-                whole.touch()
+                marker.touch()
         try:
             yield
         finally:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                whole.unlink(missing_ok=True)
+                marker.unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
 

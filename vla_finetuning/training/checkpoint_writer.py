@@ -90,17 +90,17 @@ class CheckpointWriter:
         if worker.world > 1:
             # A group for this alone: threads must not disturb each other's collectives. On the host, as the files are.
             # One rank may send and try for so long, while the others have nothing to send.
-            tensors = [tensor for of_kind in self._state().values() for tensor in of_kind.values()]
+            tensors = [tensor for named in self._state().values() for tensor in named.values()]
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             timeout_s = job.timeouts.collective + job.timeouts.store + size / SLOWEST_UPLOAD_BYTES_PER_S
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
             mine = [self._mine(tensors) for tensors in self._state().values()]
-            held = {name: shard_of(tensor)[0] for tensors in mine for name, tensor in tensors.items()}
-            needed = len(self._writers) * sum(tensor.nbytes for tensor in held.values())
+            shards = {name: shard_of(tensor)[0] for tensors in mine for name, tensor in tensors.items()}
+            needed = len(self._writers) * sum(tensor.nbytes for tensor in shards.values())
             require_space_to_write(job.checkpoints_dir / "step", needed)
-            self._staging = Staging(held)
+            self._staging = Staging(shards)
         self._idle = threading.Event()
         self._idle.set()
         self._last = time.monotonic()
@@ -114,9 +114,9 @@ class CheckpointWriter:
         half of the time has gone that was left when the last one was taken: what is trained after that is lost.
         """
         every_s, now = self._every_s, time.monotonic()
-        left = self._ends - self._last
+        remaining_s = self._ends - self._last
         return (every_s is not None and now - self._last >= every_s) or (
-            left > SHORTEST_NOTICE_S and now - self._last >= left / 2
+            remaining_s > SHORTEST_NOTICE_S and now - self._last >= remaining_s / 2
         )
 
     def ends_at(self, deadline_ms: int) -> None:
@@ -135,9 +135,9 @@ class CheckpointWriter:
         name = f"step_{progress.step:08d}"
         self.wait()
         self._idle.clear()
-        taken = {}
+        copies = {}
         if self._rank in self._writers:
-            taken = {kind: self._copied(tensors) for kind, tensors in self._state().items()}
+            copies = {group: self._copied(tensors) for group, tensors in self._state().items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._worker.report(
@@ -146,7 +146,7 @@ class CheckpointWriter:
             checkpoint=ray.train.Checkpoint.from_directory(self._worker.storage),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=partial(self._write, taken, progress),
+            checkpoint_upload_fn=partial(self._write, copies, progress),
             delete_local_checkpoint_after_upload=False,
         )
         self._last = time.monotonic()
@@ -172,9 +172,9 @@ class CheckpointWriter:
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
         """Return what a checkpoint holds, by kind and name, on the device."""
-        own = self._optimizer
-        kinds = {TRAINABLE: own.named(), OPTIMIZER: own.state(), AVERAGE: own.named_average()}
-        return {kind: tensors for kind, tensors in kinds.items() if tensors}
+        optimizer = self._optimizer
+        kinds = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state(), AVERAGE: optimizer.named_average()}
+        return {group: tensors for group, tensors in kinds.items() if tensors}
 
     def _mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: its own shards, and on rank 0 all that is whole."""
@@ -185,19 +185,19 @@ class CheckpointWriter:
         assert self._staging is not None
         pieces = {}
         for name, tensor in self._mine(tensors).items():
-            held, offsets = shard_of(tensor)
-            pieces[name] = Piece(self._staging.copied(name, held), offsets)
+            shard, offsets = shard_of(tensor)
+            pieces[name] = Piece(self._staging.copied(name, shard), offsets)
         return pieces
 
     def _write(
-        self, taken: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
+        self, copies: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
     ) -> ray.train.Checkpoint:
         folder = self._job.checkpoints_dir / name
         limit_s, started = self._job.timeouts.store, time.monotonic()
         try:
             # The last one has all the time there is: no other comes after it.
             with within(limit_s if progress.step == self._job.steps else limit_s / 10):
-                written = self._write_pieces(folder, taken)
+                written = self._write_pieces(folder, copies)
                 everyones = self._gathered(written)
                 appeared = False
                 try:
@@ -211,7 +211,7 @@ class CheckpointWriter:
             self._idle.set()
         return ray.train.Checkpoint.from_directory(Path(rays.path) / name)
 
-    def _write_pieces(self, folder: Path, taken: dict[str, dict[str, Piece]]) -> _Written:
+    def _write_pieces(self, folder: Path, copies: dict[str, dict[str, Piece]]) -> _Written:
         """Write this rank's pieces, and have them and its lines where the run is. An error is for `_finish`."""
         files: Files = {}
         error: Exception | None = None
@@ -219,7 +219,7 @@ class CheckpointWriter:
             if not mirror_of(folder):
                 self._require_newest(folder)  # before it writes where a later attempt does
             if self._rank in self._writers:
-                files = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
+                files = write_pieces(folder, copies, self._writers.index(self._rank), len(self._writers))
             push(self._job.output_dir)
             send(folder, files, self._attempt)  # `commit` looks whether this attempt is the newest
         except Exception as raised:
@@ -252,9 +252,9 @@ class CheckpointWriter:
         """
         is_kept = self._rank == 0 and not appeared and (partial_folder(folder) / STATE).exists()
         if self._group is not None:
-            said = [appeared, is_kept]
-            dist.broadcast_object_list(said, group=self._group)
-            appeared, is_kept = said
+            outcome = [appeared, is_kept]
+            dist.broadcast_object_list(outcome, group=self._group)
+            appeared, is_kept = outcome
         if not (appeared or is_kept):
             return
         if appeared:
@@ -275,8 +275,8 @@ class CheckpointWriter:
             Exception: the first that a rank met, but for a store that fails: such a checkpoint is given up.
             StoreAwayError: the store has failed for too long.
         """
-        errors = [of_rank.error for of_rank in everyones if of_rank.error is not None]
-        files = {name: file for of_rank in everyones for name, file in of_rank.files.items()}
+        errors = [report.error for report in everyones if report.error is not None]
+        files = {name: file for report in everyones for name, file in report.files.items()}
         try:
             for error in sorted(errors, key=lambda error: isinstance(error, StorageError)):
                 raise error
@@ -308,7 +308,7 @@ class CheckpointWriter:
         self._failing_since = started if self._failing_since is None else self._failing_since
         keep_manifest(folder, progress, files, self._attempt)
         since_s = time.monotonic() - self._failing_since
-        places = ", ".join(sorted({of_rank.place for of_rank in everyones if of_rank.files}))
+        places = ", ".join(sorted({report.place for report in everyones if report.files}))
         self._away = StoreAwayError(
             f"no checkpoint has reached {address(self._job.output_dir)} for {since_s:.0f} s (VLA_STORE_TIMEOUT_S): "
             f"{error}; the state of step {progress.step} is in {places}: --resume with these nodes in the cluster "
