@@ -24,7 +24,7 @@ TARGETS = {
     "names imported by vla.py": (40, False),
     "flags of vla.py": (115, True),
     "floors of imports": (9, False),
-    "floors of imports in data/": (6, False),
+    "floors of imports in data/": (6, True),
     "floors of imports in policies/": (8, True),
     "packages in a circle": (0, True),
     "% of docstrings that begin without a verb": (3, True),

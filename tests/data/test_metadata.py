@@ -19,8 +19,9 @@ from tests.buckets import MemoryBucket
 from tests.datasets import make_dataset, read_frame_number
 from vla_finetuning.data import metadata as lerobot_metadata
 from vla_finetuning.data import storage
+from vla_finetuning.data.dataset import Feature, select_episodes
 from vla_finetuning.data.dataset_files import check_files, find_missing_files
-from vla_finetuning.data.metadata import Feature, dimension_names, key_frame_rows, load_metadata, select_episodes
+from vla_finetuning.data.metadata import dimension_names, key_frame_rows, load_metadata
 from vla_finetuning.data.options import Features, Selection
 from vla_finetuning.data.safe_parquet import open_parquet
 from vla_finetuning.data.selection import choose_episodes

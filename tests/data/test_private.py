@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vla_finetuning.data import private
-from vla_finetuning.data.disk_cache import LEDGER, DiskCache, is_in_memory
-from vla_finetuning.data.private import make_private, open_own
+from vla_finetuning.data.disk_cache import LEDGER, DiskCache, is_in_memory, make_private, open_own
 
 
 def test_a_folder_is_made_for_its_user_alone(tmp_path):
@@ -35,7 +33,7 @@ def test_a_path_that_others_can_change_is_refused(tmp_path):
 
 def test_what_belongs_to_another_user_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("666")
-    monkeypatch.setattr(private.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     if os.getuid():  # root's are let through
         with pytest.raises(PermissionError, match="belongs to another user"):
             make_private(tmp_path)

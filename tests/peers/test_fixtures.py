@@ -15,7 +15,8 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from lerobot_datasource import LeRobotDatasource
 from tests.datasets import draw_frame, make_dataset
-from vla_finetuning.data.metadata import load_metadata, select_episodes
+from vla_finetuning.data.dataset import select_episodes
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Selection
 from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.envs.writing import writing_videos

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.data.dataset import DatasetMetadata, select_episodes, shorten
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
-from vla_finetuning.data.metadata import DatasetMetadata, load_metadata, select_episodes, unreachable
-from vla_finetuning.data.paths import shorten
+from vla_finetuning.data.metadata import load_metadata, unreachable
 from vla_finetuning.files import LFS_POINTER
 
 # Local files whose ends are looked at; a dataset with more is looked at in places.

@@ -13,8 +13,8 @@ import pyarrow.csv
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data import metadata_v2
+from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES
-from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.metadata_v3 import episode_files
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 

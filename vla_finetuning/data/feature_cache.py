@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.disk_cache import CacheFolder
-from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.reader import DatasetFiles, Decoding
 from vla_finetuning.data.storage import file_identity
 from vla_finetuning.data.videos import video_file

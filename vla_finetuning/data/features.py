@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.rows import BOOKKEEPING, row_kind
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.dataset import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.statistics import episode_arrays, files_of
 
 # A dimension stands still while it stays within this share of its range.

@@ -10,12 +10,40 @@ from typing import get_args
 import numpy as np
 
 from vla_finetuning.data.frame_cache import FrameCache
-from vla_finetuning.data.frames import FrameRanges
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.options.dataset import DatasetOptions, OnError
 
 # Places in the dataset that a shuffle window takes its rows from, at least. More mix better and cost decoding.
 WINDOW_SEGMENTS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class FrameRanges:
+    """The frames of a dataset that are rows, as S runs of consecutive ones of an episode each. All arrays are (S,).
+
+    Attributes:
+        episode: int64, ascending. first: int64, the frame_index of the run's first frame, ascending in an episode.
+        frames: int64, how many, > 0.
+        weight: float64, how often each of them comes in an epoch, on average; None: once.
+        moving: frames of `episodes` that are not idle, an int: those that are rows, and those that are dropped at
+            their ends.
+    """
+
+    episode: np.ndarray
+    first: np.ndarray
+    frames: np.ndarray
+    weight: np.ndarray | None
+    moving: int
+
+    @property
+    def episodes(self) -> np.ndarray:
+        """Return the episodes that have any, int64, ascending."""
+        return np.unique(self.episode)
+
+    @property
+    def rows(self) -> float:
+        """Return how many frames an epoch has of them, on average."""
+        return float(self.frames.sum() if self.weight is None else self.weight @ self.frames)
 
 
 @dataclass(frozen=True)

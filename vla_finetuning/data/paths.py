@@ -19,7 +19,7 @@ import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.data.storage import naming_file
+from vla_finetuning.data.dataset import naming_file
 from vla_finetuning.files import refuse_pointer
 
 INFO_PATH = "meta/info.json"
@@ -223,8 +223,3 @@ def _render(where: str, parts: Sequence[_Part], values: Mapping[str, Any]) -> st
     if not text.isprintable() or "\\" in text or ":" in text or any(step in ("", ".", "..") for step in steps):
         raise ValueError(f"{where} leads to {text!r:.200}, which is not a path inside the dataset")
     return text
-
-
-def shorten(items: Sequence[Any], limit: int = 10) -> str:
-    text = ", ".join(str(item) for item in items[:limit])
-    return f"[{text}{f', … {len(items)} in all' if len(items) > limit else ''}]"

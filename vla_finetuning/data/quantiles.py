@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import fsspec
 import numpy as np
 
+from vla_finetuning.data.dataset import DatasetMetadata, Feature
 from vla_finetuning.data.idle import Movement
-from vla_finetuning.data.metadata import DatasetMetadata, Feature
 from vla_finetuning.data.parquet_columns import DataFile, Span, numbers, read_groups
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.options import Selection
 from vla_finetuning.data.plan import Episodes, Plan, WindowSlice, task_bounds
 from vla_finetuning.data.reader import ReadOptions

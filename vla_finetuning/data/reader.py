@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from vla_finetuning.data.dataset import DatasetMetadata, Feature
 from vla_finetuning.data.decode import depth_table
 from vla_finetuning.data.frame_cache import FrameCache
-from vla_finetuning.data.metadata import DatasetMetadata, Feature
 
 
 @dataclass(frozen=True)

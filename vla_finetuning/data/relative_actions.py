@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from vla_finetuning.data.metadata import DatasetMetadata, select_episodes
+from vla_finetuning.data.dataset import DatasetMetadata, select_episodes
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files, stored_as
 
 ACTION, STATE = "action", "observation.state"

@@ -20,12 +20,12 @@ import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.data.columns import IS_SKIPPED
-from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, Feature
+from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, read_numbers, read_values
 from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
-from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
+from vla_finetuning.data.storage import check_still_there, file_identity
 from vla_finetuning.data.videos import CameraFile, Wanted, read_frames
 from vla_finetuning.files import append_line
 from vla_finetuning.mirror import file_of_process, push

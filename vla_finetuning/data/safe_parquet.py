@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from vla_finetuning.data.dataset import naming_file
 from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
-from vla_finetuning.data.storage import RemoteFile, StorageError, naming_file
 from vla_finetuning.files import refuse_pointer
+from vla_finetuning.store import StorageError
 
 # The entry of a footer that Arrow makes a schema of, with its extension types; one as long, that it ignores.
 _ARROW_SCHEMA, _NO_SCHEMA = b"ARROW:schema", b"no-one:reads"
@@ -75,7 +76,7 @@ class OpenedParquet(pq.ParquetFile):
 
     def expect(self, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]) -> None:
         """Have the chunks of some columns in some row groups fetched side by side, while other things are done."""
-        if isinstance(self._file, RemoteFile):
+        if hasattr(self._file, "ask"):
             chunks = [self.metadata.row_group(group).column(leaf) for group in groups for leaf, *_ in leaves]
             starts = [min(filter(None, (c.dictionary_page_offset, c.data_page_offset))) for c in chunks]
             self._file.ask([(at, at + c.total_compressed_size) for at, c in zip(starts, chunks, strict=True)])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vla_finetuning.data.metadata import DatasetMetadata, select_episodes
+from vla_finetuning.data.dataset import DatasetMetadata, select_episodes
 from vla_finetuning.files import read_foreign_json
 
 # Episodes by number; of several datasets, {root: numbers}. None: nothing is said of any.

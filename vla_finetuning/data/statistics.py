@@ -18,8 +18,8 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
 from vla_finetuning.data.limits import MAX_DATA_BYTES
-from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
 from vla_finetuning.data.parquet_columns import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.files import write_json

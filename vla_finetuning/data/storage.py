@@ -39,15 +39,6 @@ MAX_REQUESTS = 16
 MAX_REQUEST_BYTES = 16 * 2**20
 
 
-@contextlib.contextmanager
-def naming_file(name: str) -> Iterator[None]:
-    """Put the file's name before a `StorageError` from inside the block."""
-    try:
-        yield
-    except StorageError as error:
-        raise StorageError(f"{name}: {error}") from error
-
-
 def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[str]) -> None:
     """Tell a dataset that went away from one that lacks a file: after something of it could not be read.
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from vla_finetuning.data.dataset import Feature, naming_file
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
 from vla_finetuning.data.disk_cache import DiskCache
 from vla_finetuning.data.frame_cache import VideoFile
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
-from vla_finetuning.data.metadata import Feature
 from vla_finetuning.data.parquet_columns import DataFile, read_images
 from vla_finetuning.data.paths import read_whole
 from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
-from vla_finetuning.data.storage import RemoteFileSystem, file_identity, naming_file
+from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
 
 

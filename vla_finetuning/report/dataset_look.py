@@ -15,15 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.dataset import select_episodes
 from vla_finetuning.data.dataset_files import check_files, find_missing_files
-from vla_finetuning.data.metadata import (
-    NUMERIC_DTYPES,
-    DatasetMetadata,
-    Feature,
-    dimension_names,
-    episode_ranges,
-    select_episodes,
-)
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names, episode_ranges
 from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
