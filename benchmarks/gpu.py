@@ -247,7 +247,7 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
         marks.append(time.perf_counter())
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name) / "step_00000001"
-        commit(folder, Progress(1, rows, {}, {}, mode, rows), write_pieces(folder, copies))
+        commit(folder, Progress(1, rows, {}, {}, mode, rows), write_pieces(folder, copies), 0)
         marks.append(time.perf_counter())
         for tensor in tensors.values():
             tensor.zero_()
