@@ -108,6 +108,7 @@ class DiskCache:
         self.folder, self.limit_bytes, self.remedy = folder, limit_bytes, remedy
         self._broken_until = self._full_until = -float("inf")
         self._touched: dict[Path, float] = {}
+        self._prefix = len(os.fsencode(folder))
         self._room = 0
         self._lock = threading.Lock()
         self._warned = False
@@ -210,7 +211,7 @@ class DiskCache:
             os.close(descriptor)
 
     def _checksum(self, path: Path, *parts: Any) -> bytes:
-        digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(os.fsencode(path.relative_to(self.folder))))
+        digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(os.fsencode(path)[self._prefix :]))
         for part in parts:
             digest.update(part)
         return digest.digest()
