@@ -48,7 +48,7 @@ class Batches:
         if self._last_rows > 1 and len(self._waiting) < self._size:
             await asyncio.sleep(self._wait_s)
         batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
-        self._last_rows = len(batch)
+        self._last_rows = len(batch) or self._last_rows
         self._start()  # what is left over, on another replica
         answers: list[Answer | str] = []
         try:
