@@ -220,7 +220,7 @@ def card_of_device(device: torch.device) -> Card | None:
     if len(alike) < 2:
         return named[0] if named else None
     gib = torch.cuda.get_device_properties(device).total_memory / 2**30  # an A100 has one of two sizes
-    return alike[min(alike, key=lambda of_card: abs(of_card - gib))]
+    return alike[min(alike, key=lambda card_gib: abs(card_gib - gib))]
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -361,9 +361,9 @@ class TrainableOptimizer:
     @torch.no_grad()
     def _swap(self) -> None:
         for average, param in zip(self.average, self.params if self.average else (), strict=True):
-            own = local_shard(param).clone()
+            current = local_shard(param).clone()
             local_shard(param).copy_(local_shard(average))
-            local_shard(average).copy_(own)
+            local_shard(average).copy_(current)
 
     def state(self) -> dict[str, Tensor]:
         """Return the optimizer's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>` of Adam,

@@ -25,7 +25,7 @@ NO_VALUE = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
 
 
 def make_config(
-    kind: type, group: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
+    cls: type, group: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
 ) -> Any:
     """A configuration of a class: of what was saved, with the options in its place.
 
@@ -37,55 +37,55 @@ def make_config(
     """
     raw = json.loads(json.dumps(saved or {}))
     for name, text in (option.removeprefix("--").split("=", 1) for option in options):
-        *groups, last = path = _path(kind, group, name)
+        *groups, last = path = _path(cls, group, name)
         place = raw
-        for one in groups:
-            place[one] = place.get(one) or {}
-            place = place[one]
-        place[last] = _read(_hint(kind, path), f"--{group}.{name}", text)
+        for parent in groups:
+            place[parent] = place.get(parent) or {}
+            place = place[parent]
+        place[last] = _read(_hint(cls, path), f"--{group}.{name}", text)
     try:
-        return decode(kind, raw)
+        return decode(cls, raw)
     except Exception as error:  # whatever LeRobot raises where it checks a configuration
-        if unknown := sorted(set(saved or {}) - {field.name for field in fields(kind)}):
+        if unknown := sorted(set(saved or {}) - {field.name for field in fields(cls)}):
             raise ValueError(
-                f"{source} has {', '.join(unknown)}, which {kind.__name__} of this LeRobot ({version('lerobot')}) does "
+                f"{source} has {', '.join(unknown)}, which {cls.__name__} of this LeRobot ({version('lerobot')}) does "
                 "not know: it was saved by a newer one, or is no such configuration; take them out where they say what "
                 "is the default here"
             ) from error
-        given = ", ".join(f"--{group}.{option.removeprefix('--')}" for option in options)
-        source = " with ".join(filter(None, [source, given]))
+        flags = ", ".join(f"--{group}.{option.removeprefix('--')}" for option in options)
+        source = " with ".join(filter(None, [source, flags]))
         reason = "; ".join(" ".join(str(e).split()) for e in (error, error.__cause__) if e)
         raise ValueError(f"{source}: {reason}") from error
 
 
-def read_options(kind: type, group: str, options: Mapping[str, str]) -> dict[str, Any]:
+def read_options(cls: type, group: str, options: Mapping[str, str]) -> dict[str, Any]:
     """The options of a class as values of its fields. Raises ValueError as `make_config`."""
-    hints = {name: _hint(kind, _path(kind, group, name)) for name in options}
+    hints = {name: _hint(cls, _path(cls, group, name)) for name in options}
     return {name: decode(hints[name], _read(hints[name], f"--{group}.{name}", text)) for name, text in options.items()}
 
 
-def _path(kind: type, group: str, name: str) -> list[str]:
+def _path(cls: type, group: str, name: str) -> list[str]:
     """The fields that an option's name leads through, `a.b` of a configuration within another."""
     path = name.split(".")
-    for depth, one in enumerate(path):
-        within = _configuration(_hint(kind, path[:depth]))
-        known = sorted(field.name for field in fields(within) if field.init) if within else []
-        if one not in known:
-            close = did_you_mean(one, known, f"--{'.'.join([group, *path[:depth]])}.")
-            there = f"its options are {', '.join(known)}" if known else "it is one value"
-            raise ValueError(f"--{group}.{name}: no option of {kind.__name__}{close}; {there}")
+    for depth, part in enumerate(path):
+        within = _configuration(_hint(cls, path[:depth]))
+        names = sorted(field.name for field in fields(within) if field.init) if within else []
+        if part not in names:
+            close = did_you_mean(part, names, f"--{'.'.join([group, *path[:depth]])}.")
+            expected = f"its options are {', '.join(names)}" if names else "it is one value"
+            raise ValueError(f"--{group}.{name}: no option of {cls.__name__}{close}; {expected}")
     return path
 
 
-def _hint(kind: Any, path: Sequence[str]) -> Any:
+def _hint(hint: Any, path: Sequence[str]) -> Any:
     for name in path:
-        kind = typing.get_type_hints(_configuration(kind))[name]
-    return kind
+        hint = typing.get_type_hints(_configuration(hint))[name]
+    return hint
 
 
 def _configuration(hint: Any) -> Any:
     """The configuration that a field holds, which may be absent; None where it holds none."""
-    return next((one for one in (hint, *typing.get_args(hint)) if is_dataclass(one)), None)
+    return next((candidate for candidate in (hint, *typing.get_args(hint)) if is_dataclass(candidate)), None)
 
 
 def _read(hint: Any, flag: str, text: str) -> Any:

@@ -139,8 +139,8 @@ class Store:
 
     def below(self, key: str, patience_s: float | None = None) -> dict[str, Content]:
         """Return all objects below, by their names from there."""
-        found = self._call(key, _all_below, key, patience_s=patience_s)
-        return {name: self._content(meta) for name, meta in found.items()}
+        objects = self._call(key, _all_below, key, patience_s=patience_s)
+        return {name: self._content(meta) for name, meta in objects.items()}
 
     def get(self, key: str, most_bytes: int = MOST_BYTES, patience_s: float | None = None) -> tuple[bytes, str]:
         """Return an object's bytes, and the tag that `put` takes. Raises ValueError if there are more than that."""
@@ -184,8 +184,8 @@ class Store:
         except ChangedError:
             # An answer may have been lost, and the request repeated: then this process's own data is there.
             with contextlib.suppress(FileNotFoundError):
-                found, its_tag = self.get(key)
-                if found == data:
+                stored, its_tag = self.get(key)
+                if stored == data:
                     return its_tag
             raise
 
@@ -294,13 +294,13 @@ class Store:
         # Requests are repeated by `_call`; the pieces of a large object each by itself.
         pauses = {"init_backoff": timedelta(seconds=FIRST_PAUSE_S), "max_backoff": timedelta(seconds=LONGEST_PAUSE_S)}
         retries = {"max_retries": 1000 if in_pieces else 0, "retry_timeout": timedelta(seconds=patience_s)}
-        kind = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self._kind]
-        found = {"s3": _s3_options, "gs": _google_options, "az": _azure_options}[self._kind](self.options)
-        self._unsigned = bool(found.get("skip_signature"))
+        store_class = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self._kind]
+        arguments = {"s3": _s3_options, "gs": _google_options, "az": _azure_options}[self._kind](self.options)
+        self._unsigned = bool(arguments.get("skip_signature"))
         if self._region is not None:
-            found["region"] = self._region
-        http["allow_http"] = any("http://" in str(value) for value in found.values())
-        return kind(self.bucket, **found, client_options=http, retry_config={**retries, "backoff": pauses})
+            arguments["region"] = self._region
+        http["allow_http"] = any("http://" in str(value) for value in arguments.values())
+        return store_class(self.bucket, **arguments, client_options=http, retry_config={**retries, "backoff": pauses})
 
     def _condition(self, tag: str) -> dict[str, str]:
         return {"version": tag} if self._kind == "gs" else {"e_tag": tag}
@@ -328,9 +328,9 @@ def _first_page(client: Any, prefix: str) -> Sequence[Any]:
 def _directly_below(client: Any, key: str) -> tuple[set[str], dict[str, Any]]:
     import obstore
 
-    found = obstore.list_with_delimiter(client, f"{key}/" if key else None)
-    folders = {name.rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]}
-    return folders, {meta["path"].rpartition("/")[2]: meta for meta in found["objects"]}
+    listing = obstore.list_with_delimiter(client, f"{key}/" if key else None)
+    folders = {name.rstrip("/").rpartition("/")[2] for name in listing["common_prefixes"]}
+    return folders, {meta["path"].rpartition("/")[2]: meta for meta in listing["objects"]}
 
 
 def _all_below(client: Any, key: str) -> dict[str, Any]:
@@ -384,14 +384,14 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
     session, endpoint = _boto3_session()
     # Objects are deleted one by one: not every store that speaks as Amazon's deletes many in a request.
-    found: dict[str, Any] = {"region": session.region_name or "us-east-1", "disable_bulk_delete": True}
-    found |= {**({"endpoint": endpoint} if endpoint else {}), **options}
-    if {"access_key_id", "skip_signature", "credential_provider"}.isdisjoint(found):
+    store_options: dict[str, Any] = {"region": session.region_name or "us-east-1", "disable_bulk_delete": True}
+    store_options |= {**({"endpoint": endpoint} if endpoint else {}), **options}
+    if {"access_key_id", "skip_signature", "credential_provider"}.isdisjoint(store_options):
         if session.get_credentials() is None:
-            found["skip_signature"] = True  # a public bucket needs none
+            store_options["skip_signature"] = True  # a public bucket needs none
         else:
-            found["credential_provider"] = Boto3CredentialProvider(session)
-    return found
+            store_options["credential_provider"] = Boto3CredentialProvider(session)
+    return store_options
 
 
 def _boto3_session() -> tuple[Any, str | None]:
@@ -459,8 +459,8 @@ def _azure_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def http_status(error: BaseException) -> int | None:
     """Return the status that a store answered with, which obstore (0.12.1) says in words alone."""
-    found = re.search(r"status code: (\d{3})", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"status code: (\d{3})", str(error))
+    return int(match[1]) if match else None
 
 
 def may_pass(error: BaseException) -> bool:

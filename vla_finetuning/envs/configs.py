@@ -35,7 +35,7 @@ from vla_finetuning.options.environment import ENVIRONMENT_NAME
 def _features(robot: Robot) -> dict[str, PolicyFeature]:
     cameras = {f"pixels/{name}": PolicyFeature(FeatureType.VISUAL, (*size, 3)) for name, size in robot.cameras.items()}
     vectors = {ACTION: FeatureType.ACTION, "agent_pos": FeatureType.STATE}
-    return {key: PolicyFeature(kind, (len(robot.dimensions),)) for key, kind in vectors.items()} | cameras
+    return {key: PolicyFeature(type_, (len(robot.dimensions),)) for key, type_ in vectors.items()} | cameras
 
 
 def _features_map(robot: Robot) -> dict[str, str]:
@@ -91,15 +91,15 @@ class MetaworldConfig(MetaworldEnv):
                 f"image_size={list(self.image_size)}, episode_length={self.episode_length}: expected [height, width] "
                 f"of at least 8, and at most {metaworld.EPISODE_LENGTH} steps"
             )
-        shown = {
+        features = {
             "pixels": (PolicyFeature(FeatureType.VISUAL, (*self.image_size, 3)), OBS_IMAGE),
             "agent_pos": (PolicyFeature(FeatureType.STATE, (4,)), OBS_STATE),
             "environment_state": (PolicyFeature(FeatureType.ENV, (39,)), OBS_ENV_STATE),
         }
-        shown = {key: value for key, value in shown.items() if key in self.obs_type}
-        shown[ACTION] = PolicyFeature(FeatureType.ACTION, (4,)), ACTION
-        self.features = {key: feature for key, (feature, _) in shown.items()}
-        self.features_map = {key: name for key, (_, name) in shown.items()}
+        features = {key: value for key, value in features.items() if key in self.obs_type}
+        features[ACTION] = PolicyFeature(FeatureType.ACTION, (4,)), ACTION
+        self.features = {key: feature for key, (feature, _) in features.items()}
+        self.features_map = {key: name for key, (_, name) in features.items()}
 
     @property
     def type(self) -> str:
@@ -113,8 +113,8 @@ class MetaworldConfig(MetaworldEnv):
     def makers(self) -> dict[str, Maker]:
         """Return makers as `task_makers`, by the names of Meta-World's tasks."""
         instructions, groups = metaworld_tasks()
-        asked = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
-        tasks = list(dict.fromkeys(task for name in asked for task in groups.get(name, [name])))
+        names = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
+        tasks = list(dict.fromkeys(task for name in names for task in groups.get(name, [name])))
         if unknown := [task for task in tasks if task not in instructions]:
             raise ValueError(
                 f"--env.task: Meta-World has no {', '.join(unknown)}; expected some of {', '.join(groups)}, "
@@ -130,8 +130,8 @@ class MetaworldConfig(MetaworldEnv):
 
 def metaworld_tasks() -> tuple[dict[str, str], dict[str, list[str]]]:
     """The instructions of Meta-World's tasks, and the tasks of each degree of difficulty: LeRobot's own lists."""
-    known = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
-    return known["TASK_DESCRIPTIONS"], known["DIFFICULTY_TO_TASKS"]
+    metaworld_config = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
+    return metaworld_config["TASK_DESCRIPTIONS"], metaworld_config["DIFFICULTY_TO_TASKS"]
 
 
 # What `--env.type` means here where LeRobot's own is more than a configuration.
@@ -172,8 +172,8 @@ def longest_episode(config: EnvConfig) -> int | None:
     length = getattr(config, "episode_length", None)
     if length is not None or type(config).create_envs is EnvConfig.create_envs:
         return length
-    made = [vector.envs[0] for of_suite in _create_envs(config).values() for vector in of_suite.values()]
-    return max(env.unwrapped._max_episode_steps for env in made)
+    envs = [vector.envs[0] for vectors in _create_envs(config).values() for vector in vectors.values()]
+    return max(env.unwrapped._max_episode_steps for env in envs)
 
 
 def initial_state_counts(config: EnvConfig) -> dict[str, int]:
@@ -212,21 +212,21 @@ def drawn_for(folder: Path) -> Any:
     return read_json(folder / ENVIRONMENT_NAME).get("drawn")
 
 
-def check_drawn(trained: Any, config: EnvConfig, where: object) -> None:
+def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
     """Refuse to show a policy other pictures of an environment than those that it is trained on.
 
     Args:
-        trained: `how_drawn` of those. where: says so.
+        trained: `how_drawn` of those. path: says so.
     Raises:
         ValueError: with the flags that make them the same.
     """
-    drawn = how_drawn(config)
-    if not isinstance(trained, dict) or trained.get("type") != drawn.get("type"):
+    rendering = how_drawn(config)
+    if not isinstance(trained, dict) or trained.get("type") != rendering.get("type"):
         return  # recorded elsewhere, or not known
-    if differ := {key: trained[key] for key in drawn if key in trained and trained[key] != drawn[key]}:
+    if differ := {key: trained[key] for key in rendering if key in trained and trained[key] != rendering[key]}:
         flags = " ".join(f"--env.{key}={str(value).replace(' ', '')}" for key, value in differ.items())
         raise ValueError(
-            f"{where}: its pictures of --env.type={config.type} were drawn otherwise ({ENVIRONMENT_NAME}): give {flags}"
+            f"{path}: its pictures of --env.type={config.type} were drawn otherwise ({ENVIRONMENT_NAME}): give {flags}"
         )
 
 
@@ -279,21 +279,23 @@ def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[A
     return DrawnOnDemand(env) if isinstance(config, LiberoEnv) else env
 
 
-def env_config(kind: str, options: Sequence[str] = ()) -> EnvConfig:
+def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:
     """`--env.type` and the type's own options ("--episode_length=30") to LeRobot's configuration of it.
 
     Raises:
         ValueError: no such type; an option that it does not have; an environment that would be code from the Hub.
     """
-    known = EnvConfig.get_known_choices() | OURS
-    if "/" in kind or (kind in known and issubclass(known[kind], HubEnvConfig)):
+    config_classes = EnvConfig.get_known_choices() | OURS
+    if "/" in env_type or (env_type in config_classes and issubclass(config_classes[env_type], HubEnvConfig)):
         raise ValueError(
-            f"--env.type={kind} would run code from the Hub, which is not done here; lerobot-eval can, with "
+            f"--env.type={env_type} would run code from the Hub, which is not done here; lerobot-eval can, with "
             "--trust_remote_code"
         )
-    if kind not in known:
-        raise ValueError(f"--env.type={kind}: LeRobot knows no such environment; expected one of {', '.join(known)}")
+    if env_type not in config_classes:
+        raise ValueError(
+            f"--env.type={env_type}: LeRobot knows no such environment; expected one of {', '.join(config_classes)}"
+        )
     try:
-        return cast(EnvConfig, make_config(known[kind], "env", options))
+        return cast(EnvConfig, make_config(config_classes[env_type], "env", options))
     except ValueError as error:
-        raise ValueError(f"--env.type={kind}: {error}") from error
+        raise ValueError(f"--env.type={env_type}: {error}") from error

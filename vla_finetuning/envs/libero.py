@@ -63,8 +63,8 @@ class _Camera:
     robosuite draws at the first of a control step's substeps; asked or not, that stays so.
     """
 
-    def __init__(self, asked: DrawnOnDemand, draw: Sensor, last: np.ndarray) -> None:
-        self._asked, self._draw, self._last = asked, draw, last
+    def __init__(self, env: DrawnOnDemand, draw: Sensor, last: np.ndarray) -> None:
+        self._asked, self._draw, self._last = env, draw, last
         self.__modality__ = "image"  # robosuite's name for what its decorator adds to a function
 
     def __call__(self, cache: Any) -> np.ndarray:

@@ -70,10 +70,10 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.rendering = True
         self._expert: Callable[[np.ndarray], np.ndarray] | None = None
         self._size, self._quality = tuple(image_size), quality
-        kind = ALL_V3_ENVIRONMENTS[task]
-        self._env = kind()
+        env_class = ALL_V3_ENVIRONMENTS[task]
+        self._env = env_class()
         # Meta-World's way of saying that goals are seen. Which goal it names does not matter: each reset draws one.
-        named = {"env_cls": kind, "rand_vec": None, "partially_observable": False}
+        named = {"env_cls": env_class, "rand_vec": None, "partially_observable": False}
         self._env.set_task(Task(task, pickle.dumps(named)))
         self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True
         self._env.model.cam_pos[self._env.model.camera(CAMERA).id] = CAMERA_POSITION
