@@ -122,7 +122,7 @@ class Choice:
 
 
 def choose_kernel(
-    asked: Kernel, attentions: Iterable[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
+    preferred: Kernel, attentions: Iterable[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
 ) -> Choice:
     """The first kernel, beginning with the one asked for, that is right at every shape, forward and backward.
 
@@ -130,13 +130,13 @@ def choose_kernel(
     device, and asks for some of its memory: for the start of an attempt, before there are gradients and moments.
 
     Args:
-        asked: "eager" is taken as it is, because it is the measure.
+        preferred: "eager" is taken as it is, because it is the measure.
         attentions: layers (only their sizes count), and the shapes of their inputs.
         dtype: of queries, keys and values.
     """
     attentions = list(attentions)
     refused: list[str] = []
-    for kernel in CANDIDATES[CANDIDATES.index(asked) :]:
+    for kernel in CANDIDATES[CANDIDATES.index(preferred) :]:
         wrong = kernel != "eager" and what_is_wrong(kernel, attentions, device, dtype)
         if not wrong:
             backends = {str(shape): _backend(kernel, layer, shape, device, dtype) for layer, shape in attentions}
@@ -160,7 +160,7 @@ def what_is_wrong(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch says at length why a kernel does not fit
-                found = _computed(layer, shape, inputs, kernel)
+                results = _computed(layer, shape, inputs, kernel)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -169,7 +169,7 @@ def what_is_wrong(
             return f"{_backend(kernel, layer, shape, device, dtype)} fails at {shape}: {' '.join(str(error).split())}"
         exact = _computed(layer, shape, [tensor.double() for tensor in inputs], "eager")
         eager = _computed(layer, shape, inputs, "eager")
-        for name, value in found.items():
+        for name, value in results.items():
             reason = _disagreement(value.double(), exact[name], eager[name].double(), dtype)
             if reason:
                 backend = _backend(kernel, layer, shape, device, dtype)
@@ -213,22 +213,22 @@ def _computed(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel
     query, key, value = leaves
     with torch.set_grad_enabled(shape.backward), torch.autocast(bias.device.type, enabled=False):
         result = attend(layer, query, key, value, bias, kernel)
-    found = {"result": result.detach().unflatten(-1, (-1, layer.head_dim))}
+    results = {"result": result.detach().unflatten(-1, (-1, layer.head_dim))}
     if shape.backward:
         names = ("gradient of the queries", "gradient of the keys", "gradient of the values")
-        found |= zip(names, torch.autograd.grad(result, leaves, gradient), strict=True)
-    return found
+        results |= zip(names, torch.autograd.grad(result, leaves, gradient), strict=True)
+    return results
 
 
-def _disagreement(found: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
+def _disagreement(actual: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
     """In words, by how much a result is further off than rounding explains; None if it is not. All float64 (B, ..., D).
 
     Vector by vector, because a kernel that is wrong at one place of a thousand is wrong. What rounding explains is a
     few times what it does to eager attention in the same dtype, row by row of the batch.
     """
-    if not torch.isfinite(found).all():
+    if not torch.isfinite(actual).all():
         return "it is not finite"
-    apart, rounding, size = ((t.norm(dim=-1).flatten(1).amax(1)) for t in (found - exact, eager - exact, exact))
+    apart, rounding, size = ((t.norm(dim=-1).flatten(1).amax(1)) for t in (actual - exact, eager - exact, exact))
     allowed = 4 * rounding.nan_to_num(0.0) + max(2 * torch.finfo(dtype).eps, 1e-5) * size
     allowed[-1] += ROUNDING_BELOW_ZERO * size[-1]
     excess = (apart / allowed).nan_to_num(0.0).max().item()

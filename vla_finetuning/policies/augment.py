@@ -39,7 +39,7 @@ class Step(Protocol):
     @property
     def draws(self) -> int: ...
 
-    def __call__(self, images: Tensor, drawn: Tensor) -> Tensor: ...
+    def __call__(self, images: Tensor, numbers: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Uniform:
     def draws(self) -> int:
         return len(self.ranges)
 
-    def __call__(self, images: Tensor, drawn: Tensor) -> Tensor:
-        values = [low + (high - low) * drawn[:, i] for i, (low, high) in enumerate(self.ranges)]
+    def __call__(self, images: Tensor, numbers: Tensor) -> Tensor:
+        values = [low + (high - low) * numbers[:, i] for i, (low, high) in enumerate(self.ranges)]
         return self.function(images, *values)
 
 
@@ -68,9 +68,9 @@ class InTurn:
     def draws(self) -> int:
         return sum(step.draws for step in self.steps)
 
-    def __call__(self, images: Tensor, drawn: Tensor) -> Tensor:
-        for step, own in zip(self.steps, drawn.split([step.draws for step in self.steps], dim=1), strict=True):
-            images = step(images, own)
+    def __call__(self, images: Tensor, numbers: Tensor) -> Tensor:
+        for step, chunk in zip(self.steps, numbers.split([step.draws for step in self.steps], dim=1), strict=True):
+            images = step(images, chunk)
         return images
 
 
@@ -91,15 +91,15 @@ class Subset:
     def draws(self) -> int:
         return len(self.steps) + sum(step.draws for step in self.steps)
 
-    def __call__(self, images: Tensor, drawn: Tensor) -> Tensor:
-        racing, *each = drawn.split([len(self.steps), *(step.draws for step in self.steps)], dim=1)
+    def __call__(self, images: Tensor, numbers: Tensor) -> Tensor:
+        racing, *step_numbers = numbers.split([len(self.steps), *(step.draws for step in self.steps)], dim=1)
         # Arrivals at these rates come in the order of draws without replacement.
         arrivals = torch.stack([-torch.log1p(-racing[:, i]) / weight for i, weight in enumerate(self.weights)], dim=1)
         rank = (arrivals[:, :, None] > arrivals[:, None, :]).sum(dim=2)
         for turn in range(self.count) if self.shuffled else [None]:
             for i, step in enumerate(self.steps):
-                wanted = rank[:, i] == turn if turn is not None else rank[:, i] < self.count
-                images = torch.where(wanted[:, None, None, None], step(images, each[i]), images)
+                applied = rank[:, i] == turn if turn is not None else rank[:, i] < self.count
+                images = torch.where(applied[:, None, None, None], step(images, step_numbers[i]), images)
         return images
 
 
@@ -158,8 +158,8 @@ class Augmentation:
             return images
         numbers = drawn(self._seed, position, self._numbers[key])[:, : step.draws]
         frames = images if images.ndim == 4 else images.flatten(0, 1)
-        kind = images.device.type if torch.amp.is_autocast_available(images.device.type) else "cpu"
-        with torch.autocast(kind, enabled=False):  # products of coordinates need float32
+        device_type = images.device.type if torch.amp.is_autocast_available(images.device.type) else "cpu"
+        with torch.autocast(device_type, enabled=False):  # products of coordinates need float32
             frames = step(frames, numbers.repeat_interleave(len(frames) // len(numbers), dim=0))
         return frames.view_as(images)
 
@@ -203,22 +203,22 @@ def lerobot_step(options: ImageTransformOptions) -> Step | None:
     Raises:
         ValueError: a type or an option that LeRobot does not know, or that is not done here.
     """
-    asked: dict[str, Any] = dict(options.tfs) or ImageTransformsConfig().tfs
+    transforms: dict[str, Any] = dict(options.tfs) or ImageTransformsConfig().tfs
     steps, weights = [], []
-    for name, given in asked.items():
-        where = f"--dataset.image_transforms.tfs: {name!r}"
+    for name, entry in transforms.items():
+        flag = f"--dataset.image_transforms.tfs: {name!r}"
         try:
-            one = given if isinstance(given, ImageTransformConfig) else ImageTransformConfig(**given)
-            transform = make_transform_from_config(one)
-            weight = float(one.weight)
+            config = entry if isinstance(entry, ImageTransformConfig) else ImageTransformConfig(**entry)
+            transform = make_transform_from_config(config)
+            weight = float(config.weight)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{flag}: {error}") from error
         if weight > 0:
-            steps.append(_lerobot_transform(where, transform))
+            steps.append(_lerobot_transform(flag, transform))
             weights.append(weight)
     if not steps:
         raise ValueError(
-            f"--dataset.image_transforms.tfs: {', '.join(asked)} have weight 0, and no frame would change: give "
+            f"--dataset.image_transforms.tfs: {', '.join(transforms)} have weight 0, and no frame would change: give "
             "one a weight, or leave --dataset.image_transforms.enable out"
         )
     count = min(len(steps), options.max_num_transforms)
@@ -228,7 +228,7 @@ def lerobot_step(options: ImageTransformOptions) -> Step | None:
     return chosen if count else None
 
 
-def _lerobot_transform(where: str, transform: Any) -> Step:
+def _lerobot_transform(flag: str, transform: Any) -> Step:
     from kornia import enhance  # takes seconds to import
 
     if isinstance(transform, v2.ColorJitter):
@@ -238,8 +238,8 @@ def _lerobot_transform(where: str, transform: Any) -> Step:
             "saturation": enhance.adjust_saturation_with_gray_subtraction,
             "hue": lambda images, turn: enhance.adjust_hue(images, 2 * math.pi * turn),
         }
-        given = {name: getattr(transform, name) for name in functions}
-        parts = [Uniform(functions[name], [tuple(limits)]) for name, limits in given.items() if limits is not None]
+        intervals = {name: getattr(transform, name) for name in functions}
+        parts = [Uniform(functions[name], [tuple(limits)]) for name, limits in intervals.items() if limits is not None]
         # In an order that torchvision draws each time.
         return parts[0] if len(parts) == 1 else Subset(parts, [1.0] * len(parts), len(parts), shuffled=True)
     if isinstance(transform, SharpnessJitter):
@@ -247,7 +247,7 @@ def _lerobot_transform(where: str, transform: Any) -> Step:
     if isinstance(transform, v2.RandomAffine):
         if transform.center is not None or any(transform._fill.values()):
             raise ValueError(
-                f"{where}: RandomAffine turns about the middle here, and fills up with black; leave center and fill out"
+                f"{flag}: RandomAffine turns about the middle here, and fills up with black; leave center and fill out"
             )
         wide, high = transform.translate or (0.0, 0.0)
         shear = [*(transform.shear or ()), 0.0, 0.0, 0.0, 0.0]
@@ -255,7 +255,7 @@ def _lerobot_transform(where: str, transform: Any) -> Step:
         mode = "bilinear" if transform.interpolation is InterpolationMode.BILINEAR else "nearest"
         return Uniform(partial(_affine, mode=mode), [*ranges, (shear[0], shear[1]), (shear[2], shear[3])])
     raise ValueError(
-        f"{where}: {type(transform).__name__} is not done here, where parameters are drawn by row on the device; there "
+        f"{flag}: {type(transform).__name__} is not done here, where parameters are drawn by row on the device; there "
         "are ColorJitter, SharpnessJitter and RandomAffine, which lerobot-train's defaults are made of"
     )
 
@@ -286,8 +286,8 @@ def _affine(
     if mode == "nearest":
         return F.grid_sample(images, grid, mode=mode, align_corners=False)
     # Where only a part of a pixel is of the image, torchvision takes that share of it twice.
-    whole = F.grid_sample(F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0), grid, align_corners=False)
-    return whole[:, :3] * whole[:, 3:]
+    sampled = F.grid_sample(F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0), grid, align_corners=False)
+    return sampled[:, :3] * sampled[:, 3:]
 
 
 def _openpi_crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:

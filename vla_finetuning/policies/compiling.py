@@ -36,8 +36,8 @@ def why_not(device: torch.device) -> str | None:
         return f"the step runs on the {device.type.upper()}, and only GPUs gain from it"
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
-        found, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, and Triton needs {needed}"
+        actual, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {actual}, and Triton needs {needed}"
     if not has_triton():
         return "Triton, which it needs, is not installed or does not work here"
     return None
@@ -100,8 +100,8 @@ class Compiler:
             except FailOnRecompileLimitHit as error:
                 self._give_up(error)
                 result = function(*arguments)
-            if made := counters["stats"]["unique_graphs"] - before:
-                self.compilations += made
+            if new_graphs := counters["stats"]["unique_graphs"] - before:
+                self.compilations += new_graphs
                 shapes = ", ".join(str(tuple(leaf.shape)) for leaf in arguments if isinstance(leaf, Tensor))
                 logger.info("torch.compile: %s for %s, compilation %d", function.__name__, shapes, self.compilations)
             return result

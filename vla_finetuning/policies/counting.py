@@ -83,8 +83,8 @@ def flops_by_prompt(
     def interpolated(prompt: int) -> int:
         total = Fraction(0)
         for at, flops in counted.items():
-            others = [other for other in counted if other != at]
-            total += flops * math.prod(Fraction(prompt - other, at - other) for other in others)
+            other_lengths = [other for other in counted if other != at]
+            total += flops * math.prod(Fraction(prompt - other, at - other) for other in other_lengths)
         return int(total)
 
     return {prompt: counted.get(prompt) or interpolated(prompt) for prompt in prompts}

@@ -141,7 +141,7 @@ class PolicyLoss(nn.Module):
             for name, module in self.named_modules()
             if re.fullmatch(names, name)
             and any(parameter.requires_grad for parameter in module.parameters())
-            and all(place.startswith(f"{name}.") for own in module.parameters() for place in places[own])
+            and all(place.startswith(f"{name}.") for weight in module.parameters() for place in places[weight])
         ]
 
 
@@ -252,8 +252,8 @@ class Family:
         Raises:
             ValueError: the loss cannot compute one of them.
         """
-        asked = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
-        if unknown := [name for name, given in asked.items() if given]:
+        options = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
+        if unknown := [name for name, enabled in options.items() if enabled]:
             raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
         return PolicyLoss(policy, images=images)
 
@@ -345,12 +345,12 @@ class Family:
         """
         return policy.predict_action_chunk(observation, **options)
 
-    def env_processors(self, config: PreTrainedConfig, env: Any, own: Collection[str] = ()) -> tuple[Any, Any]:
+    def env_processors(self, config: PreTrainedConfig, env: Any, later_steps: Collection[str] = ()) -> tuple[Any, Any]:
         """Return what stands between an environment and the policy's own processors: of observations, and of actions.
 
         Args:
             env: LeRobot's configuration of it.
-            own: registered names of steps that observations pass afterwards: they pass none of them twice.
+            later_steps: registered names of steps that observations pass afterwards: they pass none of them twice.
         """
         return env.get_env_processors()
 

@@ -170,19 +170,19 @@ class FlowLoss(PolicyLoss):
 
 
 def guided_chunk(
-    loss: FlowLoss, told: Mapping[str, Tensor], plain: Mapping[str, Tensor], noise: Tensor, guidance: float
+    loss: FlowLoss, conditional: Mapping[str, Tensor], plain: Mapping[str, Tensor], noise: Tensor, guidance: float
 ) -> Tensor:
     """Predict action chunks by LeRobot's sampler, led away from what another prompt gives (arXiv 2207.12598).
 
-    The velocity is that of `plain` and `guidance` times the difference that `told` makes; 1 is `told` alone.
+    The velocity is that of `plain` and `guidance` times the difference that `conditional` makes; 1 leaves `plain` out.
 
     Args:
-        told, plain: B rows that the policy sees, which differ in their language. noise: float32 (B, T, max_action_dim).
+        conditional, plain: B rows for the policy, which differ in language. noise: float32 (B, T, max_action_dim).
     Returns:
         float32 (B, T, A), normalised.
     """
     config: Any = loss.policy.config
-    prefixes = [loss.prefix(loss.images(batch)) for batch in (told, plain)]
+    prefixes = [loss.prefix(loss.images(batch)) for batch in (conditional, plain)]
     x, steps = noise, config.num_inference_steps
     for step in range(steps):
         time = torch.full((len(x),), 1.0 - step / steps, device=x.device)
@@ -195,9 +195,9 @@ def over_own_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Te
     """Losses (B*K, T, A) whose mean over A is that over the dimensions of the row's own robot, if others have more."""
     if ACTION_DIMS not in batch:
         return losses
-    own = repeat_rows(batch[ACTION_DIMS], draws)
-    share = own.shape[1] / own.sum(dim=1, keepdim=True)
-    return losses.masked_fill(~own[:, None, :], 0.0) * share[:, :, None]
+    mask = repeat_rows(batch[ACTION_DIMS], draws)
+    share = mask.shape[1] / mask.sum(dim=1, keepdim=True)
+    return losses.masked_fill(~mask[:, None, :], 0.0) * share[:, :, None]
 
 
 def add_by_robot(sums: Tensor, losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> None:

@@ -77,17 +77,17 @@ def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedC
         OSError, ValueError: config.json cannot be read, is no policy's, or an option is not the policy's.
     """
     saved = read_foreign_json(folder / "config.json")
-    kind = saved.pop("type")
+    policy_type = saved.pop("type")
     return make_policy_config(
-        kind, options, {name: value for name, value in saved.items() if name not in WHENCE}, "config.json"
+        policy_type, options, {name: value for name, value in saved.items() if name not in WHENCE}, "config.json"
     )
 
 
 def make_policy_config(
-    kind: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
+    policy_type: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
 ) -> PreTrainedConfig:
     """LeRobot's configuration of a type of policy, on the CPU: where it was saved, another device may be named."""
-    cls = PreTrainedConfig.get_choice_class(kind)
+    cls = PreTrainedConfig.get_choice_class(policy_type)
     config = cast(PreTrainedConfig, make_config(cls, "policy", options, {**(saved or {}), "device": "cpu"}, source))
     config.device = "cpu"
     _check_sizes(config, source)
@@ -117,8 +117,8 @@ def _check_sizes(config: PreTrainedConfig, source: str) -> None:
             raise ValueError(f"{f'{source}: ' if source else ''}--policy.{field.name}={value}: must be positive")
         most = next((limit for names, limit in _LARGEST.items() if re.search(names, field.name)), None)
         if type(value) is int and most is not None and value > most:
-            where = f"{source}: " if source else ""
-            raise ValueError(f"{where}{field.name} is {value:,}, more than the {most:,} that a policy may have")
+            prefix = f"{source}: " if source else ""
+            raise ValueError(f"{prefix}{field.name} is {value:,}, more than the {most:,} that a policy may have")
 
 
 def fetch_pretrained(
@@ -164,10 +164,10 @@ def _here(path: str) -> Path:
 
 
 def _require_config(path: str, folder: Path) -> None:
-    found = contents(folder)
-    if "config.json" not in found:
-        remedy = "; it is a checkpoint: give its run's pretrained_model" if "state.json" in found else ""
-        raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {found}{remedy}")
+    names = contents(folder)
+    if "config.json" not in names:
+        remedy = "; it is a checkpoint: give its run's pretrained_model" if "state.json" in names else ""
+        raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {names}{remedy}")
 
 
 def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
@@ -233,10 +233,10 @@ def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def _matching_weights(
-    folder: Path, policy: PreTrainedPolicy, found: Mapping[str, Tensor] | None = None
+    folder: Path, policy: PreTrainedPolicy, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return all tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
-    stored = read_weights(folder) if found is None else dict(found)
+    stored = read_weights(folder) if tensors is None else dict(tensors)
     _explain_names(folder, list(stored))
     weights = family_of(policy.config).own_keys(policy, stored)
     _check_keys(folder, policy.config, weights, policy.state_dict(keep_vars=True))
@@ -256,9 +256,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             if not isinstance(file, str) or Path(file).name != file:
                 raise ValueError(f"{folder / WEIGHTS_INDEX} names {file!r}, which is no file in its own folder")
     else:
-        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else "nothing"
+        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else "nothing"
         raise FileNotFoundError(
-            f"no {WEIGHTS_FILE} in {folder}, found {found}; pickled weights (.bin, .pt) are never loaded, "
+            f"no {WEIGHTS_FILE} in {folder}, found {names}; pickled weights (.bin, .pt) are never loaded, "
             "and adapters must be merged into their base first"
         )
     weights: dict[str, Tensor] = {}
@@ -283,9 +283,9 @@ def check_header(path: Path) -> None:
         refuse_pointer(str(path), begin)
         size = int.from_bytes(begin[:8], "little") if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     if size is None or size > MAX_HEADER_BYTES:
-        what = "is not a regular file" if size is None else f"claims a header of {size / 2**20:,.0f} MiB"
+        fault = "is not a regular file" if size is None else f"claims a header of {size / 2**20:,.0f} MiB"
         raise ValueError(
-            f"{path} {what}, more than the {MAX_HEADER_BYTES / 2**20:.0f} MiB that the names of a policy's tensors "
+            f"{path} {fault}, more than the {MAX_HEADER_BYTES / 2**20:.0f} MiB that the names of a policy's tensors "
             "take: it is truncated or no safetensors file"
         )
 
@@ -303,8 +303,8 @@ def _check_keys(
         if key in weights and weights[key].shape != expected[key].shape
     ]
     problems = [
-        f"{len(keys)} {what}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        f"{len(keys)} {fault}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+        for fault, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
         if keys
     ]
     if problems:
@@ -445,41 +445,41 @@ def match_features(
     _check_rename_map(config, dataset_features, rename_map)
     sources = {rename_map.get(key, key): key for key in dataset_features}
     available = {key: policy_feature(source, dataset_features[source]) for key, source in sources.items()}
-    found = {key: feature for key, feature in available.items() if feature is not None}
+    features = {key: feature for key, feature in available.items() if feature is not None}
 
-    outputs = {key: feature for key, feature in found.items() if feature.type is FeatureType.ACTION}
+    outputs = {key: feature for key, feature in features.items() if feature.type is FeatureType.ACTION}
     if ACTION not in outputs:
         raise ValueError(f"the dataset has no '{ACTION}'; its features are {sorted(dataset_features)}")
     fitted = copy.deepcopy(config)
     fitted.output_features = outputs
-    fitted.input_features = fitted.input_features or {key: f for key, f in found.items() if key not in outputs}
+    fitted.input_features = fitted.input_features or {key: f for key, f in features.items() if key not in outputs}
     described = {key: dataset_features[source] for key, source in sources.items()}
     _tell_features(fitted, described)
     fitted.validate_features()  # what the policy's constructor adds, its state among others, must be normalised too
     inputs = fitted.input_features
-    cameras = [key for key, feature in found.items() if feature.type is FeatureType.VISUAL]
+    cameras = [key for key, feature in features.items() if feature.type is FeatureType.VISUAL]
     masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras, left_out)
     for key, feature in inputs.items():
-        if feature.type is not FeatureType.VISUAL and key not in found:
+        if feature.type is not FeatureType.VISUAL and key not in features:
             raise ValueError(
                 f"the policy needs '{key}', and the dataset's features are {sorted(dataset_features)}; "
                 f'--rename_map=\'{{"observation.x": "{key}"}}\' gives one of them that name'
             )
     exact = getattr(config, "proprio_dim", None)
-    if exact is not None and OBS_STATE in found and found[OBS_STATE].shape != (exact,):
-        shape = found[OBS_STATE].shape
+    if exact is not None and OBS_STATE in features and features[OBS_STATE].shape != (exact,):
+        shape = features[OBS_STATE].shape
         raise ValueError(
             f"'{sources[OBS_STATE]}' has the shape {shape}, and the policy's proprio_dim is {exact}: give "
             f"--policy.proprio_dim={shape[0]}, or null for a policy that sees no state"
         )
     for key, limit in ((OBS_STATE, "max_state_dim"), (ACTION, "max_action_dim")):
-        if key in found:
+        if key in features:
             _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))
 
     keeps = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
     config.output_features = outputs
     config.input_features = {
-        key: feature if feature.type in keeps or key not in found else replace(feature, shape=found[key].shape)
+        key: feature if feature.type in keeps or key not in features else replace(feature, shape=features[key].shape)
         for key, feature in inputs.items()
     }
     _tell_features(config, described)
@@ -517,17 +517,17 @@ def _check_rename_map(
 ) -> None:
     names = {key: rename_map.get(key, key) for key in dataset_features}
     for key, name in rename_map.items():
-        where = f'--rename_map has "{key}": "{name}"'
+        entry = f'--rename_map has "{key}": "{name}"'
         if key not in dataset_features:
-            raise ValueError(f"{where}, and the dataset's features are {sorted(dataset_features)}")
+            raise ValueError(f"{entry}, and the dataset's features are {sorted(dataset_features)}")
         if not key.startswith(OBS_PREFIX):
-            raise ValueError(f"{where}; LeRobot renames only keys that start with '{OBS_PREFIX}'")
+            raise ValueError(f"{entry}; LeRobot renames only keys that start with '{OBS_PREFIX}'")
         if config.input_features and name not in config.input_features:
             hint = f": it has '{key}' already, leave that out" if key in config.input_features else ""
-            raise ValueError(f"{where}, and the policy's inputs are {sorted(config.input_features)}{hint}")
+            raise ValueError(f"{entry}, and the policy's inputs are {sorted(config.input_features)}{hint}")
         same = sorted(other for other in names if names[other] == name)
         if len(same) > 1:
-            raise ValueError(f"{where}, so that {same} would all be called '{name}'")
+            raise ValueError(f"{entry}, so that {same} would all be called '{name}'")
 
 
 def _check_cameras(
@@ -540,18 +540,18 @@ def _check_cameras(
     left_out: Sequence[str],
 ) -> set[str]:
     """The policy's cameras that stay without an image; an error unless that was asked for."""
-    wanted = [key for key, feature in inputs.items() if feature.type is FeatureType.VISUAL]
-    empty = {key for key in wanted if key.startswith(EMPTY_CAMERA) and key not in cameras}
-    missing = [key for key in wanted if key not in cameras and key not in empty]
-    unknown = [key for key in cameras if key not in wanted]
+    policy_cameras = [key for key, feature in inputs.items() if feature.type is FeatureType.VISUAL]
+    empty = {key for key in policy_cameras if key.startswith(EMPTY_CAMERA) and key not in cameras}
+    missing = [key for key in policy_cameras if key not in cameras and key not in empty]
+    unknown = [key for key in cameras if key not in policy_cameras]
     masks = family_of(config).masks_cameras
-    can_mask = masks and len(missing) < len(wanted) - len(empty)
+    can_mask = masks and len(missing) < len(policy_cameras) - len(empty)
     if not unknown and (not missing or (missing_cameras == "mask" and can_mask)):
         return empty | set(missing)
     problems, ways = [], []
     if missing:
-        others = f"are not among those chosen ({list(left_out)} are left out)" if left_out else "the dataset lacks"
-        problems.append(f"the policy has cameras that {others}: {missing}")
+        reason = f"are not among those chosen ({list(left_out)} are left out)" if left_out else "the dataset lacks"
+        problems.append(f"the policy has cameras that {reason}: {missing}")
     if unknown:
         problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
     if missing and unknown:
@@ -628,14 +628,14 @@ def exported_dtypes(policy: PreTrainedPolicy) -> dict[str, torch.dtype]:
     Raises:
         ValueError: the policy's keys or shapes are not those LeRobot's class has for its configuration.
     """
-    own = policy.state_dict()
+    tensors = policy.state_dict()
     if not family_of(policy.config).from_config:
-        return {key: tensor.dtype for key, tensor in own.items()}
+        return {key: tensor.dtype for key, tensor in tensors.items()}
     built = with_float32_masters(meta_policy(policy.config)).state_dict()
     different = sorted(
         key
-        for key in own.keys() | built.keys()
-        if key not in own or key not in built or own[key].shape != built[key].shape
+        for key in tensors.keys() | built.keys()
+        if key not in tensors or key not in built or tensors[key].shape != built[key].shape
     )
     if different:
         raise ValueError(f"the policy is not as LeRobot builds it; keys or shapes differ: {different[:5]}")

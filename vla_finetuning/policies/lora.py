@@ -28,13 +28,13 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
     Raises:
         ValueError: the options name no layers of this policy, or layers that have no adapter.
     """
-    given = asdict(options)
-    del given["export"]
+    overrides = asdict(options)
+    del overrides["export"]
     device = next(policy.parameters()).device
     try:
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(seed)
-            adapted = policy.wrap_with_peft(peft_cli_overrides=given)
+            adapted = policy.wrap_with_peft(peft_cli_overrides=overrides)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
             f"--peft.target_modules={options.target_modules} --peft.full_training_modules="
@@ -52,27 +52,27 @@ def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str,
         ValueError: a name that matches no layer, or only layers that training does not use.
     """
     layers = [name for name, _ in policy.named_modules()]
-    trained = [(name, of.numel()) for name, of in policy.named_parameters() if of.requires_grad]
+    trained = [(name, tensor.numel()) for name, tensor in policy.named_parameters() if tensor.requires_grad]
     targets = options.target_modules
-    asked = [("target_modules", ".lora_", name) for name in ([targets] if isinstance(targets, str) else targets or [])]
-    asked += [("full_training_modules", ".modules_to_save.", name) for name in options.full_training_modules or []]
+    specs = [("target_modules", ".lora_", name) for name in ([targets] if isinstance(targets, str) else targets or [])]
+    specs += [("full_training_modules", ".modules_to_save.", name) for name in options.full_training_modules or []]
     lines = []
-    for option, mark, name in asked:
+    for option, mark, name in specs:
         pattern = option == "target_modules" and isinstance(targets, str)  # that matches none, PEFT has refused
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for parameter, count in trained:
             layer, marked, _ = parameter.partition(mark)
             # As PEFT: names of layers that train whole need not begin after a dot.
             ends = f".{layer}".endswith(f".{name}") if option == "target_modules" else layer.endswith(name)
             if marked and (pattern or ends):
-                found[layer] = found.get(layer, 0) + count
-        if not found:
-            there = any(f".{layer}".endswith(f".{name}") for layer in layers) or pattern
-            why = "only layers that training does not use" if there else "no layer of the policy"
-            known = sorted({layer.rpartition(".")[2] for layer in layers})
-            raise ValueError(f"--peft.{option}: {name!r} is the name of {why}{did_you_mean(name, known)}")
-        how = "adapters in" if option == "target_modules" else "all of"
-        lines.append(f"{how} {name!r}: {sum(found.values()):,} parameters in {len(found)} layers, e.g. {min(found)}")
+                sizes[layer] = sizes.get(layer, 0) + count
+        if not sizes:
+            exists = any(f".{layer}".endswith(f".{name}") for layer in layers) or pattern
+            why = "only layers that training does not use" if exists else "no layer of the policy"
+            layer_names = sorted({layer.rpartition(".")[2] for layer in layers})
+            raise ValueError(f"--peft.{option}: {name!r} is the name of {why}{did_you_mean(name, layer_names)}")
+        scope = "adapters in" if option == "target_modules" else "all of"
+        lines.append(f"{scope} {name!r}: {sum(sizes.values()):,} parameters in {len(sizes)} layers, e.g. {min(sizes)}")
     return tuple(lines)
 
 

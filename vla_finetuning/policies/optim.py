@@ -257,19 +257,19 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
 
 def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) -> Any:
     """A preset with what the options name replaced; another type takes from the preset what both have."""
-    given = dict(option.removeprefix("--").split("=", 1) for option in options)
-    kind = given.pop("type", None)
-    known = registry.get_known_choices()
-    if kind is not None and kind not in known:
-        raise ValueError(f"--{group}.type={kind}: expected one of {', '.join(sorted(known))}")
-    if kind is None and preset is None:
-        if given:
-            raise ValueError(f"--{group}.{min(given)}: the policy has no {group} of its own; give --{group}.type too")
+    values = dict(option.removeprefix("--").split("=", 1) for option in options)
+    type_name = values.pop("type", None)
+    classes = registry.get_known_choices()
+    if type_name is not None and type_name not in classes:
+        raise ValueError(f"--{group}.type={type_name}: expected one of {', '.join(sorted(classes))}")
+    if type_name is None and preset is None:
+        if values:
+            raise ValueError(f"--{group}.{min(values)}: the policy has no {group} of its own; give --{group}.type too")
         return None
-    chosen = known[kind] if kind is not None else type(preset)
+    chosen = classes[type_name] if type_name is not None else type(preset)
     names = [field.name for field in fields(chosen)]
     shared = {name: getattr(preset, name) for name in names if hasattr(preset, name)}
     try:
-        return chosen(**shared | read_options(chosen, group, given))
+        return chosen(**shared | read_options(chosen, group, values))
     except TypeError as error:  # what has no default is not given
-        raise ValueError(f"--{group}.type={kind} needs more of its options {', '.join(names)}: {error}") from error
+        raise ValueError(f"--{group}.type={type_name} needs more of its options {', '.join(names)}: {error}") from error

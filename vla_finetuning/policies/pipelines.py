@@ -193,10 +193,10 @@ def _saved_step(folder: Path, name: str) -> dict[str, Any]:
     where it has none.
     """
     file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
-    found = read_foreign_json(file) if file.is_file() else {}
-    steps = found.get("steps") if isinstance(found, dict) else None
-    known = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    return next((step for step in known if step.get("registry_name") == name), {})
+    saved = read_foreign_json(file) if file.is_file() else {}
+    steps = saved.get("steps") if isinstance(saved, dict) else None
+    valid_steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    return next((step for step in valid_steps if step.get("registry_name") == name), {})
 
 
 def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -212,7 +212,7 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
     the file says, so that a downloaded JSON file could start a program. Only steps of a policy's pipelines are
     let through, with options that they have.
     """
-    found: dict[str, dict[str, Any]] = {}
+    options_by_step: dict[str, dict[str, Any]] = {}
     for name in (POLICY_PREPROCESSOR_DEFAULT_NAME, POLICY_POSTPROCESSOR_DEFAULT_NAME):
         file = folder / f"{name}.json"
         try:
@@ -233,24 +233,26 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
                 )
             if state_file is not None:
                 check_header(folder / state_file)
-            found[step] = options
+            options_by_step[step] = options
     check_tokenizer(folder / TOKENIZER_FOLDER / TOKENIZER_FILE)
-    return found
+    return options_by_step
 
 
 def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
     """Why a step that a file names is refused; None if it is not."""
     if step not in ProcessorStepRegistry.list():
         return "is not registered by LeRobot under that name"
-    kind = ProcessorStepRegistry.get(step)
+    step_class = ProcessorStepRegistry.get(step)
     # Beside the configuration, or that of a policy which this one is a kind of.
     homes = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
-    own = kind.__module__
-    if step not in SHARED_STEPS and not any(own == h or own.rpartition(".")[0] == h.rpartition(".")[0] for h in homes):
+    module = step_class.__module__
+    if step not in SHARED_STEPS and not any(
+        module == h or module.rpartition(".")[0] == h.rpartition(".")[0] for h in homes
+    ):
         return f"does not belong to a '{config.type}' policy"
-    known = inspect.signature(kind).parameters
-    if not isinstance(options, dict) or (unknown := sorted(map(str, options.keys() - known.keys()))):
-        return f"has not the options {unknown if isinstance(options, dict) else options!r:.100}, but {sorted(known)}"
+    params = inspect.signature(step_class).parameters
+    if not isinstance(options, dict) or (unknown := sorted(map(str, options.keys() - params.keys()))):
+        return f"has not the options {unknown if isinstance(options, dict) else options!r:.100}, but {sorted(params)}"
     if state_file is not None and (not isinstance(state_file, str) or Path(state_file).name != state_file):
         return f"keeps its state in {state_file!r:.100}, which is no file of its own folder"
     return None
@@ -261,14 +263,14 @@ def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
     if Path(name).is_dir():
         check_tokenizer(Path(name) / TOKENIZER_FILE)
         return
-    beside = f"or put its files into the folder of the policy, as {TOKENIZER_FOLDER}/"
+    remedy = f"or put its files into the folder of the policy, as {TOKENIZER_FOLDER}/"
     try:
         require_model(name, "tokenizer_config.json")
-        found = cached_file(name, TOKENIZER_FILE, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(name, TOKENIZER_FILE, _raise_exceptions_for_missing_entries=False)
     except (ValueError, OSError) as error:
-        raise type(error)(f"the tokenizer of the '{config.type}' policy: {error}; {beside}") from error
-    if found is not None:
-        check_tokenizer(Path(found))
+        raise type(error)(f"the tokenizer of the '{config.type}' policy: {error}; {remedy}") from error
+    if path is not None:
+        check_tokenizer(Path(path))
 
 
 def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str) -> None:
@@ -318,14 +320,14 @@ def _check_stats(config: PreTrainedConfig, features: Mapping[str, PolicyFeature]
         if key.startswith(EMPTY_CAMERA):
             continue
         mode = normalization_mode(config, features[key].type)
-        found = stats.get(key, {})
-        if missing := sorted(names - set(found)):
+        feature_stats = stats.get(key, {})
+        if missing := sorted(names - set(feature_stats)):
             raise ValueError(
                 f"'{key}' is to be normalised by {mode.value}, and its statistics lack {missing} (found "
-                f"{sorted(found)}). LeRobot would leave it as it is, or fail at the first row: compute them "
+                f"{sorted(feature_stats)}). LeRobot would leave it as it is, or fail at the first row: compute them "
                 "from the dataset first"
             )
-        values = {name: np.asarray(found[name], dtype=np.float64) for name in sorted(names)}
+        values = {name: np.asarray(feature_stats[name], dtype=np.float64) for name in sorted(names)}
         for name, value in values.items():
             if not np.isfinite(value).all():
                 raise ValueError(f"the statistic '{name}' of '{key}' is not finite: {value.tolist()}")

@@ -91,9 +91,9 @@ def policy_feature(key: str, feature: DatasetFeature) -> PolicyFeature | None:
     return dataset_to_policy_features({key: description}).get(key)
 
 
-def normalization_mode(config: PreTrainedConfig, kind: FeatureType) -> NormalizationMode:
+def normalization_mode(config: PreTrainedConfig, feature_type: FeatureType) -> NormalizationMode:
     """Return how LeRobot normalises features of a type."""
-    return NormalizationMode(config.normalization_mapping.get(kind.value, NormalizationMode.IDENTITY))
+    return NormalizationMode(config.normalization_mapping.get(feature_type.value, NormalizationMode.IDENTITY))
 
 
 def required_stats(
@@ -102,8 +102,8 @@ def required_stats(
     """The statistics LeRobot's normaliser needs for each feature; features it leaves alone are not listed."""
     needed = {}
     for key, feature in features.items():
-        known = feature if isinstance(feature, PolicyFeature) else policy_feature(key, feature)
-        if known is not None and (names := NORMALIZATION_STATS[normalization_mode(config, known.type)]):
+        typed = feature if isinstance(feature, PolicyFeature) else policy_feature(key, feature)
+        if typed is not None and (names := NORMALIZATION_STATS[normalization_mode(config, typed.type)]):
             needed[key] = set(names)
     return needed
 
@@ -151,10 +151,10 @@ class Prepare:
         self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
         self._keep = tuple(keep)
-        whole = _with_steps(preprocessor, [_fixed_shape(copy.copy(step)) for step in preprocessor.steps])
-        self._pipeline = _with_steps(whole, [step for step in whole.steps if not _of_batch(step)])
+        full_pipeline = _with_steps(preprocessor, [_fixed_shape(copy.copy(step)) for step in preprocessor.steps])
+        self._pipeline = _with_steps(full_pipeline, [step for step in full_pipeline.steps if not _of_batch(step)])
         self._renamed = _rename_map(self._pipeline)
-        self._check_split(whole, config)
+        self._check_split(full_pipeline, config)
         for step in self._pipeline.steps:
             step._current_transition = None  # what it remembers of the made-up row
             step.reset()
@@ -222,10 +222,10 @@ class Prepare:
                 # Blocks are read-only views of shared memory, which torch cannot express.
                 data[key] = torch.from_numpy(value if value.flags.writeable else value.copy())
         processed = self._pipeline(data)
-        wanted = {key for key in processed if key in self._features or key not in columns}
-        wanted |= {f"{key}_is_pad" for key in wanted}
-        found = {key: value.numpy() for key, value in processed.items() if key in wanted and isinstance(value, Tensor)}
-        return found | ({TASK_BYTES: as_bytes(processed[TASK])} if self._texts else {})
+        keys = {key for key in processed if key in self._features or key not in columns}
+        keys |= {f"{key}_is_pad" for key in keys}
+        arrays = {key: value.numpy() for key, value in processed.items() if key in keys and isinstance(value, Tensor)}
+        return arrays | ({TASK_BYTES: as_bytes(processed[TASK])} if self._texts else {})
 
     def _check_split(self, preprocessor: PolicyProcessorPipeline, config: PreTrainedConfig) -> None:
         """Compare with the whole pipeline on a made-up row: a step that needs images must not go unseen."""
@@ -250,10 +250,10 @@ class Prepare:
         split = DeviceHalf(preprocessor, config)(prepared)
         numbers = {key: torch.from_numpy(value) for key, value in row.items() if key != "task"}
         images = {key: to_float(numbers[key]) for key in self._cameras}
-        whole = preprocessor({**numbers, **images, "task": [""]})
+        expected = preprocessor({**numbers, **images, "task": [""]})
         for key, value in split.items():
             same = torch.equal if isinstance(value, Tensor) else operator.eq
-            if key not in whole or not same(value, whole[key]):
+            if key not in expected or not same(value, expected[key]):
                 names = [getattr(step, "_registry_name", type(step).__name__) for step in preprocessor.steps]
                 raise ValueError(
                     f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
@@ -316,25 +316,25 @@ class PrepareRobots:
         robot = self._robot_of[batch["dataset_index"]]
         columns = {key: _pictures(batch, key) for key in self._cameras}
         rest = {key: value for key, value in batch.items() if key not in columns}
-        found: dict[str, np.ndarray] = {}
+        prepared: dict[str, np.ndarray] = {}
         for number in np.unique(robot) if len(robot) else (0,):
-            one, rows = self._robots[number], np.flatnonzero(robot == number)
-            own = {key: value[rows] for key, value in rest.items()}
-            own |= {key: own[key][..., :width] for key, width in one.widths.items()}
-            if one.opening:
-                own["task"] = np.array([f"{one.opening}{text}" for text in own["task"]], object)
-            for key, value in one.prepare.without_cameras(own).items():
-                width = batch[key].shape[-1] if key in one.widths else value.shape[-1]
+            layout, rows = self._robots[number], np.flatnonzero(robot == number)
+            block = {key: value[rows] for key, value in rest.items()}
+            block |= {key: block[key][..., :width] for key, width in layout.widths.items()}
+            if layout.opening:
+                block["task"] = np.array([f"{layout.opening}{text}" for text in block["task"]], object)
+            for key, value in layout.prepare.without_cameras(block).items():
+                width = batch[key].shape[-1] if key in layout.widths else value.shape[-1]
                 shape = (*value.shape[1:-1], width) if value.ndim > 1 else ()
-                out = found.setdefault(key, np.zeros((len(robot), *shape), value.dtype))
-                if key in one.widths:
+                out = prepared.setdefault(key, np.zeros((len(robot), *shape), value.dtype))
+                if key in layout.widths:
                     out = out[..., : value.shape[-1]]
                 out[rows] = value
-        columns |= {**found, ROBOT: robot.astype(np.int64)}
+        columns |= {**prepared, ROBOT: robot.astype(np.int64)}
         for key in self._cameras:
-            columns[key + IS_PRESENT] = np.array([key in one.cameras for one in self._robots])[robot]
+            columns[key + IS_PRESENT] = np.array([key in layout.cameras for layout in self._robots])[robot]
         if self._own_widths:
-            widths = np.array([one.widths[ACTION] for one in self._robots])[robot]
+            widths = np.array([layout.widths[ACTION] for layout in self._robots])[robot]
             columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]
         if "is_skipped" in batch:
             columns["is_read"] = ~batch["is_skipped"]
@@ -345,10 +345,10 @@ def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
     """A camera of a block. Raises ValueError unless it is uint8 (N, ..., H, W, 3)."""
     if key not in batch:
         raise ValueError(f"the block has no camera '{key}'; its columns are {sorted(batch)}")
-    found = batch[key]
-    if found.dtype != np.uint8 or found.ndim < 4 or found.shape[-1] != 3:
-        raise ValueError(f"camera '{key}' is {found.dtype} {found.shape}, expected uint8 (N, H, W, 3)")
-    return found
+    images = batch[key]
+    if images.dtype != np.uint8 or images.ndim < 4 or images.shape[-1] != 3:
+        raise ValueError(f"camera '{key}' is {images.dtype} {images.shape}, expected uint8 (N, H, W, 3)")
+    return images
 
 
 def _fixed_shape(step: ProcessorStep) -> ProcessorStep:
@@ -480,8 +480,8 @@ class DeviceHalf(nn.Module):
         """Run the steps of a language model's own processor, which works on the host: waits for the device."""
         device = self.divisor.device
         on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        made = {key: value for key, value in pipeline(on_host).items() if value is not on_host.get(key)}
-        return batch | {key: value.to(device) if isinstance(value, Tensor) else value for key, value in made.items()}
+        changed = {key: value for key, value in pipeline(on_host).items() if value is not on_host.get(key)}
+        return batch | {key: value.to(device) if isinstance(value, Tensor) else value for key, value in changed.items()}
 
 
 def to_float(image: Tensor, divisor: Tensor | float = 255.0) -> Tensor:

@@ -57,12 +57,12 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        of_gate = of_up = None
+        gate_gradient = up_gradient = None
         if ctx.needs_input_grad[0]:
-            of_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
+            gate_gradient = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
         if ctx.needs_input_grad[1]:
-            of_up = gradient * _gelu(gate)
-        return of_gate, of_up
+            up_gradient = gradient * _gelu(gate)
+        return gate_gradient, up_gradient
 
 
 @contextmanager
@@ -71,8 +71,8 @@ def _made_again(product: Tensor, make: Callable[..., Tensor], *factors: Tensor) 
     storage = product.untyped_storage()._cdata
     factors = tuple(factor.detach() for factor in factors)
 
-    def pack(kept: Tensor) -> Tensor | torch.Size:
-        return kept.shape if kept.untyped_storage()._cdata == storage else kept
+    def pack(tensor: Tensor) -> Tensor | torch.Size:
+        return tensor.shape if tensor.untyped_storage()._cdata == storage else tensor
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         return packed if isinstance(packed, Tensor) else make(*factors).view(packed)

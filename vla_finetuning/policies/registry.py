@@ -25,10 +25,10 @@ def family_of(config: PreTrainedConfig) -> Family:
     return _family_of(type(config), config.type)
 
 
-def _family_of(config_class: type, kind: str) -> Family:
-    names = {kind: name for name, kind in PreTrainedConfig.get_known_choices().items()}
-    known = (FAMILIES.get(names.get(kind, "")) for kind in config_class.__mro__)
-    return next(filter(None, known), Family(kind))
+def _family_of(config_class: type, policy_type: str) -> Family:
+    names = {cls: name for name, cls in PreTrainedConfig.get_known_choices().items()}
+    candidates = (FAMILIES.get(names.get(base, "")) for base in config_class.__mro__)
+    return next(filter(None, candidates), Family(policy_type))
 
 
 def types_that(can: Callable[[Family], object]) -> str:
@@ -36,21 +36,23 @@ def types_that(can: Callable[[Family], object]) -> str:
     return ", ".join(name for name, family in FAMILIES.items() if can(family))
 
 
-def require_trained(kind: Any, where: str) -> None:
+def require_trained(policy_type: Any, source: str) -> None:
     """Refuse a type that is not trained here, by its name alone: making a configuration of some asks the Hub.
 
     Raises:
         ValueError: there is no such type; it is not trained here, and why; no test shows that it is trained as LeRobot
-            does. Says `where` it was asked for.
+            does. Names `source`, where it was asked for.
     """
-    known = PreTrainedConfig.get_known_choices()
-    if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
-    family = _family_of(known[kind], kind)
+    classes = PreTrainedConfig.get_known_choices()
+    if not isinstance(policy_type, str) or policy_type not in classes:
+        raise ValueError(f"{source}: no policy is of type {policy_type!r}; LeRobot knows {', '.join(sorted(classes))}")
+    family = _family_of(classes[policy_type], policy_type)
     if family.refused:
-        raise ValueError(f"{where}: a '{kind}' is not trained here: {family.refused}. Train it with lerobot-train")
+        raise ValueError(
+            f"{source}: a '{policy_type}' is not trained here: {family.refused}. Train it with lerobot-train"
+        )
     if not family.as_lerobot:
         raise ValueError(
-            f"{where}: that a '{kind}' is trained here as by lerobot-train is shown by no test, as it is for "
+            f"{source}: that a '{policy_type}' is trained here as by lerobot-train is shown by no test, as it is for "
             f"{types_that(lambda family: family.as_lerobot)}: train it with lerobot-train"
         )

@@ -102,8 +102,8 @@ def _decides(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
         upstream_repo: str | None = None,
     ) -> bool:
         if _trusted.get():
-            wanted = True if trust_remote_code is None else trust_remote_code
-            return original(wanted, model_name, has_local_code, has_remote_code, error_message, upstream_repo)
+            trust = True if trust_remote_code is None else trust_remote_code
+            return original(trust, model_name, has_local_code, has_remote_code, error_message, upstream_repo)
         if has_remote_code and not has_local_code:
             raise _only_by_code(model_name, upstream_repo or "it")
         return False  # transformers' own class does

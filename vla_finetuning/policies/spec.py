@@ -74,7 +74,7 @@ class Robot:
     @property
     def match_of_rows(self) -> FeatureMatch:
         """The match by the names that rows have."""
-        return self.match.renamed({own: name for name, own in self.own_names.items()})
+        return self.match.renamed({dataset_key: name for name, dataset_key in self.own_names.items()})
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Robot:
     def by_own_names(self) -> Robot:
         """Return the robot as it is without the others: what rows have is called as in its datasets."""
         stats = self.stats and {self.own_names.get(key, key): values for key, values in self.stats.items()}
-        rename_map = self.rename_map | {own: name for name, own in self.own_names.items()}
+        rename_map = self.rename_map | {dataset_key: name for name, dataset_key in self.own_names.items()}
         return replace(self, stats=stats, rename_map=rename_map, own_names={})
 
 
@@ -205,8 +205,8 @@ class PolicySpec:
         if not peft.enabled:
             return self.train.mode
         targets = "the policy type's own choice of layers" if peft.target_modules is None else peft.target_modules
-        whole = f", and all of {peft.full_training_modules}" if peft.full_training_modules else ""
-        return f"LoRA of rank {peft.r}, alpha {peft.lora_alpha or 8}, in {targets}{whole}"
+        full_modules = f", and all of {peft.full_training_modules}" if peft.full_training_modules else ""
+        return f"LoRA of rank {peft.r}, alpha {peft.lora_alpha or 8}, in {targets}{full_modules}"
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -329,10 +329,10 @@ def make_tiny_base(
         raise FileExistsError(f"{folder} exists; remove it, or choose another folder for the base policy")
     input_features, output_features = _policy_features(features)
     for key in (OBS_STATE, ACTION):
-        found = set(stats.get(key, {})) if stats is not None else {"q01", "q99"}
-        if missing := {"q01", "q99"} - found:
+        names = set(stats.get(key, {})) if stats is not None else {"q01", "q99"}
+        if missing := {"q01", "q99"} - names:
             raise ValueError(
-                f"the statistics of '{key}' lack {sorted(missing)}, which PI0.5 normalises by; found {sorted(found)}: "
+                f"the statistics of '{key}' lack {sorted(missing)}, which PI0.5 normalises by; found {sorted(names)}: "
                 "add them with `python -m lerobot.scripts.augment_dataset_quantile_stats`"
             )
     if chunk_size is None:
@@ -389,7 +389,7 @@ def _policy_features(
     if not cameras:
         raise ValueError(f"the dataset has no RGB camera, which PI0.5 needs; its features are {sorted(features)}")
     vectors = {}
-    for key, kind in ((OBS_STATE, FeatureType.STATE), (ACTION, FeatureType.ACTION)):
+    for key, feature_type in ((OBS_STATE, FeatureType.STATE), (ACTION, FeatureType.ACTION)):
         if key not in features:
             other = "observation.x" if key == OBS_STATE else "x"
             raise ValueError(
@@ -399,7 +399,7 @@ def _policy_features(
         shape = tuple(_field(features[key], "shape"))
         if len(shape) != 1:
             raise ValueError(f"'{key}' must be a vector for PI0.5, its shape is {shape}")
-        vectors[key] = PolicyFeature(type=kind, shape=shape)
+        vectors[key] = PolicyFeature(type=feature_type, shape=shape)
     return {**cameras, OBS_STATE: vectors[OBS_STATE]}, {ACTION: vectors[ACTION]}
 
 

@@ -33,8 +33,8 @@ def check_tokenizer(path: Path) -> None:
         ValueError: it does so, with an instruction as long as may be, or it cannot be loaded.
     """
     if path.exists():
-        found = path.stat()
-        _check(path, (found.st_mtime_ns, found.st_size))
+        status = path.stat()
+        _check(path, (status.st_mtime_ns, status.st_size))
 
 
 @lru_cache(maxsize=8)
@@ -68,8 +68,8 @@ def _check_growth(path: Path) -> None:
         pattern, content = step.get("pattern"), step.get("content")
         if isinstance(content, str):
             # An expression may match an empty text, between any two characters.
-            own = pattern.get("String") if isinstance(pattern, dict) else None
-            growth *= max(1.0, len(content) / len(own) if own else 1 + len(content))
+            literal = pattern.get("String") if isinstance(pattern, dict) else None
+            growth *= max(1.0, len(content) / len(literal) if literal else 1 + len(content))
     if growth > MAX_GROWTH:
         raise ValueError(
             f"{path}: its normalizers may make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: it is made "

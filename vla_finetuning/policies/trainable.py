@@ -116,8 +116,8 @@ def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
     parts = family_of(policy.config).parts(policy)
     names = [n for n, p in policy.named_parameters() if not p.requires_grad and parts.get(n) == UNUSED]
     for name in names:
-        module, _, own = name.rpartition(".")
-        policy.get_submodule(module).register_parameter(own, None)
+        module, _, attribute = name.rpartition(".")
+        policy.get_submodule(module).register_parameter(attribute, None)
     return names
 
 

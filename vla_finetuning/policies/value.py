@@ -54,8 +54,8 @@ class ValueHead(nn.Module):
             for query, (key, value) in zip(self.queries, keys_values, strict=True):
                 key, value = (tensor.detach() if self._detach else tensor for tensor in (key, value))
                 key, value = key.float(), value.float()
-                found = F.scaled_dot_product_attention(query.expand(len(key), -1, -1, -1), key, value, attn_mask=bias)
-                read.append(found.flatten(1))
+                heads = F.scaled_dot_product_attention(query.expand(len(key), -1, -1, -1), key, value, attn_mask=bias)
+                read.append(heads.flatten(1))
             return self.output(F.silu(self.hidden(self.norm(torch.cat(read, dim=1)))))
 
 
@@ -93,7 +93,7 @@ class ValueLoss(PolicyLoss):
         self.register_buffer("centres", torch.linspace(-1.0, 0.0, bins), persistent=False)
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
-        return [one for one in self._seen[0].attentions(cameras, prompts) if one[1].part == "prefix"]
+        return [attention for attention in self._seen[0].attentions(cameras, prompts) if attention[1].part == "prefix"]
 
     @property
     def compiler(self) -> Compiler | None:

@@ -272,7 +272,7 @@ class Eyes:
 
     def __call__(self, observation: Observation) -> dict[str, np.ndarray]:
         """Return the actions for one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
-        before, _ = family_of(self.config).env_processors(self.config, self.env, own=(IMAGENET_STEP,))
+        before, _ = family_of(self.config).env_processors(self.config, self.env, later_steps=(IMAGENET_STEP,))
         seen = before(preprocess_observation(stack([observation])))
         found = {}
         for key, value in seen.items():

@@ -204,19 +204,19 @@ class XVLA(Family):
     takes_any = True
     without_effect = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
 
-    def env_processors(self, config: PreTrainedConfig, env: Any, own: Collection[str] = ()) -> tuple[Any, Any]:
+    def env_processors(self, config: PreTrainedConfig, env: Any, later_steps: Collection[str] = ()) -> tuple[Any, Any]:
         """Return for LIBERO the processors that LeRobot has for end-effector actions with rotations of six numbers.
 
         LeRobot 0.6.1 takes them for every environment and every action, and normalises images a second time where the
         policy's own preprocessor does so too, which then refuses them.
         """
         if not self._rotates(config, env):
-            return super().env_processors(config, env, own)
+            return super().env_processors(config, env, later_steps)
         # Here: most runs play in no environment.
         from lerobot.envs import make_env_pre_post_processors
 
         before, after = make_env_pre_post_processors(env, config)
-        before.steps = [step for step in before.steps if getattr(step, "_registry_name", None) not in own]
+        before.steps = [step for step in before.steps if getattr(step, "_registry_name", None) not in later_steps]
         return before, after
 
     def env_features(

@@ -196,9 +196,9 @@ class PI05Loss(LayeredLoss):
         positions = prefix.length + torch.arange(steps, device=hidden.device)
         rotation = self._rotation(hidden, repeat_rows(positions, draws))
         bias = repeat_rows(self._suffix_bias(prefix, steps), draws)
-        how = self.attention, not self._checkpointing
+        settings = self.attention, not self._checkpointing
         for layer, (key, value) in zip(expert.layers, prefix.keys_values, strict=True):
-            hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, *how)
+            hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, *settings)
         hidden, _ = norm(expert.norm, hidden, condition)
         with in_float32(hidden):
             return core.action_out_proj(hidden[:, self.before_actions :].to(torch.float32))
@@ -332,10 +332,10 @@ def in_float32(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return what products with a tensor are computed in under the present autocast; None without one."""
-    kind = tensor.device.type
+    device_type = tensor.device.type
     # The meta device, on which operations are counted, has none, and is not asked.
-    on = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
+    on = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
 
 
 # --- the family -------------------------------------------------------------------------------------------

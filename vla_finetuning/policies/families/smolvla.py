@@ -123,18 +123,18 @@ class SmolVLALoss(LayeredLoss):
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         images, steps = image_tokens(self.policy.config, cameras), self.policy.config.chunk_size
         language, expert = self._pairs[0][0].self_attn, self.policy.model.vlm_with_expert.lm_expert.layers[0].self_attn
-        found = []
+        attentions = []
         for prompt in prompts:
             seen = images + prompt
-            found += [
+            attentions += [
                 (language, Shape("prefix", seen, images, prompt, 0, self._prefix_trains)),
                 (language, Shape("state", 1, images, prompt, 1, True)),
             ]
             if not all(self._crosses):
-                found.append((expert, Shape("suffix", steps, images, prompt, 1 + steps, True, causal=True)))
+                attentions.append((expert, Shape("suffix", steps, images, prompt, 1 + steps, True, causal=True)))
             if any(self._crosses):
-                found.append((expert, Shape("cross", steps, images, prompt, 1, True)))
-        return found
+                attentions.append((expert, Shape("cross", steps, images, prompt, 1, True)))
+        return attentions
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
         """Compute what the action expert needs of images (floats, as `inputs` makes them), language and state."""
@@ -143,20 +143,20 @@ class SmolVLALoss(LayeredLoss):
             hidden, counts = self._embed(batch)
         bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
         bias_of_state, length = F.pad(bias, (0, 1)), counts.sum(dim=1, keepdim=True)
-        rotation, of_state = self._rotation(counts.cumsum(dim=1) - 1), self._rotation(length)
+        rotation, state_rotation = self._rotation(counts.cumsum(dim=1) - 1), self._rotation(length)
         state = self.policy.model.state_proj(self.policy.prepare_state(batch))[:, None, :]
         keys_values = []
         for layer, _ in self._pairs[:-1]:
             with torch.set_grad_enabled(static):
                 hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention)
             state, *both = self._run(
-                self._state_layer, layer, state, of_state, bias_of_state, key, value, self.attention
+                self._state_layer, layer, state, state_rotation, bias_of_state, key, value, self.attention
             )
             keys_values.append((both[0], both[1]))
         last = self._pairs[-1][0]
         with torch.set_grad_enabled(static):
             key, value = _keys_values(last, last.input_layernorm(hidden), rotation)
-        own_key, own_value = _keys_values(last, last.input_layernorm(state), of_state)
+        own_key, own_value = _keys_values(last, last.input_layernorm(state), state_rotation)
         keys_values.append((torch.cat([key, own_key], dim=2), torch.cat([value, own_value], dim=2)))
         return Prefix(keys_values, bias_of_state, length + 1)
 
@@ -190,8 +190,8 @@ class SmolVLALoss(LayeredLoss):
         """Images and words as the language model takes them, (B, P - 1, width), and which of them count."""
         policy, core = self.policy, self.policy.model.vlm_with_expert
         cameras = [key for key in policy.config.image_features if key in batch]
-        given = {key: batch[key] for key in cameras if batch[key].ndim == 3}
-        embedded = given or self.features(batch)
+        precomputed = {key: batch[key] for key in cameras if batch[key].ndim == 3}
+        embedded = precomputed or self.features(batch)
         words = core.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
         words, rows = words * words.shape[2] ** 0.5, len(words)
         pieces: list[Tensor] = []
@@ -323,8 +323,8 @@ def _cross_layer(
     """A layer of the expert that attends to the prefix alone, by keys and values that it makes of the prefix's."""
     module, draws = layer.self_attn, len(hidden) // len(prefix_key)
     key, value = (
-        repeat_rows(heads_of(projection, made.transpose(1, 2).flatten(2), module), draws)
-        for projection, made in ((module.k_proj, prefix_key), (module.v_proj, prefix_value))
+        repeat_rows(heads_of(projection, prefix_heads.transpose(1, 2).flatten(2), module), draws)
+        for projection, prefix_heads in ((module.k_proj, prefix_key), (module.v_proj, prefix_value))
     )
     return _finish(layer, hidden, layer.input_layernorm(hidden), rotation, key, value, bias, attention)
 
@@ -381,8 +381,8 @@ class SmolVLA(PI0):
         """List options as PI0 does; with adapters, layers train too that the policy's own options freeze."""
         adapted = {VISION_FROZEN: "vision", LAST_LAYERS: "language model"}
         state = config.train_state_proj or STATE_FROZEN in training
-        own = super().freezes(config, [adapted.get(part, part) for part in training])
-        return {**own, "train_state_proj": state}
+        options = super().freezes(config, [adapted.get(part, part) for part in training])
+        return {**options, "train_state_proj": state}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """Heads, action expert, language model, vision; and what the policy's own options freeze in every mode.
