@@ -46,7 +46,7 @@ PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_b
 CONFIG_PATH = Option(
     name="config_path",
     path="config_path",
-    kind=str | None,
+    annotation=str | None,
     default=None,
     help="A run's config.json, whose options come before the preset's and those given.",
     form="a file",
@@ -68,15 +68,15 @@ class Program[C]:
 
     command: str
     summary: str
-    kind: type[C]
+    config_type: type[C]
     first: tuple[str, ...]
     presets: Mapping[str, Mapping[str, str]]
 
     @property
     def flags(self) -> dict[str, Option]:
         """Its flags, by name; `policy.*` stands for all of the policy's own, and so on."""
-        flags = {option.name: option for option in options_of(self.kind) if option.name}
-        return flags | ({"config_path": CONFIG_PATH} if self.kind is Config else {})
+        flags = {option.name: option for option in options_of(self.config_type) if option.name}
+        return flags | ({"config_path": CONFIG_PATH} if self.config_type is Config else {})
 
     def parse(self, argv: Sequence[str]) -> C:
         """Command line to a checked configuration. Raises ValueError naming the flag, what was found and what to do."""
@@ -108,7 +108,7 @@ class Program[C]:
 VLA = Program(
     command="vla.py",
     summary="Fine-tune a vision-language-action policy on LeRobot datasets.",
-    kind=Config,
+    config_type=Config,
     first=(
         *("preset", "dataset.root", "dataset.repo_id", "policy.path", "output_dir", "steps", "batch_size"),
         *("scaling.num_workers", "dataset.eval_split", "resume", "dry_run"),
@@ -118,7 +118,7 @@ VLA = Program(
 GRPO = Program(
     command="grpo.py",
     summary="Let a policy learn from success alone: GRPO for PI0.5 in an environment.",
-    kind=GrpoConfig,
+    config_type=GrpoConfig,
     first=(
         *("preset", "policy.path", "env.type", "output_dir", "grpo.iterations", "grpo.groups", "grpo.group_size"),
         *("batch_size", "scaling.num_workers", "resume", "dry_run"),
@@ -128,14 +128,14 @@ GRPO = Program(
 EVALUATE = Program(
     command="evaluate.py",
     summary="Have a policy play episodes in an environment; --compare A B compares the folders of two evaluations.",
-    kind=EvaluateConfig,
+    config_type=EvaluateConfig,
     first=("policy.path", "env.type", "eval.n_episodes", "output_dir"),
     presets={},
 )
 RECORD = Program(
     command="record.py",
     summary="Record demonstrations in an environment, as a LeRobot v3 dataset.",
-    kind=RecordConfig,
+    config_type=RecordConfig,
     first=("env.type", "root", "episodes"),
     presets={},
 )
@@ -149,7 +149,7 @@ SERVE = Program(
 VALUE = Program(
     command="value.py",
     summary="Learn what every frame of a dataset is worth, and label which actions were good (docs/recap.md).",
-    kind=ValueConfig,
+    config_type=ValueConfig,
     first=(
         *("preset", "policy.path", "dataset.root", "outcome.success", "output_dir", "steps", "batch_size"),
         *("scaling.num_workers", "dataset.eval_split", "resume", "dry_run"),
@@ -224,12 +224,12 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             defaults[other] = "null"
     if (
         preset == "demo"
-        and program.kind is Config
+        and program.config_type is Config
         and {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
     ):
         defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
-    config = program.kind()
-    for path, value in _saved_options(as_path(config_path), program.kind) if config_path else ():
+    config = program.config_type()
+    for path, value in _saved_options(as_path(config_path), program.config_type) if config_path else ():
         set_option(config, path, value)
     started: Any = config
     if resumed and names.get("preset", started.preset) != started.preset:
@@ -241,7 +241,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     groups = lerobots(flags)
     for name, text in [*defaults.items(), *names.items()]:
         if name in flags:
-            for path, value in _values(name, text, flags, program.kind):
+            for path, value in _values(name, text, flags, program.config_type):
                 set_option(config, path, value)
         else:  # LeRobot's; given again, it stands in for what it was
             prefix, _, suffix = name.partition(".")
@@ -287,7 +287,7 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
     for name, value in arguments:
         if value is not None and not value.strip():
             raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
-        if name not in flags and program.kind is Config and (hint := answer(name)):
+        if name not in flags and program.config_type is Config and (hint := answer(name)):
             raise ValueError(f"command line: lerobot-train has --{name}; here: {hint}")
         is_option = name in flags and not name.endswith("*")
         is_lerobots = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])

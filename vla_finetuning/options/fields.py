@@ -30,7 +30,7 @@ class Option:
     Attributes:
         name: its flag, without the dashes; None: no flag sets it by itself. `policy.*`: any flag of that group, of
             which LeRobot's own classes say what there is.
-        path: the fields that lead to it, `dataset.root`. kind: its type. default: its value where nothing is given.
+        path: the fields that lead to it, `dataset.root`. annotation: its type. default: its value where none is given.
         help: sentences for people. form: what is expected, where the type does not say it.
         min, above, max, below: bounds of a number; `above` and `below` are not among its values.
         section: of `--help`, one line.
@@ -43,7 +43,7 @@ class Option:
 
     name: str | None
     path: str
-    kind: Any
+    annotation: Any
     default: Any
     help: str
     form: str | None
@@ -69,27 +69,27 @@ class Option:
 
     @property
     def is_bool(self) -> bool:
-        return bool in (self.kind, *get_args(self.kind))
+        return bool in (self.annotation, *get_args(self.annotation))
 
     @property
     def expected(self) -> str:
         """Return what its values are, in words."""
         words = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
         bounds = " and ".join(f"{word} {bound:.10g}" for word, bound in words.items() if bound is not None)
-        absent = ", or null" * (type(None) in get_args(self.kind) and self.default is not None)
-        return f"{self.form or form_of(self.kind)}{f', {bounds}' if bounds else ''}{absent}"
+        absent = ", or null" * (type(None) in get_args(self.annotation) and self.default is not None)
+        return f"{self.form or form_of(self.annotation)}{f', {bounds}' if bounds else ''}{absent}"
 
     def decode(self, value: Any) -> Any:
         """A value of a JSON file as one of the option's. Raises ValueError if it is invalid."""
         with suppress(ValueError):
-            return self._bounded(as_kind(self.kind, value))
+            return self._bounded(as_kind(self.annotation, value))
         raise ValueError(self._refused(json.dumps(value)))
 
     def read(self, text: str) -> Any:
         """The text of a flag as a value of the option. Raises ValueError if it is invalid."""
         for value in _readings(text):
             with suppress(ValueError):
-                return self._bounded(as_kind(self.kind, value))
+                return self._bounded(as_kind(self.annotation, value))
         raise ValueError(self._refused(text))
 
     def _bounded(self, value: Any) -> Any:
@@ -101,7 +101,7 @@ class Option:
         return value
 
     def _refused(self, text: str) -> str:
-        choices = [choice for annotation in (self.kind, *get_args(self.kind)) for choice in _choices(annotation)]
+        choices = [choice for member in (self.annotation, *get_args(self.annotation)) for choice in _choices(member)]
         return f"--{self.name or self.path}={text}: expected {self.expected}{did_you_mean(text, choices)}"
 
 
@@ -149,7 +149,7 @@ def _options(cls: type, prefix: str, section: str | None) -> Iterator[Option]:
             yield Option(
                 name=(prefix + flag if flag else path) if flag is not None else None,
                 path=path,
-                kind=hints[attribute.name],
+                annotation=hints[attribute.name],
                 default=getattr(defaults, attribute.name),
                 section=section or _title(owner),
                 **metadata,
