@@ -81,7 +81,8 @@ def test_a_replica_that_dies_costs_the_requests_in_flight_and_no_other(service, 
         results = [future.result() for future in running]
     failures = [failure for _, failed, _ in results for failure in failed]
     assert all(len(failed) <= 1 and since == 2 for _, failed, since in results)
-    assert 1 <= len(failures) < CLIENTS and all("is gone" in failure for failure in failures)
+    # None where the replica was between two batches.
+    assert len(failures) < CLIENTS and all("is gone" in failure for failure in failures)
     for i, (answers, _, _) in enumerate(results):  # the decision that failed was not counted
         last = len(answers) - 1
         alone = expected(service, f"killed-{i}", last, i % 6)
