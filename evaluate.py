@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(EVALUATE, argv, prepare)
 
 
-def prepare(argv: list[str], held: ExitStack) -> Work | None:
+def prepare(argv: list[str], stack: ExitStack) -> Work | None:
     """Resolve the evaluation; or compare two that are done."""
     if argv[0] == "--compare":
         if len(argv) != 3:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(RECORD, argv, prepare)
 
 
-def prepare(argv: list[str], held: ExitStack) -> Work:
+def prepare(argv: list[str], stack: ExitStack) -> Work:
     """Resolve the recording."""
     resolved = experts.resolve_recording(parse_record(argv))
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program(SERVE, argv, prepare)
 
 
-def prepare(argv: list[str], held: ExitStack) -> Work:
+def prepare(argv: list[str], stack: ExitStack) -> Work:
     """Resolve the policies."""
     service = resolve_service(parse_serve(argv))
     tell(*describe_service(service))
