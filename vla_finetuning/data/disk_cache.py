@@ -18,13 +18,15 @@ import logging
 import os
 import shutil
 import stat
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -128,7 +130,7 @@ class DiskCache:
         Args:
             dataset, file: tell it from others. identity: tells this content from other contents of the file.
         """
-        with self._doing_without():
+        with self.doing_without():
             if self.works:
                 place = self.folder / _short_hash(dataset)
                 if time.monotonic() - self._touched.get(place, -float("inf")) > TOUCH_S:
@@ -138,26 +140,26 @@ class DiskCache:
 
     def read(self, path: Path, out: Any) -> bool:
         """Fill a buffer with a file that has just its size; False if it is not there."""
-        with self._doing_without(), self._opened(path) as descriptor:
+        with self.doing_without(), self.opened(path) as descriptor:
             tail, out = bytearray(_CHECKSUM_BYTES + 1), memoryview(out).cast("B")
             size = os.preadv(descriptor, [out, tail], 0)
-            return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self._checksum(path, out)
+            return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self.checksum(path, out)
         return False
 
     def load(self, path: Path) -> bytes | None:
         """Return a file's bytes; None if it is not there."""
-        with self._doing_without(), self._opened(path) as descriptor:
+        with self.doing_without(), self.opened(path) as descriptor:
             out = bytearray(max(0, os.fstat(descriptor).st_size - _CHECKSUM_BYTES))
             return bytes(out) if self.read(path, out) else None
         return None
 
     def map(self, path: Path) -> pa.Buffer | None:
         """Return a file's bytes, mapped, after all of them were read and checked; None if it is not there."""
-        with self._doing_without(), self._opened(path) as descriptor:
+        with self.doing_without(), self.opened(path) as descriptor:
             left = os.fstat(descriptor).st_size - _CHECKSUM_BYTES
             with open(descriptor, "rb", buffering=0, closefd=False) as file:
                 parts = iter(lambda: file.read(max(0, min(_READ_BYTES, left - file.tell()))), b"")
-                if left >= 0 and self._checksum(path, *parts) == file.read(_CHECKSUM_BYTES):
+                if left >= 0 and self.checksum(path, *parts) == file.read(_CHECKSUM_BYTES):
                     with pa.memory_map(str(path)) as mapped:  # keeps no descriptor, but the mapping
                         return mapped.read_buffer(left)
         return None
@@ -165,19 +167,19 @@ class DiskCache:
     def write(self, path: Path, data: Any) -> None:
         """Store a buffer as a file of a folder from `content`, if there is space."""
         data = memoryview(data).cast("B")
-        with self._doing_without():
-            if not self.takes or not self._reserve(len(data) + _CHECKSUM_BYTES):
+        with self.doing_without():
+            if not self.takes or not self.reserve(len(data) + _CHECKSUM_BYTES):
                 return
             partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             try:
                 descriptor = open_own(partial, flags)
             except FileNotFoundError:
-                self._make(path.parent)
+                self.make(path.parent)
                 descriptor = open_own(partial, flags)
             try:
                 with open(descriptor, "wb", buffering=0) as file:
-                    for part in (data, memoryview(self._checksum(path, data))):
+                    for part in (data, memoryview(self.checksum(path, data))):
                         while part:
                             part = part[file.write(part) :]
                 os.rename(partial, path)
@@ -190,8 +192,8 @@ class DiskCache:
     def alone(self, path: Path) -> Iterator[None]:
         """Keep other processes and threads that do the same for `path` waiting meanwhile."""
         descriptor = None
-        with self._doing_without():
-            self._make(path.parent)
+        with self.doing_without():
+            self.make(path.parent)
             descriptor = open_own(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
@@ -201,7 +203,7 @@ class DiskCache:
                 os.close(descriptor)
 
     @contextlib.contextmanager
-    def _opened(self, path: Path) -> Iterator[int]:
+    def opened(self, path: Path) -> Iterator[int]:
         if not self.works:
             raise FileNotFoundError
         descriptor = open_own(path, os.O_RDONLY)
@@ -210,7 +212,7 @@ class DiskCache:
         finally:
             os.close(descriptor)
 
-    def _checksum(self, path: Path, *parts: Any) -> bytes:
+    def checksum(self, path: Path, *parts: Any) -> bytes:
         digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(os.fsencode(path)[self._prefix :]))
         for part in parts:
             digest.update(part)
@@ -224,7 +226,7 @@ class DiskCache:
         os.utime(place)
         self._touched[place] = time.monotonic()
 
-    def _make(self, content: Path) -> None:
+    def make(self, content: Path) -> None:
         """Make the folder of a content, and delete what was made of other contents of the file."""
         if not content.exists():
             self._touch(content.parents[1])
@@ -234,7 +236,7 @@ class DiskCache:
                 if entry.name != content.name:
                     shutil.rmtree(entry.path, ignore_errors=True)
 
-    def _reserve(self, size: int) -> bool:
+    def reserve(self, size: int) -> bool:
         """Return whether `size` more bytes may be stored; they count as stored from now on."""
         with self._lock:
             if size > self._room:
@@ -284,7 +286,7 @@ class DiskCache:
         return used + size > FULLEST_DISK * (used + free)
 
     @contextlib.contextmanager
-    def _doing_without(self) -> Iterator[None]:
+    def doing_without(self) -> Iterator[None]:
         """An OSError inside ends the block, and the use of the folder, with a warning: the first of the process.
 
         After one about space or permissions, cached content is still read. A missing file ends the block only.
@@ -305,6 +307,127 @@ class DiskCache:
             logger.warning(
                 "cache folder %s %s: going on without what it cannot keep; %s", self.folder, what, self.remedy
             )
+
+
+class Records:
+    """Records of one size in the folder of a content, each under a number: for what is too small to be a file.
+
+    A process appends records, each with its checksum, to a file of its own, and after them their numbers to the index
+    beside it. So a record is whole or absent, as a file is, and no process waits for another. Get it from
+    `disk_records`. Threads may share it; no method raises OSError.
+    """
+
+    _INDEX, _LOOK_AGAIN_S = ".index", 1.0
+
+    def __init__(self, cache: DiskCache, folder: Path, record_bytes: int):
+        self._cache, self._folder, self._bytes = cache, folder, record_bytes + _CHECKSUM_BYTES
+        self._files: list[str] = []
+        self._places: dict[float, tuple[int, int]] = {}  # number of the file, and the record's in it
+        self._read_bytes: dict[str, int] = {}
+        self._looked = -float("inf")
+        self._mine: str | None = None
+        self._process = 0
+        self._lock = threading.Lock()
+
+    def read(self, keys: Sequence[float], out: Sequence[Any]) -> list[bool]:
+        """Fill buffers with the records of some numbers; return which of them are there."""
+        is_there = [False] * len(keys)
+        with self._lock, self._cache.doing_without(), contextlib.ExitStack() as stack:
+            if any(key not in self._places for key in keys):
+                self._look()
+            descriptors: dict[int, int] = {}
+            for nth, key in enumerate(keys):
+                if (place := self._places.get(key)) is None:
+                    continue
+                number, record = place
+                path = self._folder / self._files[number]
+                try:
+                    if number not in descriptors:
+                        descriptors[number] = stack.enter_context(self._cache.opened(path))
+                    buffer, checksum = memoryview(out[nth]).cast("B"), bytearray(_CHECKSUM_BYTES)
+                    size = os.preadv(descriptors[number], [buffer, checksum], record * self._bytes)
+                except FileNotFoundError:
+                    size = 0
+                is_there[nth] = size == self._bytes and checksum == self._checksum(path, key, buffer)
+                if not is_there[nth]:
+                    del self._places[key]
+        return is_there
+
+    def write(self, keys: Sequence[float], records: Sequence[Any]) -> None:
+        """Store the records of some numbers, if there is space."""
+        with self._lock, self._cache.doing_without():
+            if not self._cache.takes or not self._cache.reserve(len(keys) * (self._bytes + 16)):
+                return
+            if not self._is_whole():
+                self._cache.make(self._folder)
+                self._mine, self._process = f"{os.getpid()}-{os.urandom(6).hex()}", os.getpid()
+            name, self._mine = str(self._mine), None  # a file that could not be written whole is not added to
+            path = self._folder / name
+            parts = [part for key, record in zip(keys, records, strict=True) for part in self._parts(path, key, record)]
+            first = self._append(path, parts) // self._bytes
+            entries = list(zip(keys, range(first, first + len(keys)), strict=True))
+            index = path.with_name(name + self._INDEX)
+            before = self._append(index, [np.array(entries, _ENTRY).tobytes()])
+            self._add(name, entries, before + len(entries) * _ENTRY.itemsize)
+            self._mine = name
+
+    def _is_whole(self) -> bool:
+        """Return whether this process has a file with nothing but whole records, to which it can add."""
+        if self._mine is None or self._process != os.getpid():
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / self._mine).stat().st_size % self._bytes == 0
+        return False
+
+    def _look(self) -> None:
+        """Read what was added to the indices, unless that was done a moment ago."""
+        if time.monotonic() - self._looked < self._LOOK_AGAIN_S:
+            return
+        self._looked = time.monotonic()
+        for entry in os.scandir(self._folder):
+            if not entry.name.endswith(self._INDEX):
+                continue
+            name = entry.name.removesuffix(self._INDEX)
+            done = self._read_bytes.get(name, 0)
+            with self._cache.opened(Path(entry.path)) as descriptor:
+                size = os.fstat(descriptor).st_size // _ENTRY.itemsize * _ENTRY.itemsize
+                entries = np.frombuffer(os.pread(descriptor, max(0, size - done), done), _ENTRY)
+            self._add(name, entries.tolist(), size)
+
+    def _add(self, name: str, entries: Sequence[tuple[float, int]], read_bytes: int) -> None:
+        """Know the records of a file, whose index is read up to there."""
+        if name not in self._read_bytes:
+            self._files.append(name)
+        self._read_bytes[name] = read_bytes
+        number = self._files.index(name)
+        self._places |= {key: (number, record) for key, record in entries}
+
+    def _parts(self, path: Path, key: float, record: Any) -> tuple[Any, bytes]:
+        record = memoryview(record).cast("B")
+        return record, self._checksum(path, key, record)
+
+    def _checksum(self, path: Path, key: float, record: Any) -> bytes:
+        return self._cache.checksum(path, struct.pack("<d", key), record)
+
+    @staticmethod
+    def _append(path: Path, parts: Sequence[Any]) -> int:
+        """Append buffers to a file of this process; return its size before."""
+        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        with open(descriptor, "wb", buffering=0) as file:
+            size = os.fstat(descriptor).st_size
+            for part in map(memoryview, parts):
+                while part:
+                    part = part[file.write(part) :]
+        return size
+
+
+_ENTRY = np.dtype([("key", "<f8"), ("record", "<u8")])
+
+
+@functools.lru_cache(maxsize=32)
+def disk_records(cache: DiskCache, folder: Path, record_bytes: int) -> Records:
+    """Return the process's `Records` of a folder from `DiskCache.content`."""
+    return Records(cache, folder, record_bytes)
 
 
 @functools.cache

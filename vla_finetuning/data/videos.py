@@ -9,14 +9,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vla_finetuning.data.dataset import Feature, naming_file
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
-from vla_finetuning.data.disk_cache import DiskCache
+from vla_finetuning.data.disk_cache import Records, disk_records
 from vla_finetuning.data.frame_cache import VideoFile
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.parquet_columns import DataFile, read_images
@@ -48,13 +47,13 @@ _Sink = Callable[[int, np.ndarray], None]
 
 @dataclass
 class CameraFile:
-    """A file with frames of a camera, and what is wanted of it. `cached`: the folder of its cached frames."""
+    """A file with frames of a camera, and what is wanted of it. `cached`: its cached frames."""
 
     reader: DatasetFiles
     key: str
     file: str
     wanted: list[Wanted]
-    cached: tuple[DiskCache, Path] | None = None
+    cached: Records | None = None
     remote: RemoteVideo | None = None
 
     @property
@@ -83,8 +82,7 @@ class CameraFile:
     def look(self) -> None:
         """Fill in the frames that are cached: from now on only those are wanted that are not."""
         if self.cached is not None:
-            cache, folder = self.cached
-            self.wanted = [left for w in self.wanted if (left := _look(cache, folder, w)) is not None]
+            self.wanted = [missing for w in self.wanted if (missing := _look(self.cached, w)) is not None]
 
     def open(self) -> Any:
         """For FFmpeg: a path, which it reads itself, or a file."""
@@ -94,15 +92,12 @@ class CameraFile:
         """Fill in the frames that are wanted: the file is walked forward once."""
         sinks = [(w, self._sink(w)) for w in self.wanted]
         (self._decode_video if self.is_video else self._decode_images)(sinks, decoding)
+        for w in self.wanted if self.cached is not None else ():
+            self.cached.write(_keys(w.times_s), [w.out[target[0]] for target in w.target])
 
-    def _sink(self, w: Wanted) -> _Sink:
-        def sink(n: int, pixels: np.ndarray) -> None:
-            put_frame(pixels, w.target[n], w.out)
-            if self.cached is not None:
-                cache, folder = self.cached
-                cache.write(folder / _name(w.times_s[n]), w.out[w.target[n][0]])
-
-        return sink
+    @staticmethod
+    def _sink(w: Wanted) -> _Sink:
+        return lambda n, pixels: put_frame(pixels, w.target[n], w.out)
 
     def _decode_video(self, sinks: Sequence[tuple[Wanted, _Sink]], decoding: Decoding) -> None:
         height, width = height_width(self.feature)
@@ -180,15 +175,16 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
                     file.remote.file.close()
 
 
-def cached_frames(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> tuple[DiskCache, Path] | None:
-    """Return where this node caches decoded frames of a file, each by its time; None for nowhere."""
+def cached_frames(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> Records | None:
+    """Return this node's cached frames of a file, each by its time; None where it caches none."""
     path = reader.path(file)
     identity = None if decoding.frame_cache is None else file_identity(reader.fs, path)
     if decoding.frame_cache is None or identity is None:
         return None
     cache, video = decoding.frame_cache.opened(), video_file(reader, key, path, identity, decoding)
     folder = cache.content(video.place, video.path, video.identity)
-    return None if folder is None else (cache, folder)
+    frame_bytes = math.prod(video.shape) * video.dtype.itemsize
+    return None if folder is None else disk_records(cache, folder, frame_bytes)
 
 
 def video_file(reader: DatasetFiles, key: str, path: str, identity: str, decoding: Decoding) -> VideoFile:
@@ -209,20 +205,18 @@ def video_file(reader: DatasetFiles, key: str, path: str, identity: str, decodin
     )
 
 
-def _name(time_s: float) -> str:
-    """Return what a frame is called in its file's folder: its exact time, as one near it may be another frame."""
-    return float(time_s).hex()
+def _keys(times_s: np.ndarray) -> list[float]:
+    """Return what frames are found by: their exact times, as one near a time may be another frame."""
+    return times_s.tolist()
 
 
-def _look(cache: DiskCache, folder: Path, w: Wanted) -> Wanted | None:
+def _look(cached: Records, w: Wanted) -> Wanted | None:
     """Put the cached frames where they belong; return what is left to be decoded."""
-    missing = []
-    for i, (time_s, (first, *others)) in enumerate(zip(w.times_s, w.target, strict=True)):
-        if cache.read(folder / _name(time_s), w.out[first]):
-            for at in others:
-                w.out[at] = w.out[first]
-        else:
-            missing.append(i)
+    is_there = cached.read(_keys(w.times_s), [w.out[target[0]] for target in w.target])
+    missing = [i for i, there in enumerate(is_there) if not there]
+    for first, *others in (target for target, there in zip(w.target, is_there, strict=True) if there):
+        for at in others:
+            w.out[at] = w.out[first]
     return Wanted(w.times_s[missing], [w.target[i] for i in missing], w.out, w.episode) if missing else None
 
 
