@@ -145,20 +145,20 @@ def select_episodes(
     """
     if episodes is None:
         return meta.episode_index[meta.first_episode :].copy()
-    where, last = f"dataset {meta.root}: episodes", meta.num_episodes - 1
+    label, last = f"dataset {meta.root}: episodes", meta.num_episodes - 1
     chosen = np.asarray(episodes if isinstance(episodes, np.ndarray) else list(episodes))
     if chosen.size == 0:
         if may_be_none:
             return np.empty(0, np.int64)
-        raise ValueError(f"{where}: none chosen; give some of 0..{last}, or None for all")
+        raise ValueError(f"{label}: none chosen; give some of 0..{last}, or None for all")
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
-        raise ValueError(f"{where}: expected a list of whole numbers, got {episodes!r:.200}")
+        raise ValueError(f"{label}: expected a list of whole numbers, got {episodes!r:.200}")
     unknown = chosen[(chosen < 0) | (chosen > last)]
     if unknown.size:
-        raise ValueError(f"{where}: {shorten(unknown.tolist())} not in the dataset, which has 0..{last}")
+        raise ValueError(f"{label}: {shorten(unknown.tolist())} not in the dataset, which has 0..{last}")
     values, counts = np.unique(chosen, return_counts=True)
     if (counts > 1).any():
-        raise ValueError(f"{where}: {shorten(values[counts > 1].tolist())} chosen more than once")
+        raise ValueError(f"{label}: {shorten(values[counts > 1].tolist())} chosen more than once")
     return values.astype(np.int64)
 
 

@@ -44,7 +44,7 @@ class MissingFiles:
         return bool(self.found)
 
     def __str__(self) -> str:
-        named = [f"{path} {what}" for path, what in list(self.found.items())[:_MOST_NAMED]]
+        named = [f"{path} {problem}" for path, problem in list(self.found.items())[:_MOST_NAMED]]
         more = f"; and {len(self.found) - _MOST_NAMED} more files" if len(self.found) > _MOST_NAMED else ""
         return "; ".join(named) + more
 
@@ -66,7 +66,7 @@ def find_missing_files(
     chosen = select_episodes(meta, episodes)
     needed = _needed_files(meta, chosen, camera_keys)
     sizes: dict[str, dict[str, int]] = {}
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     local = isinstance(meta.fs, LocalFileSystem)
     opened = set(list(needed)[:: -(-len(needed) // MAX_OPENED)] if local and needed else ())
     for path, used_by in needed.items():
@@ -75,27 +75,27 @@ def find_missing_files(
             sizes[folder] = _list_sizes(meta, folder)
         size = sizes[folder].get(name)
         try:
-            whole = not size or path not in opened or _is_whole(Path(meta.base) / path, size)
+            complete = not size or path not in opened or _is_whole(Path(meta.base) / path, size)
         except OSError as error:
             raise unreachable(meta.root, error) from error
         if not size:
-            what = "is missing" if size is None else "is empty"
-        elif not whole:
-            kind = path.rpartition(".")[2]
-            what = f"is cut short at {size} bytes, or no {kind} file: a copy or a recording ended early"
+            problem = "is missing" if size is None else "is empty"
+        elif not complete:
+            suffix = path.rpartition(".")[2]
+            problem = f"is cut short at {size} bytes, or no {suffix} file: a copy or a recording ended early"
             with contextlib.suppress(OSError), open(Path(meta.base) / path, "rb") as file:
                 if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                    what = "is a Git LFS pointer (run `git lfs pull` in the repository)"
+                    problem = "is a Git LFS pointer (run `git lfs pull` in the repository)"
         else:
             continue
-        found[path] = f"{what} (needed by episodes {shorten(used_by.tolist())})"
-    lost = [needed[path] for path in found]
-    cameras = (key for key in meta.video_keys if not found.keys().isdisjoint(meta.video_files[key]))
+        problems[path] = f"{problem} (needed by episodes {shorten(used_by.tolist())})"
+    lost = [needed[path] for path in problems]
+    cameras = (key for key in meta.video_keys if not problems.keys().isdisjoint(meta.video_files[key]))
     return MissingFiles(
-        found=found,
+        found=problems,
         episodes=np.unique(np.concatenate(lost)) if lost else np.empty(0, np.int64),
         cameras=tuple(cameras),
-        without_folder=tuple(path for path in found if not any(sizes[path.rpartition("/")[0]].values())),
+        without_folder=tuple(path for path in problems if not any(sizes[path.rpartition("/")[0]].values())),
     )
 
 
@@ -187,12 +187,12 @@ def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
     path = f"{meta.base}/{folder}".rstrip("/")
     meta.fs.invalidate_cache(path)
     try:
-        found = meta.fs.find(path, maxdepth=1, detail=True)
+        entries = meta.fs.find(path, maxdepth=1, detail=True)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise unreachable(meta.root, error) from error
-    return {name.rpartition("/")[2]: int(entry.get("size") or 0) for name, entry in found.items()}
+    return {name.rpartition("/")[2]: int(entry.get("size") or 0) for name, entry in entries.items()}
 
 
 def _is_whole(path: Path, size: int) -> bool:
@@ -208,10 +208,10 @@ def _is_whole(path: Path, size: int) -> bool:
         for _ in range(_MAX_BOXES if path.suffix == ".mp4" else 0):
             file.seek(at)
             header = file.read(16)
-            length, kind = struct.unpack_from(">I4s", header.ljust(16, b"\0"))
+            length, box_type = struct.unpack_from(">I4s", header.ljust(16, b"\0"))
             if length == 1:
                 (length,) = struct.unpack_from(">Q", header.ljust(16, b"\0"), 8)
-            kinds.add(kind)
+            kinds.add(box_type)
             at = size if length == 0 else at + max(length, 8)
             if at >= size:
                 return at == size and b"moov" in kinds

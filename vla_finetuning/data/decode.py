@@ -72,14 +72,14 @@ def _boxes(file: Any, kinds: list[bytes], first: int, last: int) -> Iterator[tup
         if last - first < 8:
             return
         file.seek(first)
-        size, kind = struct.unpack(">I4s", file.read(8))
+        size, box_type = struct.unpack(">I4s", file.read(8))
         begin = first + 8
         if size == 1:
             size, begin = struct.unpack(">Q", file.read(8).ljust(8, b"\0"))[0], first + 16
         end = last if size == 0 else min(last, first + size)
         if end < begin:
             return
-        if kind == kinds[0]:
+        if box_type == kinds[0]:
             yield from [(begin, end)] if len(kinds) == 1 else _boxes(file, kinds[1:], begin, end)
         first = end
 
@@ -144,7 +144,7 @@ class VideoReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._container.close()
 
@@ -211,12 +211,12 @@ class VideoReader:
             offset = int(target_s / self._stream.time_base)
             self._container.seek(offset, backward=True, any_frame=False, stream=self._stream)
             self._frames, self._ahead = self._container.decode(self._stream), None
-            found = self._next()
-            if target_s == 0 or (found is not None and found[0] <= wanted_s + equal_s):
+            frame = self._next()
+            if target_s == 0 or (frame is not None and frame[0] <= wanted_s + equal_s):
                 break
-        if found is None:
+        if frame is None:
             raise ValueError(f"{self.name}: holds no frames; it is truncated: copy it again")
-        return found
+        return frame
 
     def _next(self) -> _TimedFrame | None:
         if self._ahead is not None:
@@ -298,7 +298,7 @@ def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> n
         ValueError: missing or damaged bytes, or another size than (height, width).
     """
     plain = data is not None and data[:26] == _PNG + struct.pack(">IIBB", width, height, 8, 2)
-    if data is not None and plain and not any(kind in _TURNING for kind in _png_chunks(data)):
+    if data is not None and plain and not any(chunk_type in _TURNING for chunk_type in _png_chunks(data)):
         # In a third of Pillow's time. What it refuses, as for a wrong checksum, Pillow reads, or says why not.
         with contextlib.suppress(Exception):
             return decode_image_png_u8(data, (height, width), "rgb")
@@ -309,8 +309,8 @@ def _png_chunks(data: bytes) -> Iterator[bytes]:
     """The kinds of a PNG's chunks."""
     at = 8
     while at + 8 <= len(data):
-        size, kind = struct.unpack_from(">I4s", data, at)
-        yield kind
+        size, chunk_type = struct.unpack_from(">I4s", data, at)
+        yield chunk_type
         at += size + 12
 
 
@@ -359,9 +359,9 @@ def resize_with_pad(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
     inner = int(rgb.shape[0] / ratio), int(rgb.shape[1] / ratio)
     if not all(inner):
         raise ValueError(f"a frame of {rgb.shape[0]}x{rgb.shape[1]} pixels vanishes in {height}x{width}")
-    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    pad_top, pad_left = (height - inner[0]) // 2, (width - inner[1]) // 2
     canvas = np.zeros((height, width, 3), np.uint8)
-    canvas[top : top + inner[0], left : left + inner[1]] = cv2.resize(
+    canvas[pad_top : pad_top + inner[0], pad_left : pad_left + inner[1]] = cv2.resize(
         rgb, (inner[1], inner[0]), interpolation=cv2.INTER_LINEAR
     )
     return canvas

@@ -79,18 +79,18 @@ def open_own(path: Path, flags: int) -> int:
         PermissionError: it is another user's, or no regular file. OSError: as `os.open`.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    found = os.fstat(descriptor)
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+    info = os.fstat(descriptor)
+    if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "belongs to another user, or is no file", str(path))
     return descriptor
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid not in (0, os.geteuid()):
+def _check_owner(path: Path, info: os.stat_result) -> None:
+    if info.st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, "belongs to another user", str(path))
     # Where the sticky bit is set, as in /tmp, only its owner removes or renames an entry. A link has no mode.
-    writable = stat.S_IWOTH & found.st_mode and not (found.st_mode & stat.S_ISVTX or stat.S_ISLNK(found.st_mode))
+    writable = stat.S_IWOTH & info.st_mode and not (info.st_mode & stat.S_ISVTX or stat.S_ISLNK(info.st_mode))
     if writable:
         raise PermissionError(errno.EPERM, "anybody may write there", str(path))
 
@@ -156,12 +156,12 @@ class DiskCache:
     def map(self, path: Path) -> pa.Buffer | None:
         """Return a file's bytes, mapped, after all of them were read and checked; None if it is not there."""
         with self.doing_without(), self.opened(path) as descriptor:
-            left = os.fstat(descriptor).st_size - _CHECKSUM_BYTES
+            content_bytes = os.fstat(descriptor).st_size - _CHECKSUM_BYTES
             with open(descriptor, "rb", buffering=0, closefd=False) as file:
-                parts = iter(lambda: file.read(max(0, min(_READ_BYTES, left - file.tell()))), b"")
-                if left >= 0 and self.checksum(path, *parts) == file.read(_CHECKSUM_BYTES):
+                parts = iter(lambda: file.read(max(0, min(_READ_BYTES, content_bytes - file.tell()))), b"")
+                if content_bytes >= 0 and self.checksum(path, *parts) == file.read(_CHECKSUM_BYTES):
                     with pa.memory_map(str(path)) as mapped:  # keeps no descriptor, but the mapping
-                        return mapped.read_buffer(left)
+                        return mapped.read_buffer(content_bytes)
         return None
 
     def write(self, path: Path, data: Any) -> None:
@@ -221,7 +221,7 @@ class DiskCache:
     def _touch(self, place: Path) -> None:
         """Make the folder of a dataset, for this user alone, and note that the dataset is read."""
         make_private(place)
-        if (found := place.lstat()).st_uid != os.geteuid() or found.st_mode & 0o022:
+        if (info := place.lstat()).st_uid != os.geteuid() or info.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "belongs to another user, or others may write there", str(place))
         os.utime(place)
         self._touched[place] = time.monotonic()
@@ -251,30 +251,30 @@ class DiskCache:
         descriptor, before = open_own(self.folder / LEDGER, os.O_RDWR | os.O_CREAT), time.monotonic()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            known = os.pread(descriptor, 20, 0)
-            stored = int(known) if known.isdigit() else self._drop(float("inf"))
+            ledger = os.pread(descriptor, 20, 0)
+            stored = int(ledger) if ledger.isdigit() else self._drop(float("inf"))
             if stored + size > self.limit_bytes:
                 stored = self._drop(self.limit_bytes - size)
             if self._disk_is_full(size):
                 stored = self._drop(0)
             fits = stored + size <= self.limit_bytes and not self._disk_is_full(size)
-            taken = max(size, min(SLICE_BYTES, (self.limit_bytes - stored) // 16)) if fits else 0
-            os.pwrite(descriptor, b"%020d" % (stored + taken), 0)
+            capacity = max(size, min(SLICE_BYTES, (self.limit_bytes - stored) // 16)) if fits else 0
+            os.pwrite(descriptor, b"%020d" % (stored + capacity), 0)
         finally:
             os.close(descriptor)  # lets go of the lock, as the end of the process would
         if not fits:
             # To count the files of a large folder takes seconds.
             self._full_until = time.monotonic() + max(ASK_AGAIN_S, 50 * (time.monotonic() - before))
             self._warn("is full")
-        return taken
+        return capacity
 
     def _drop(self, goal_bytes: float) -> int:
         """Drop datasets that no process reads until `goal_bytes` are left; return the bytes left. Under the lock."""
         names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
         places = [self.folder / name for name in names if len(name) == _NAME_LENGTH]  # others' folders stay
-        found = sorted((place.stat().st_mtime, _size_on_disk(place), place) for place in places)
-        stored = sum(size for _, size, _ in found)
-        for read_at, size, place in found:
+        datasets = sorted((place.stat().st_mtime, _size_on_disk(place), place) for place in places)
+        stored = sum(size for _, size, _ in datasets)
+        for read_at, size, place in datasets:
             if stored > goal_bytes and time.time() - read_at > IDLE_S:
                 shutil.rmtree(place, ignore_errors=True)
                 stored -= size
@@ -301,11 +301,11 @@ class DiskCache:
                 self._broken_until = self._full_until
             self._warn(f"fails ({error})")
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "cache folder %s %s: going on without what it cannot keep; %s", self.folder, what, self.remedy
+                "cache folder %s %s: going on without what it cannot keep; %s", self.folder, problem, self.remedy
             )
 
 
@@ -454,14 +454,14 @@ def has_capacity(folder: Path, size: int) -> bool:
 
     Raises OSError.
     """
-    known = b""
+    ledger = b""
     with contextlib.suppress(FileNotFoundError):
-        known = (folder / LEDGER).read_bytes()[:20]
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    disk = os.statvfs(there)
+        ledger = (folder / LEDGER).read_bytes()[:20]
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    disk = os.statvfs(existing)
     used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    own = min(int(known), used) if known.isdigit() else 0
-    return size <= SPACE_SHARE * (FULLEST_DISK * (used + free) - (used - own))
+    cached = min(int(ledger), used) if ledger.isdigit() else 0
+    return size <= SPACE_SHARE * (FULLEST_DISK * (used + free) - (used - cached))
 
 
 @functools.cache

@@ -24,16 +24,16 @@ class EpisodeTable:
     tasks: list[tuple[str, ...]]
     broken: dict[str, dict[int, str]] = field(default_factory=dict)
 
-    def known_tasks(self, known: Collection[str], where: str, not_read: list[str]) -> list[tuple[str, ...]]:
+    def known_tasks(self, listed: Collection[str], path: str, not_read: list[str]) -> list[tuple[str, ...]]:
         """Return the tasks without texts that the dataset's list of tasks lacks: rows name theirs by number.
 
         Lines on those, and on episodes without any, go to `not_read`.
         """
-        replaced = {texts: tuple(text for text in texts if text in known) for texts in set(self.tasks)}
-        unknown = sorted({text for texts in replaced for text in texts if text not in known})
+        replaced = {texts: tuple(text for text in texts if text in listed) for texts in set(self.tasks)}
+        unknown = sorted({text for texts in replaced for text in texts if text not in listed})
         if unknown:
-            not_read.append(f"{where}: {len(unknown)} texts that are no task of the dataset, e.g. {unknown[0]!r:.100}")
+            not_read.append(f"{path}: {len(unknown)} texts that are no task of the dataset, e.g. {unknown[0]!r:.100}")
         tasks = [replaced[texts] for texts in self.tasks]
         if without := sum(not texts for texts in tasks):
-            not_read.append(f"{where}: tasks of {without} of {len(tasks)} episodes, which it does not name")
+            not_read.append(f"{path}: tasks of {without} of {len(tasks)} episodes, which it does not name")
         return tasks

@@ -47,8 +47,8 @@ def episode_weights(
         return [_checked(_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas]
     path = Path(source.removeprefix("@")).expanduser()
     weights = []
-    found = episode_values(path, metas, roots, "weight", FLAG, named)
-    for root, meta, (number, value) in zip(roots, metas, found, strict=True):
+    by_dataset = episode_values(path, metas, roots, "weight", FLAG, named)
+    for root, meta, (number, value) in zip(roots, metas, by_dataset, strict=True):
         weight = np.ones(meta.num_episodes)
         weight[number] = value
         weights.append(_checked(weight, f"{path}: {root}"))
@@ -72,22 +72,22 @@ def episode_values(
         FileNotFoundError: no such file.
     """
     by_root = _of_file(path, [named(root) for root in roots], named, column, flag)
-    found = []
+    by_dataset = []
     for root, meta in zip(roots, metas, strict=True):
         number, value = by_root.get(named(root), by_root.get("", (np.empty(0, np.int64), np.empty(0))))
         if (unknown := number[(number < 0) | (number >= meta.num_episodes)]).size:
             raise ValueError(f"{path}: episode {unknown[0]} is not in {root}, which has 0..{meta.num_episodes - 1}")
         if (twice := number[np.bincount(number, minlength=1)[number] > 1]).size:
             raise ValueError(f"{path}: episode {twice[0]} of {root} is there more than once")
-        found.append((number, value))
-    return found
+        by_dataset.append((number, value))
+    return by_dataset
 
 
-def _checked(weight: np.ndarray, where: str) -> np.ndarray:
+def _checked(weight: np.ndarray, label: str) -> np.ndarray:
     wrong = np.flatnonzero(~((weight >= 0) & (weight <= MOST)))
     if wrong.size:
         raise ValueError(
-            f"{where}: the weight of episode {wrong[0]} is {weight[wrong[0]]:g}, expected a number from 0 (left out) "
+            f"{label}: the weight of episode {wrong[0]} is {weight[wrong[0]]:g}, expected a number from 0 (left out) "
             f"to {MOST:g}; {len(wrong)} of {len(weight)} episodes have no such weight"
         )
     return weight
@@ -106,25 +106,25 @@ def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
     numbers, values = [], []
     budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
     for path in episode_files(meta.fs, meta.base):
-        where = f"dataset {meta.root}: {path}"
-        with open_parquet(meta.fs, f"{meta.base}/{path}", name=where) as file:
+        label = f"dataset {meta.root}: {path}"
+        with open_parquet(meta.fs, f"{meta.base}/{path}", name=label) as file:
             kinds = {field.name: field.type for field in file.schema_arrow}
-            usable = sorted(key for key, kind in kinds.items() if _is_number(kind) and "/" not in key)
+            usable = sorted(key for key, column_type in kinds.items() if _is_number(column_type) and "/" not in key)
             if name not in kinds or not _is_number(kinds[name]):
-                found = f"is of type {kinds[name]}" if name in kinds else "is not there"
+                state = f"is of type {kinds[name]}" if name in kinds else "is not there"
                 raise ValueError(
-                    f"{where}: {FLAG}={name} names a column of numbers, and it {found}; those are {usable!s:.300}; a "
+                    f"{label}: {FLAG}={name} names a column of numbers, and it {state}; those are {usable!s:.300}; a "
                     "file is given as @FILE"
                 )
-            part = read_columns(file, ["episode_index", name], budget, name=where)
+            part = read_columns(file, ["episode_index", name], budget, name=label)
         numbers.append(_numbers(part["episode_index"]))
         values.append(_numbers(part[name]))
     weight[np.concatenate(numbers).astype(np.int64)] = np.concatenate(values)
     return weight
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+def _is_number(column_type: pa.DataType) -> bool:
+    return pa.types.is_integer(column_type) or pa.types.is_floating(column_type) or pa.types.is_boolean(column_type)
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
@@ -142,42 +142,42 @@ def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str], colu
         raise FileNotFoundError(f"{path}: no such file; {_forms(flag, column)}")
     try:
         if path.suffix == ".json":
-            found = _of_json(json.loads(path.read_text()), named, column)
+            by_root = _of_json(json.loads(path.read_text()), named, column)
         elif path.suffix == ".csv":
-            found = _of_table(pyarrow.csv.read_csv(path), named, column)
+            by_root = _of_table(pyarrow.csv.read_csv(path), named, column)
         elif path.suffix == ".parquet":
             budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
             with open_parquet(LocalFileSystem(), str(path)) as file:
                 columns = [c for c in ("episode_index", column, "dataset") if c in file.schema_arrow.names]
-                found = _of_table(read_columns(file, columns, budget, name=str(path)), named, column)
+                by_root = _of_table(read_columns(file, columns, budget, name=str(path)), named, column)
         else:
             raise ValueError("its name does not say what it is")
     except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise ValueError(f"{path}: {error}; {_forms(flag, column)}") from error
-    if "" in found and len(roots) > 1:
+    if "" in by_root and len(roots) > 1:
         raise ValueError(
             f"{path}: names no dataset for its episodes, and there are {len(roots)}; {_forms(flag, column)}"
         )
-    if unknown := sorted(found.keys() - {"", *roots}):
+    if unknown := sorted(by_root.keys() - {"", *roots}):
         raise ValueError(f"{path} names {unknown}, which are not among the datasets {list(roots)}")
-    return found
+    return by_root
 
 
 def _of_json(value: Any, named: Callable[[str], str], column: str) -> Found:
     if not isinstance(value, Mapping):
         raise ValueError(f"found a {type(value).__name__}")
-    per_root = {named(root): of_it for root, of_it in value.items()} if _nested(value) else {"": value}
-    found = {}
-    for root, of_it in per_root.items():
-        values = list(of_it.values())
+    per_root = {named(root): episodes for root, episodes in value.items()} if _nested(value) else {"": value}
+    by_root = {}
+    for root, episodes in per_root.items():
+        values = list(episodes.values())
         if wrong := [value for value in values if type(value) not in (int, float, bool)]:
             raise ValueError(f"found the {column} {wrong[0]!r:.50}")
-        found[root] = np.array([int(episode) for episode in of_it], np.int64), np.array(values, np.float64)
-    return found
+        by_root[root] = np.array([int(episode) for episode in episodes], np.int64), np.array(values, np.float64)
+    return by_root
 
 
 def _nested(value: Mapping[str, Any]) -> bool:
-    return bool(value) and all(isinstance(of_it, Mapping) for of_it in value.values())
+    return bool(value) and all(isinstance(entry, Mapping) for entry in value.values())
 
 
 def _of_table(rows: pa.Table, named: Callable[[str], str], column: str) -> Found:
@@ -192,5 +192,5 @@ def _of_table(rows: pa.Table, named: Callable[[str], str], column: str) -> Found
     number = number.astype(np.int64)
     if "dataset" not in rows.column_names:
         return {"": (number, value)}
-    names, of_row = np.unique(np.array(rows["dataset"].cast(pa.string()).to_pylist(), object), return_inverse=True)
-    return {named(root): (number[of_row == i], value[of_row == i]) for i, root in enumerate(names.tolist())}
+    names, row_root = np.unique(np.array(rows["dataset"].cast(pa.string()).to_pylist(), object), return_inverse=True)
+    return {named(root): (number[row_root == i], value[row_root == i]) for i, root in enumerate(names.tolist())}

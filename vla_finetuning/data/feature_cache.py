@@ -46,25 +46,25 @@ class _Files:
 
     @classmethod
     def of(cls, meta: DatasetMetadata, reader: DatasetFiles, key: str) -> _Files:
-        where = [meta.episode_data_file]
+        file_numbers = [meta.episode_data_file]
         starts = [meta.episode_start, meta.episode_length, meta.episode_data_row]
         names = [reader.data_files]
         if key in meta.episode_video_file:
-            where.append(meta.episode_video_file[key])
+            file_numbers.append(meta.episode_video_file[key])
             starts.append(meta.episode_video_start_s[key])
             names.append(reader.video_files[key])
-        different, file = np.unique(np.stack(where, axis=1), axis=0, return_inverse=True)
+        different, file = np.unique(np.stack(file_numbers, axis=1), axis=0, return_inverse=True)
         file = file.reshape(-1)  # numpy 2.0 alone gives it another dimension
-        of_file = [np.flatnonzero(file == number) for number in range(len(different))]
+        members = [np.flatnonzero(file == number) for number in range(len(different))]
         return cls(
             paths=[
-                tuple(reader.path(of[number]) for of, number in zip(names, numbers, strict=True))
+                tuple(reader.path(files[number]) for files, number in zip(names, numbers, strict=True))
                 for numbers in different.tolist()
             ],
             file=file,
             places=[
-                hashlib.sha256(b"".join(np.ascontiguousarray(start[own]).tobytes() for start in starts)).hexdigest()
-                for own in of_file
+                hashlib.sha256(b"".join(np.ascontiguousarray(start[indices]).tobytes() for start in starts)).hexdigest()
+                for indices in members
             ],
         )
 
@@ -84,7 +84,7 @@ class FeatureStore:
 
     def __init__(
         self,
-        where: FeatureCache,
+        cache: FeatureCache,
         metas: Sequence[DatasetMetadata],
         cameras: Mapping[str, str],
         decoding: Decoding,
@@ -92,7 +92,7 @@ class FeatureStore:
         dtype: np.dtype,
         made_by: str,
     ):
-        self._cache = where.opened()
+        self._cache = cache.opened()
         self._metas = tuple(metas)
         self._readers = [DatasetFiles.of(meta, set(cameras.values())) for meta in metas]
         self._cameras, self._decoding, self._made_by = dict(cameras), decoding, made_by
@@ -105,14 +105,14 @@ class FeatureStore:
 
         Of rows whose dataset lacks the camera zeros are here.
         """
-        found = np.empty((len(index), *self.shapes[camera]), self.dtype)
-        here = np.zeros(len(index), bool)
+        features = np.empty((len(index), *self.shapes[camera]), self.dtype)
+        present = np.zeros(len(index), bool)
         for dataset in np.unique(dataset_index).tolist():
             if self._cameras[camera] not in self._readers[dataset].features:
-                found[dataset_index == dataset], here[dataset_index == dataset] = 0, True
+                features[dataset_index == dataset], present[dataset_index == dataset] = 0, True
         for row, path in self._paths(camera, dataset_index, index):
-            here[row] = self._cache.read(path, found[row])
-        return found, here
+            present[row] = self._cache.read(path, features[row])
+        return features, present
 
     def write(self, camera: str, dataset_index: np.ndarray, index: np.ndarray, features: np.ndarray) -> None:
         """Store the features of some rows' frames, (N, *shape), where there is space for them."""
@@ -135,19 +135,19 @@ class FeatureStore:
                     yield from ((row, folder / str(index[row])) for row in rows[file == number].tolist())
 
     def _files_of(self, camera: str, dataset: int) -> _Files:
-        which = camera, dataset
-        if which not in self._files:
-            self._files[which] = _Files.of(self._metas[dataset], self._readers[dataset], self._cameras[camera])
-        return self._files[which]
+        file_key = camera, dataset
+        if file_key not in self._files:
+            self._files[file_key] = _Files.of(self._metas[dataset], self._readers[dataset], self._cameras[camera])
+        return self._files[file_key]
 
     def _content(self, camera: str, dataset: int, number: int) -> tuple[str, str, str] | None:
         """Return what `DiskCache.content` takes for a file; None where its content cannot be told from others."""
-        which = camera, dataset, number
-        if which not in self._contents:
+        file_key = camera, dataset, number
+        if file_key not in self._contents:
             files, reader, key = self._files_of(camera, dataset), self._readers[dataset], self._cameras[camera]
             identities = [file_identity(reader.fs, path) for path in files.paths[number]]
             identity = "\0".join([*map(str, identities), files.places[number]])
             frames = video_file(reader, key, "\0".join(files.paths[number]), identity, self._decoding)
             place = f"{frames.place}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
-            self._contents[which] = None if None in identities else (place, frames.path, identity)
-        return self._contents[which]
+            self._contents[file_key] = None if None in identities else (place, frames.path, identity)
+        return self._contents[file_key]

@@ -50,20 +50,20 @@ def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any
 
 
 def _padded(
-    chosen: Mapping[str, Feature], own: Mapping[str, Feature], image_size: tuple[int, int] | None
+    chosen: Mapping[str, Feature], other: Mapping[str, Feature], image_size: tuple[int, int] | None
 ) -> tuple[dict[str, Feature], dict[str, Feature]]:
     """Both with the cameras that either has, and vectors as long as the longer of the two."""
-    chosen, own = dict(chosen), dict(own)
-    for key in dict.fromkeys([*chosen, *own]):
-        a, b = chosen.get(key), own.get(key)
+    chosen, other = dict(chosen), dict(other)
+    for key in dict.fromkeys([*chosen, *other]):
+        a, b = chosen.get(key), other.get(key)
         if a is None or b is None:
-            one = a or b
-            assert one is not None
-            if one.dtype in CAMERA_DTYPES:
-                chosen[key] = own[key] = one
+            candidate = a or b
+            assert candidate is not None
+            if candidate.dtype in CAMERA_DTYPES:
+                chosen[key] = other[key] = candidate
         elif a.dtype not in CAMERA_DTYPES and row_kind(a) == row_kind(b) and len(a.shape) == len(b.shape) == 1:
-            chosen[key] = own[key] = max(a, b, key=lambda feature: feature.shape)
-    return chosen, own
+            chosen[key] = other[key] = max(a, b, key=lambda feature: feature.shape)
+    return chosen, other
 
 
 def common_features(
@@ -84,19 +84,21 @@ def common_features(
                 raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
     chosen: dict[str, Feature] = {}
     for meta in metas:
-        own = {}
+        features = {}
         for key, feature in meta.features.items():
-            wanted = camera_keys if key in meta.camera_keys else columns
-            if wanted is None or key in wanted or key in BOOKKEEPING:
-                own[key] = feature
+            selected = camera_keys if key in meta.camera_keys else columns
+            if selected is None or key in selected or key in BOOKKEEPING:
+                features[key] = feature
         if padded and chosen:
-            chosen, own = _padded(chosen, own, image_size)
+            chosen, features = _padded(chosen, features, image_size)
         if not chosen:
-            chosen = own
+            chosen = features
         differing = sorted(
             k
-            for k in chosen.keys() | own.keys()
-            if k not in chosen or k not in own or _array_of(chosen[k], image_size) != _array_of(own[k], image_size)
+            for k in chosen.keys() | features.keys()
+            if k not in chosen
+            or k not in features
+            or _array_of(chosen[k], image_size) != _array_of(features[k], image_size)
         )
         if differing:
             raise ValueError(

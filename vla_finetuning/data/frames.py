@@ -42,14 +42,14 @@ def frame_ranges_of(
         ValueError, FileNotFoundError: as `idle.runs_kept`.
     """
     if skip_idle is None:
-        whole = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
+        stretches = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
     else:
-        whole = runs_kept(meta, episodes, keys, skip_idle)
-    episode, first, frames = whole.T
+        stretches = runs_kept(meta, episodes, keys, skip_idle)
+    episode, first, frames = stretches.T
     moving, frames = frames, np.minimum(frames, meta.episode_length[episode] - dropped - first)
-    there = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
-    moving = int(moving[np.isin(episode, episode[there])].sum())
-    episode, first, frames = (np.ascontiguousarray(column[there]) for column in (episode, first, frames))
+    used = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
+    moving = int(moving[np.isin(episode, episode[used])].sum())
+    episode, first, frames = (np.ascontiguousarray(column[used]) for column in (episode, first, frames))
     return FrameRanges(episode, first, frames, None if weight is None else weight[episode], moving)
 
 
@@ -71,7 +71,7 @@ class EpochShare:
         return self.frames - self.used
 
 
-def shares(meta: DatasetMetadata, episodes: np.ndarray, left: FrameRanges) -> list[EpochShare]:
+def shares(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[EpochShare]:
     """Return what becomes of a dataset's episodes (int64, ascending): of all, and by their first task where there are
     several.
 
@@ -79,33 +79,33 @@ def shares(meta: DatasetMetadata, episodes: np.ndarray, left: FrameRanges) -> li
     """
     names = [(meta.episode_tasks[episode] or ("",))[0] for episode in episodes.tolist()]
     tasks, task = np.unique(np.array(names, object), return_inverse=True)
-    of_stretch = task[np.searchsorted(episodes, left.episode)]
+    stretch_task = task[np.searchsorted(episodes, ranges.episode)]
     count = len(tasks)
     columns = np.stack(
         [
             np.bincount(task, minlength=count),
             np.bincount(task, meta.episode_length[episodes], count),
-            np.bincount(of_stretch, left.frames, count),
-            np.bincount(of_stretch, left.frames * (1.0 if left.weight is None else left.weight), count),
+            np.bincount(stretch_task, ranges.frames, count),
+            np.bincount(stretch_task, ranges.frames * (1.0 if ranges.weight is None else ranges.weight), count),
         ]
     )
-    found = [EpochShare(repr(t), int(e), int(f), int(k), r) for t, (e, f, k, r) in zip(tasks, columns.T, strict=True)]
-    found.sort(key=lambda share: -abs(share.rows - share.frames))
+    by_task = [EpochShare(repr(t), int(e), int(f), int(k), r) for t, (e, f, k, r) in zip(tasks, columns.T, strict=True)]
+    by_task.sort(key=lambda share: -abs(share.rows - share.frames))
     e, f, k, r = columns.sum(axis=1)
-    whole = EpochShare("all", int(e), int(f), int(k), float(r))
-    return [whole, *found] if count > 1 else [whole]
+    total = EpochShare("all", int(e), int(f), int(k), float(r))
+    return [total, *by_task] if count > 1 else [total]
 
 
-def table(meta: DatasetMetadata, episodes: np.ndarray, left: FrameRanges) -> list[str]:
+def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[str]:
     """`shares` as lines of text: a heading, all, and tasks, at most MOST_TASKS of them."""
-    found = shares(meta, episodes, left)
+    epoch_shares = shares(meta, episodes, ranges)
     lines = [f"{'episodes':>9} {'frames':>12} {'left out':>20} {'in an epoch':>20}  task"]
-    for s in found[: 1 + MOST_TASKS]:
+    for s in epoch_shares[: 1 + MOST_TASKS]:
         out = f"{s.left_out:,} ({s.left_out / s.frames:6.1%})"
         rows = f"{s.rows:,.0f} ({s.rows / s.frames:6.2f}x)"
         lines.append(f"{s.episodes:9,} {s.frames:12,} {out:>20} {rows:>20}  {s.name}")
-    if len(found) > 1 + MOST_TASKS:
-        lines.append(f"{'':53} and {len(found) - 1 - MOST_TASKS} tasks that differ less")
+    if len(epoch_shares) > 1 + MOST_TASKS:
+        lines.append(f"{'':53} and {len(epoch_shares) - 1 - MOST_TASKS} tasks that differ less")
     return lines
 
 

@@ -100,30 +100,30 @@ def explaining_errors(repo_id: str, revision: str | None, repo_type: str, *, cac
     import httpx
     from huggingface_hub import errors
 
-    what = f"{repo_type} {repo_id}"
+    repo = f"{repo_type} {repo_id}"
     page = f"https://huggingface.co/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}"
     login = "set HF_TOKEN to the token of an account that has access, or run `hf auth login`"
     try:
         yield
     except errors.HFValidationError as error:
-        raise ValueError(f"{what}: not a repository name, expected USER/NAME") from error
+        raise ValueError(f"{repo}: not a repository name, expected USER/NAME") from error
     except errors.GatedRepoError as error:
-        raise ValueError(f"{what}: gated (403); accept its conditions at {page}, then {login}") from error
+        raise ValueError(f"{repo}: gated (403); accept its conditions at {page}, then {login}") from error
     except errors.RevisionNotFoundError as error:
-        raise ValueError(f"{what}: no revision {revision!r} on the Hub; see {page}/tree/main") from error
+        raise ValueError(f"{repo}: no revision {revision!r} on the Hub; see {page}/tree/main") from error
     except errors.RepositoryNotFoundError as error:
         raise ValueError(
-            f"{what}: not on the Hub, or private (401/404); check the name at {page}; if private, {login}"
+            f"{repo}: not on the Hub, or private (401/404); check the name at {page}; if private, {login}"
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
-            raise ValueError(f"{what}: the Hub refused access ({status}); {login}") from error
-        raise OSError(f"{what}: the Hub answered with an error ({status}); try again later") from error
+            raise ValueError(f"{repo}: the Hub refused access ({status}); {login}") from error
+        raise OSError(f"{repo}: the Hub answered with an error ({status}); try again later") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.TransportError) as error:
-        wanted = f"revision {revision!r}" if revision else "it"
-        lacking = f", and the cache does not hold {wanted}" if cached else ""
+        content = f"revision {revision!r}" if revision else "it"
+        lacking = f", and the cache does not hold {content}" if cached else ""
         instead = ", or download it elsewhere and give the folder" if cached else ""
         raise OSError(
-            f"{what}: the Hub cannot be reached{lacking}; check the network and HF_HUB_OFFLINE{instead}"
+            f"{repo}: the Hub cannot be reached{lacking}; check the network and HF_HUB_OFFLINE{instead}"
         ) from error

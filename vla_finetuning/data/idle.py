@@ -46,8 +46,8 @@ def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves
         extent = _sliding(scaled, moves + 1, np.maximum) - _sliding(scaled, moves + 1, np.minimum)
         still &= (extent < STILL).all(axis=1)
     # How many of those windows begin at most `moves` frames before.
-    begun = np.cumsum(np.concatenate([still, np.zeros(moves, bool)]))
-    idle = begun > np.concatenate([np.zeros(moves, begun.dtype), begun[:windows]])
+    cumulative = np.cumsum(np.concatenate([still, np.zeros(moves, bool)]))
+    idle = cumulative > np.concatenate([np.zeros(moves, cumulative.dtype), cumulative[:windows]])
     idle[-1] = still[-1]
     return idle
 
@@ -134,16 +134,16 @@ def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], 
     movement = Movement.of(meta, keys, seconds)
 
     def of_file(file: dict[str, Any]) -> np.ndarray:
-        found = [np.empty((0, 3), np.int64)]
+        runs = [np.empty((0, 3), np.int64)]
         for episode, arrays in episode_arrays(meta.fs, features=movement.features, **file):
             idle = movement.idle(arrays)
             change = np.flatnonzero(np.diff(idle, prepend=True, append=True)).reshape(-1, 2)
-            found.append(np.stack([np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]], axis=1))
-        return np.concatenate(found)
+            runs.append(np.stack([np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]], axis=1))
+        return np.concatenate(runs)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            found = np.concatenate(list(pool.map(of_file, files_of(meta, episodes))))
+            runs = np.concatenate(list(pool.map(of_file, files_of(meta, episodes))))
         except (ValueError, OSError) as error:
             raise type(error)(f"dataset {meta.root}: {error}") from error
-    return found[np.lexsort((found[:, 1], found[:, 0]))]
+    return runs[np.lexsort((runs[:, 1], runs[:, 0]))]
