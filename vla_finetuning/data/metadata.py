@@ -205,19 +205,19 @@ def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> Data
     Raises:
         ValueError: a feature is missing, given twice or no vector of numbers; another one is called `name`.
     """
-    where = f"dataset {meta.root}"
+    label = f"dataset {meta.root}"
     if twice := sorted({key for key in keys if list(keys).count(key) > 1}):
-        raise ValueError(f"{where}: {twice} would be joined twice into {name!r}")
+        raise ValueError(f"{label}: {twice} would be joined twice into {name!r}")
     if name in meta.features and name not in keys:
         raise ValueError(
-            f"{where}: it has a feature {name!r} beside {', '.join(keys)}; name it among those to be joined"
+            f"{label}: it has a feature {name!r} beside {', '.join(keys)}; name it among those to be joined"
         )
     for key in keys:
         feature = meta.features.get(key)
         if feature is None:
-            raise ValueError(f"{where}: no feature {key!r} to join into {name!r}; it has {sorted(meta.features)}")
+            raise ValueError(f"{label}: no feature {key!r} to join into {name!r}; it has {sorted(meta.features)}")
         if key in FRAME_FEATURES or feature.dtype not in NUMERIC_DTYPES or len(feature.shape) != 1:
-            raise ValueError(f"{where}: {key!r} cannot be joined into {name!r}: it is no vector that a robot reports")
+            raise ValueError(f"{label}: {key!r} cannot be joined into {name!r}: it is no vector that a robot reports")
     joined = tuple(meta.features[key] for key in keys)
     names = sum(
         (
@@ -227,11 +227,11 @@ def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> Data
         [],
     )
     feature = Feature(name, "float32", (len(names),), tuple(names), False, {}, joined=joined)
-    of_each = [meta.stats.get(key, {}) for key in keys]
+    feature_stats = [meta.stats.get(key, {}) for key in keys]
     stats = {
-        n: of_each[0][n] if n == "count" else np.concatenate([np.ravel(stats[n]) for stats in of_each])
-        for n in of_each[0]
-        if all(n in stats for stats in of_each)
+        n: feature_stats[0][n] if n == "count" else np.concatenate([np.ravel(stats[n]) for stats in feature_stats])
+        for n in feature_stats[0]
+        if all(n in stats for stats in feature_stats)
     }
     return replace(
         meta,
@@ -305,10 +305,10 @@ def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
     fs, base, root = _open_root(meta.root, None, StoragePolicy())
     path = f"meta/{ENVIRONMENT_NAME}"
     with _naming_dataset(root):
-        drawn = _read_json(fs, base, path, MAX_INFO_BYTES).get("drawn") if fs.exists(f"{base}/{path}") else {}
-        if not isinstance(drawn, dict):
-            raise ValueError(f"{path}: drawn is {drawn!r:.100}, expected a JSON object")
-    return drawn
+        rendering = _read_json(fs, base, path, MAX_INFO_BYTES).get("drawn") if fs.exists(f"{base}/{path}") else {}
+        if not isinstance(rendering, dict):
+            raise ValueError(f"{path}: drawn is {rendering!r:.100}, expected a JSON object")
+    return rendering
 
 
 def read_modality(meta: DatasetMetadata) -> dict[str, dict[str, str]]:
@@ -323,16 +323,16 @@ def read_modality(meta: DatasetMetadata) -> dict[str, dict[str, str]]:
     defaults = {"state": "observation.state", "action": "action", "video": "observation.images.{}"}
     with _naming_dataset(meta.root):
         raw = _read_json(meta.fs, base, path, MAX_INFO_BYTES) if meta.fs.exists(f"{base}/{path}") else {}
-        found: dict[str, dict[str, str]] = {}
-        for kind, default in defaults.items():
-            entries = raw.get(kind, {})
+        modality: dict[str, dict[str, str]] = {}
+        for group, default in defaults.items():
+            entries = raw.get(group, {})
             if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-                raise ValueError(f"{path}: {kind} is {entries!r:.100}, expected an object of objects")
+                raise ValueError(f"{path}: {group} is {entries!r:.100}, expected an object of objects")
             columns = {name: entry.get("original_key") or default.format(name) for name, entry in entries.items()}
             if any(not isinstance(column, str) for column in columns.values()):
-                raise ValueError(f"{path}: an original_key of {kind} is no text: {entries!r:.100}")
-            found[kind] = columns
-    return found
+                raise ValueError(f"{path}: an original_key of {group} is no text: {entries!r:.100}")
+            modality[group] = columns
+    return modality
 
 
 # --- opening the root, errors -------------------------------------------------------------------------------
@@ -344,16 +344,16 @@ def _open_root(
     root = str(root).rstrip("/") or "/"
     refuse_credentials(root, "dataset root")
     try:
-        found, base = connect(root, policy, storage_options)
+        file_system, base = connect(root, policy, storage_options)
     except ValueError as error:
         raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or az://") from error
     base = base.rstrip("/")
-    fs = found.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(found, RemoteFileSystem) else found
+    fs = file_system.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(file_system, RemoteFileSystem) else file_system
     try:
         if not fs.exists(f"{base}/{INFO_PATH}"):
             if not fs.exists(base):
-                where = "path" if isinstance(fs, LocalFileSystem) else "bucket, the path and the endpoint"
-                raise FileNotFoundError(f"dataset {root}: no such folder; check the {where}")
+                place = "path" if isinstance(fs, LocalFileSystem) else "bucket, the path and the endpoint"
+                raise FileNotFoundError(f"dataset {root}: no such folder; check the {place}")
             if not fs.isdir(base):
                 raise FileNotFoundError(f"dataset {root}: is a file; give the folder that holds meta/, data/, …")
             names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))
@@ -365,7 +365,7 @@ def _open_root(
         raise
     except OSError as error:
         raise unreachable(root, error) from error
-    return found, base, root
+    return file_system, base, root
 
 
 def unreachable(root: str, error: OSError) -> OSError:
@@ -425,15 +425,15 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]
     raw = info.get("features")
     if not isinstance(raw, dict):
         raise ValueError(f"{INFO_PATH}: features is {raw!r:.50}, expected an object of features")
-    of_unknown_type = {
+    unsupported = {
         key: value["dtype"]
         for key, value in raw.items()
         if isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] not in DTYPES
     }
-    not_read = [f"{key!r:.100}: a feature of dtype {dtype!r:.50}" for key, dtype in of_unknown_type.items()]
+    not_read = [f"{key!r:.100}: a feature of dtype {dtype!r:.50}" for key, dtype in unsupported.items()]
     features = {}
     for key, value in raw.items():
-        if key in of_unknown_type:
+        if key in unsupported:
             continue
         if not _is_name(key):
             not_read.append(f"{key!r:.100}: a feature whose name is not printable or has slashes")
@@ -474,59 +474,59 @@ def _is_essential(key: str, raw: Any) -> bool:
 
 
 def _parse_feature(key: str, raw: Any) -> Feature:
-    where = f"{INFO_PATH}: feature {key!r:.100}"
+    label = f"{INFO_PATH}: feature {key!r:.100}"
     if not isinstance(raw, dict):
-        raise ValueError(f"{where} is {raw!r:.50}, expected an object")
+        raise ValueError(f"{label} is {raw!r:.50}, expected an object")
     dtype, shape, info = raw.get("dtype"), raw.get("shape"), raw.get("info")
     if dtype not in DTYPES:
-        raise ValueError(f"{where}: dtype is {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"{label}: dtype is {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not 1 <= len(shape) <= 5 or any(type(n) is not int or n < 1 for n in shape):
-        raise ValueError(f"{where}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
+        raise ValueError(f"{label}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
     if dtype in CAMERA_DTYPES and len(shape) != 3:
-        raise ValueError(f"{where}: shape is {shape}, expected three numbers for a camera (height, width, 3)")
+        raise ValueError(f"{label}: shape is {shape}, expected three numbers for a camera (height, width, 3)")
     video_info = raw.get("video_info")  # where LeRobot had it before v2.1
     if not isinstance(info or {}, dict) or not isinstance(video_info or {}, dict):
-        raise ValueError(f"{where}: info is {info or video_info!r:.50}, expected an object")
+        raise ValueError(f"{label}: info is {info or video_info!r:.50}, expected an object")
     flags = [(info or {}).get("is_depth_map"), (info or {}).get("video.is_depth_map")]
     flags.append((video_info or {}).get("video.is_depth_map"))
-    _check_size(where, dtype, shape, any(flags))
-    return Feature(key, dtype, tuple(shape), _parse_names(where, raw.get("names")), any(flags), info or {})
+    _check_size(label, dtype, shape, any(flags))
+    return Feature(key, dtype, tuple(shape), _parse_names(label, raw.get("names")), any(flags), info or {})
 
 
-def _check_size(where: str, dtype: str, shape: Sequence[int], is_depth: bool) -> None:
+def _check_size(label: str, dtype: str, shape: Sequence[int], is_depth: bool) -> None:
     """Refuse a feature if a single row of it would be out of all proportion."""
-    found = "x".join(map(str, shape))
+    size = "x".join(map(str, shape))
     if dtype not in CAMERA_DTYPES:
         if math.prod(shape) > MAX_ROW_NUMBERS:
             raise ValueError(
-                f"{where}: shape is {found:.100}, more than the {MAX_ROW_NUMBERS:,} numbers that a row may have; "
+                f"{label}: shape is {size:.100}, more than the {MAX_ROW_NUMBERS:,} numbers that a row may have; "
                 "repair the shape, or remove the feature"
             )
     elif math.prod(shape) > MAX_FRAME_PIXELS * (1 if is_depth else 3):
         raise ValueError(
-            f"{where}: this camera's frames are {found:.100}, more than the {MAX_FRAME_PIXELS / 1e6:.1f} megapixels "
+            f"{label}: this camera's frames are {size:.100}, more than the {MAX_FRAME_PIXELS / 1e6:.1f} megapixels "
             "that a frame may have (8192x4320, an 8K camera); repair the shape, or convert the dataset with smaller "
             "frames"
         )
 
 
-def _parse_names(where: str, names: Any) -> tuple[str, ...] | None:
+def _parse_names(label: str, names: Any) -> tuple[str, ...] | None:
     """Flatten the forms that datasets use: a list, `{"motors": [...]}`, `{"axis_0": 0}`, numbers, nested lists."""
     if names is None:
         return None
     if not isinstance(names, str | list | dict):
-        raise ValueError(f"{where}: names is {names!r:.50}, expected a list of strings")
-    found: list[str] = []
-    left = [names]
-    while left:
-        part = left.pop()
+        raise ValueError(f"{label}: names is {names!r:.50}, expected a list of strings")
+    flat: list[str] = []
+    stack = [names]
+    while stack:
+        part = stack.pop()
         if isinstance(part, dict):
             part = [key if value is None or isinstance(value, int) else value for key, value in part.items()]
         if isinstance(part, list):
-            left += reversed(part)
+            stack += reversed(part)
         elif part is not None:
-            found.append(str(part))
-    return tuple(found) or None
+            flat.append(str(part))
+    return tuple(flat) or None
 
 
 def _read_stats(
@@ -537,11 +537,11 @@ def _read_stats(
         raw = _read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)
         return parse_stats(raw, STATS_PATH, not_read)
     if version in metadata_v2.VERSIONS and fs.exists(f"{base}/{metadata_v2.STATS_PATH}"):
-        return metadata_v2.read_stats(fs, base, lambda raw, where: parse_stats(raw, where, not_read), not_read)
+        return metadata_v2.read_stats(fs, base, lambda raw, location: parse_stats(raw, location, not_read), not_read)
     return {}
 
 
-def parse_stats(raw: dict[str, Any], where: str, not_read: list[str]) -> dict[str, dict[str, np.ndarray]]:
+def parse_stats(raw: dict[str, Any], location: str, not_read: list[str]) -> dict[str, dict[str, np.ndarray]]:
     """Return `{feature: {statistic: array}}` of one dimension or more, as LeRobot's `load_stats`.
 
     What is no number is left out, and counts as missing where it is needed; a line says so.
@@ -549,7 +549,7 @@ def parse_stats(raw: dict[str, Any], where: str, not_read: list[str]) -> dict[st
     stats: dict[str, dict[str, np.ndarray]] = {}
     for key, values in raw.items():
         if not isinstance(values, dict):
-            not_read.append(f"{where}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
+            not_read.append(f"{location}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
             continue
         stats[key] = {}
         for name, value in values.items():
@@ -560,7 +560,7 @@ def parse_stats(raw: dict[str, Any], where: str, not_read: list[str]) -> dict[st
             if array.dtype.kind in "biuf" and array.size:
                 stats[key][name] = array
             elif len(not_read) < MAX_NOT_READ:
-                not_read.append(f"{where}: {name!r:.50} of {key!r:.100}, which is {value!r:.50} and no numbers")
+                not_read.append(f"{location}: {name!r:.50} of {key!r:.100}, which is {value!r:.50} and no numbers")
     return stats
 
 

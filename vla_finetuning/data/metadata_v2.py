@@ -43,15 +43,15 @@ Stats = dict[str, dict[str, np.ndarray]]
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     """Instructions by their numbers. Raises ValueError, FileNotFoundError."""
     tasks: dict[int, str] = {}
-    for where, line in _lines(fs, base, TASKS_PATH, MAX_TASKS, MAX_TASKS_BYTES):
-        index = _whole_number(where, line, "task_index", 0)
+    for label, line in _lines(fs, base, TASKS_PATH, MAX_TASKS, MAX_TASKS_BYTES):
+        index = _whole_number(label, line, "task_index", 0)
         text = line.get("task")
         if not isinstance(text, str) or "\0" in text or len(text) > MAX_INSTRUCTION:
             raise ValueError(
-                f"{where}: task is {text!r:.100}, expected a text of at most {MAX_INSTRUCTION:,} characters"
+                f"{label}: task is {text!r:.100}, expected a text of at most {MAX_INSTRUCTION:,} characters"
             )
         if tasks.setdefault(index, text) != text:
-            raise ValueError(f"{where}: task_index {index} is both {tasks[index]!r:.100} and {text!r:.100}")
+            raise ValueError(f"{label}: task_index {index} is both {tasks[index]!r:.100} and {text!r:.100}")
     return tasks
 
 
@@ -63,9 +63,9 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence
     """
     index, length, tasks = [], [], []
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for where, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
-        index.append(_whole_number(where, line, "episode_index", 0))
-        length.append(_whole_number(where, line, "length", 1))
+    for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
+        index.append(_whole_number(label, line, "episode_index", 0))
+        length.append(_whole_number(label, line, "length", 1))
         listed = line.get("tasks")
         listed = [listed] if isinstance(listed, str) else listed if isinstance(listed, list) else []
         texts = tuple(text for text in listed if isinstance(text, str))
@@ -88,13 +88,13 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
     Args:
         parsed: makes arrays of the JSON of an episode's statistics, given the words for where it is.
     """
-    of_episodes: dict[str, list[dict[str, np.ndarray]]] = {}
+    episode_stats: dict[str, list[dict[str, np.ndarray]]] = {}
     counts: Counter[str] = Counter()
-    held = episodes = 0
+    total_bytes = episodes = 0
 
     def joined() -> Stats:
         stats = {}
-        for key, values in of_episodes.items():
+        for key, values in episode_stats.items():
             try:
                 stats[key] = _joined(key, values)
             except ValueError as error:
@@ -102,30 +102,30 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
                 not_read.append(str(error))
         return stats
 
-    for where, line in _lines(fs, base, STATS_PATH, MAX_EPISODES, None):
+    for label, line in _lines(fs, base, STATS_PATH, MAX_EPISODES, None):
         stats, episodes = line.get("stats"), episodes + 1
         if not isinstance(stats, dict):
-            raise ValueError(f"{where}: stats is {stats!r:.50}, expected an object")
-        for key, values in parsed(stats, where).items():
+            raise ValueError(f"{label}: stats is {stats!r:.50}, expected an object")
+        for key, values in parsed(stats, label).items():
             if {"min", "max", "mean", "std", "count"} <= values.keys():
-                of_episodes.setdefault(key, []).append(values)
+                episode_stats.setdefault(key, []).append(values)
                 counts[key] += 1
-                held += _held_bytes(values)
-        if held > JOINED_STATS_BYTES:
+                total_bytes += _held_bytes(values)
+        if total_bytes > JOINED_STATS_BYTES:
             # What is joined is the statistics of so many rows, as an episode's are.
-            of_episodes = {key: [values] for key, values in joined().items()}
-            held = sum(_held_bytes(values) for (values,) in of_episodes.values())
-            if held > JOINED_STATS_BYTES:
+            episode_stats = {key: [values] for key, values in joined().items()}
+            total_bytes = sum(_held_bytes(values) for (values,) in episode_stats.values())
+            if total_bytes > JOINED_STATS_BYTES:
                 raise ValueError(
-                    f"{where}: statistics of {len(of_episodes):,} features so far, more than the "
+                    f"{label}: statistics of {len(episode_stats):,} features so far, more than the "
                     f"{JOINED_STATS_BYTES / 2**20:,.0f} MiB that they may have together: the file is damaged; "
                     "restore it, or remove it to have them computed again"
                 )
-    of_all = joined()
-    for key in [key for key in of_all if counts[key] < episodes]:
+    dataset_stats = joined()
+    for key in [key for key in dataset_stats if counts[key] < episodes]:
         not_read.append(f"{STATS_PATH}: statistics of {key!r:.100}, which not all of {episodes} episodes have")
-        del of_all[key]
-    return of_all
+        del dataset_stats[key]
+    return dataset_stats
 
 
 def _held_bytes(values: Mapping[str, np.ndarray]) -> int:
@@ -140,22 +140,22 @@ def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np
         ValueError: it says no number of one of them.
     """
     index, values = [], []
-    for where, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
+    for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
         value = line.get(name)
         if not isinstance(value, (int, float)):
-            usable = sorted(key for key, one in line.items() if isinstance(one, (int, float)))
-            raise ValueError(f"{where}: {name} is {value!r:.50}, expected a number; those are {usable!s:.300}")
-        index.append(_whole_number(where, line, "episode_index", 0))
+            usable = sorted(key for key, entry in line.items() if isinstance(entry, (int, float)))
+            raise ValueError(f"{label}: {name} is {value!r:.50}, expected a number; those are {usable!s:.300}")
+        index.append(_whole_number(label, line, "episode_index", 0))
         values.append(float(value))
     return np.array(index, np.int64), np.array(values)
 
 
-def _joined(key: str, found: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _joined(key: str, episode_stats: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Mean and variance of all rows by the parallel formula, from those of D dimensions in each episode."""
     names = ("min", "max", "mean", "std")
     try:
-        low, high, mean, std = (np.stack([one[name] for one in found]) for name in names)
-        count = np.stack([one["count"] for one in found]).astype(np.float64)
+        low, high, mean, std = (np.stack([stats[name] for stats in episode_stats]) for name in names)
+        count = np.stack([stats["count"] for stats in episode_stats]).astype(np.float64)
         weight = (count / count.sum(0)).reshape(-1, *[1] * (mean.ndim - 1))
     except ValueError as error:
         raise ValueError(f"{STATS_PATH}: the statistics of {key!r:.100} differ in shape between episodes") from error
@@ -172,22 +172,22 @@ def _lines(
     for number, line in enumerate(read_lines(fs, base, path, most_bytes, MAX_LINE_BYTES), 1):
         if number > most:
             raise ValueError(f"{path}: more than {most:,} lines: it is damaged or made to exhaust the memory")
-        where = f"{path}, line {number}"
+        label = f"{path}, line {number}"
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is not valid JSON ({error}); restore the file") from error
+            raise ValueError(f"{label} is not valid JSON ({error}); restore the file") from error
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}")
-        yield where, value
+            raise ValueError(f"{label}: expected a JSON object, found {type(value).__name__}")
+        yield label, value
 
 
-def _whole_number(where: str, line: Mapping[str, Any], name: str, least: int) -> int:
+def _whole_number(label: str, line: Mapping[str, Any], name: str, least: int) -> int:
     value = line.get(name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not least <= value < MAX_INDEX:
-        raise ValueError(f"{where}: {name} is {value!r:.50}, expected a whole number from {least} to {MAX_INDEX - 1}")
+        raise ValueError(f"{label}: {name} is {value!r:.50}, expected a whole number from {least} to {MAX_INDEX - 1}")
     return value

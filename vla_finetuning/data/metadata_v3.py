@@ -52,13 +52,13 @@ def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     return tasks
 
 
-def _check_instruction(where: str, index: int, text: str) -> None:
+def _check_instruction(path: str, index: int, text: str) -> None:
     """Raises ValueError for a text that no one would tell a robot: every row of it is tokenised."""
     if "\0" in text:
-        raise ValueError(f"{where}: task {index} holds a NUL character: {text!r:.100}")
+        raise ValueError(f"{path}: task {index} holds a NUL character: {text!r:.100}")
     if len(text) > MAX_INSTRUCTION:
         raise ValueError(
-            f"{where}: task {index} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: "
+            f"{path}: task {index} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: "
             f"{text!r:.100}"
         )
 
@@ -68,8 +68,8 @@ def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
     pattern = re.compile(re.escape(f"{base}/{EPISODES_PATH}/") + r"[^/]+/[^/]+\.parquet")
     # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
     depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
-    found = sorted(path for path in fs.find(f"{base}/{EPISODES_PATH}", **depth) if pattern.fullmatch(path))
-    paths = [path[len(base) + 1 :] for path in found]
+    full_paths = sorted(path for path in fs.find(f"{base}/{EPISODES_PATH}", **depth) if pattern.fullmatch(path))
+    paths = [path[len(base) + 1 :] for path in full_paths]
     if not paths:
         raise FileNotFoundError(
             f"{EPISODES_PATH}/chunk-*/file-*.parquet is missing: the copy, or the recording before it was finalized "
@@ -162,24 +162,24 @@ def _place_column(
         raise ValueError(f"{path}: {name} has type {column.type}, expected numbers")
     values = column.cast(pa.float64(), safe=False).to_numpy()
     place, _, number = name.removeprefix("videos/").rpartition("/")
-    whole = number != "from_timestamp"
+    is_integer = number != "from_timestamp"
     with np.errstate(invalid="ignore"):
-        good = (values >= 0) & (values < MAX_INDEX) & ((values == np.floor(values)) | (not whole))
+        good = (values >= 0) & (values < MAX_INDEX) & ((values == np.floor(values)) | (not is_integer))
     for at in np.flatnonzero(~good).tolist():
-        found = "empty" if column[at].as_py() is None else column[at].as_py()
-        broken.setdefault(place, {})[int(index[at])] = f"has {found} as {name} in {path}"
+        value = "empty" if column[at].as_py() is None else column[at].as_py()
+        broken.setdefault(place, {})[int(index[at])] = f"has {value} as {name} in {path}"
     before = np.maximum.accumulate(np.where(good, np.arange(len(values)), 0))
     return np.where(good[before], values[before], 0.0)
 
 
 def _episode_tasks(column: pa.ChunkedArray | None, count: int) -> Iterator[tuple[str, ...]]:
     """Yield the texts of each episode of a file: of a list of texts, or of one; none of anything else."""
-    kind: Any = pa.null() if column is None else column.type
-    if column is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    column_type: Any = pa.null() if column is None else column.type
+    if column is not None and (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
         for text in column.to_pylist():
             yield () if text is None else (text,)
         return
-    if column is None or not pa.types.is_list(kind) or not pa.types.is_string(kind.value_type):
+    if column is None or not pa.types.is_list(column_type) or not pa.types.is_string(column_type.value_type):
         yield from [()] * count
         return
     lists = column.cast(pa.large_list(pa.large_string())).combine_chunks()

@@ -95,7 +95,7 @@ def read_groups(
             raise ValueError(f"{file.name}: columns {missing} are missing; meta/info.json promises them")
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
         group_first = np.concatenate([[0], np.cumsum(sizes)])
-        wanted = np.full(len(sizes), spans is None)
+        selected = np.full(len(sizes), spans is None)
         for span in spans or ():
             if span.last > group_first[-1]:
                 raise ValueError(
@@ -103,8 +103,8 @@ def read_groups(
                     "file is incomplete or meta/episodes is wrong"
                 )
             first = np.searchsorted(group_first, span.first, "right") - 1
-            wanted[first : np.searchsorted(group_first, span.last, "left")] = True
-        groups = np.flatnonzero(wanted)
+            selected[first : np.searchsorted(group_first, span.last, "left")] = True
+        groups = np.flatnonzero(selected)
         table = read_columns(
             parquet,
             list(row_bytes),
@@ -113,7 +113,7 @@ def read_groups(
             groups=groups.tolist(),
             row_bytes={key: size for key, size in row_bytes.items() if size is not None},
         )
-        skipped = np.concatenate([[0], np.cumsum(np.where(wanted, 0, sizes))])
+        skipped = np.concatenate([[0], np.cumsum(np.where(selected, 0, sizes))])
         return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
 
 
@@ -131,8 +131,8 @@ def read_values(
     """
     for group in groups_with(file, rows, identity):
         inside = np.flatnonzero((rows >= group.first) & (rows < group.last))
-        found = read_groups(file, {key: row_bytes}, [group], identity)
-        yield inside, found.table.column(key).take(pa.array(rows[inside] - group.first))
+        contents = read_groups(file, {key: row_bytes}, [group], identity)
+        yield inside, contents.table.column(key).take(pa.array(rows[inside] - group.first))
 
 
 def groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[Span]:
@@ -144,13 +144,13 @@ def groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[
             first = np.cumsum([0, *(group.num_rows for group in groups)])
         if identity is not None:
             _remember(_group_starts, identity, first)
-    wanted = np.unique(np.searchsorted(first, rows, "right") - 1).tolist()
-    if wanted and wanted[-1] >= len(first) - 1:
+    group_numbers = np.unique(np.searchsorted(first, rows, "right") - 1).tolist()
+    if group_numbers and group_numbers[-1] >= len(first) - 1:
         raise ValueError(
             f"{file.name}: row {rows.max()} is wanted, the file has {first[-1]} rows: the file is incomplete or "
             "meta/episodes is wrong"
         )
-    return [Span(f"row group {g}", int(first[g]), int(first[g + 1])) for g in wanted]
+    return [Span(f"row group {g}", int(first[g]), int(first[g + 1])) for g in group_numbers]
 
 
 # ---- copies on the node's disk ------------------------------------------------------------------------------------
@@ -160,23 +160,23 @@ _group_starts: dict[str, np.ndarray] = {}
 _mapped: dict[Path, pa.RecordBatch | None] = {}
 
 
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    known[key] = value
-    while len(known) > _MAPPED:
-        known.pop(next(iter(known)), None)
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    cache[key] = value
+    while len(cache) > _MAPPED:
+        cache.pop(next(iter(cache)), None)
 
 
 def _copied(
-    cache: DiskCache, file: DataFile, what: str, identity: str, name: str, unpack: Callable[[], pa.RecordBatch] | None
+    cache: DiskCache, file: DataFile, key: str, identity: str, name: str, unpack: Callable[[], pa.RecordBatch] | None
 ) -> pa.RecordBatch | None:
     """Return the copy of what `unpack` returns, which is called if there is none yet; None if there is no copy.
 
     Args:
-        what: of the file it is. identity: of its content. name: of the copy.
+        key: of what is copied. identity: of its content. name: of the copy.
     Raises:
         Errors of `unpack`.
     """
-    folder = cache.content(file.dataset, f"{file.path}\0{what}", identity)
+    folder = cache.content(file.dataset, f"{file.path}\0{key}", identity)
     if folder is None:
         return None
     path = folder / name
@@ -252,13 +252,13 @@ def _from_arrow(rows: pa.Array, column: Column) -> np.ndarray:
     return np.frombuffer(rows.buffers()[1], column.dtype, len(rows) * math.prod(shape)).reshape(len(rows), *shape)
 
 
-def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], where: str) -> np.ndarray:
+def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], label: str) -> np.ndarray:
     """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape).
 
     Args:
         dtype: None for what is stored.
         shape: of a row; (1,) is a scalar.
-        where: how errors begin.
+        label: how errors begin.
     Raises:
         ValueError: something is missing, or of another shape or type.
     """
@@ -269,40 +269,40 @@ def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, 
     lengths: list[int] = []  # of the lists in each dimension
     while True:
         if array.null_count:
-            raise ValueError(f"{where}: {array.null_count} empty values; every row must have one")
+            raise ValueError(f"{label}: {array.null_count} empty values; every row must have one")
         if not pa.types.is_list(array.type):
             break
-        found = pc.unique(pc.list_value_length(array)).to_pylist()
-        if len(found) > 1:
-            raise ValueError(f"{where}: lists of {sorted(found)[:5]} values, expected shape {shape} in every row")
-        lengths += found
+        sizes = pc.unique(pc.list_value_length(array)).to_pylist()
+        if len(sizes) > 1:
+            raise ValueError(f"{label}: lists of {sorted(sizes)[:5]} values, expected shape {shape} in every row")
+        lengths += sizes
         array = array.flatten()
     # A scalar may be stored as a list of one.
     if count and tuple(lengths) != shape and not (shape == (1,) and not lengths):
-        raise ValueError(f"{where}: values of shape {tuple(lengths)}, expected {shape} in every row")
-    kind = array.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise ValueError(f"{where}: holds {kind}, expected numbers")
+        raise ValueError(f"{label}: values of shape {tuple(lengths)}, expected {shape} in every row")
+    value_type = array.type
+    if not (pa.types.is_integer(value_type) or pa.types.is_floating(value_type) or pa.types.is_boolean(value_type)):
+        raise ValueError(f"{label}: holds {value_type}, expected numbers")
     if dtype is not None:
-        array = _as_declared(array, np.dtype(dtype), where)
+        array = _as_declared(array, np.dtype(dtype), label)
     values = array.to_numpy(zero_copy_only=False)
     return values.astype(dtype or values.dtype, copy=False).reshape(count, *(() if shape == (1,) else shape))
 
 
-def _as_declared(array: pa.Array, dtype: np.dtype, where: str) -> pa.Array:
+def _as_declared(array: pa.Array, dtype: np.dtype, label: str) -> pa.Array:
     """Numbers that `dtype` can hold as they are; floats become float32 as in LeRobot, whatever that rounds."""
     if dtype == np.float32:
         return array
     try:
-        whole = array.cast(pa.int64())
-        if dtype == np.bool_ and not pc.all(pc.is_in(whole, pa.array([0, 1]))).as_py():
+        integers = array.cast(pa.int64())
+        if dtype == np.bool_ and not pc.all(pc.is_in(integers, pa.array([0, 1]))).as_py():
             raise pa.ArrowInvalid("values that are neither 0 nor 1")
     except pa.ArrowInvalid as error:
         raise ValueError(
-            f"{where}: holds {array.type} that cannot be {dtype}, as meta/info.json says ({error}); correct the one or "
+            f"{label}: holds {array.type} that cannot be {dtype}, as meta/info.json says ({error}); correct the one or "
             "the other"
         ) from error
-    return whole
+    return integers
 
 
 # ---- encoded images -----------------------------------------------------------------------------------------------
@@ -349,15 +349,15 @@ def _stored_forms(column: pa.Array, name: str) -> tuple[pa.Array, pa.Array]:
 
     The forms are those that `datasets.Image` reads: bytes, paths, or structures of both.
     """
-    kind, nulls = column.type, pa.nulls(len(column), pa.string())
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    dtype, nulls = column.type, pa.nulls(len(column), pa.string())
+    if pa.types.is_binary(dtype) or pa.types.is_large_binary(dtype):
         return column.cast(pa.binary()), nulls
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if pa.types.is_string(dtype) or pa.types.is_large_string(dtype):
         return nulls.cast(pa.binary()), column.cast(pa.string())
-    fields = {kind.field(i).name for i in range(kind.num_fields)} if pa.types.is_struct(kind) else set()
+    fields = {dtype.field(i).name for i in range(dtype.num_fields)} if pa.types.is_struct(dtype) else set()
     if not fields & {"bytes", "path"}:
         raise ValueError(
-            f"{name} has type {kind}, and images are stored as bytes, as paths, or as structures of both: save the "
+            f"{name} has type {dtype}, and images are stored as bytes, as paths, or as structures of both: save the "
             "dataset with LeRobot or with datasets.Image"
         )
     images = pc.struct_field(column, "bytes") if "bytes" in fields else nulls

@@ -53,8 +53,8 @@ def assign_files(
     """
     name, prefix = ("data_path", "data") if video_key is None else ("video_path", f"videos/{video_key}")
     template = info.get(name, DEFAULT_TEMPLATES[name])
-    where = f"{INFO_PATH}: {name}"
-    parts = _parse(where, template, allow_video_key=video_key is not None)
+    label = f"{INFO_PATH}: {name}"
+    parts = _parse(label, template, allow_video_key=video_key is not None)
     columns = {"episode_index": episodes["episode_index"]}
     columns |= {field: episodes[f"{prefix}/{field}"] for field in ("chunk_index", "file_index")}
     used = {part.field for part in parts}
@@ -70,17 +70,17 @@ def assign_files(
         identity = columns["chunk_index"].astype(np.int64) * MAX_INDEX + columns["file_index"]
     _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
     if len(first) > MAX_FILES:
-        raise ValueError(f"{where}: {len(first):,} files, more than the {MAX_FILES:,} that a dataset may have")
+        raise ValueError(f"{label}: {len(first):,} files, more than the {MAX_FILES:,} that a dataset may have")
     by_first_use = np.argsort(first)
     rank = np.empty_like(by_first_use)
     rank[by_first_use] = np.arange(len(first))
     paths = [
-        _render(where, parts, {"video_key": video_key, **{field: int(c[episode]) for field, c in columns.items()}})
+        _render(label, parts, {"video_key": video_key, **{field: int(c[episode]) for field, c in columns.items()}})
         for episode in first[by_first_use].tolist()
     ]
     if len(set(paths)) != len(paths):
         raise ValueError(
-            f"{where} {template!r:.200} gives different files the same path; it must hold {{chunk_index}} and "
+            f"{label} {template!r:.200} gives different files the same path; it must hold {{chunk_index}} and "
             "{file_index}"
         )
     return tuple(paths), rank[inverse].astype(np.int32)
@@ -151,12 +151,12 @@ def read_lines(
         size = fs.size(f"{base}/{path}")
         _check_bytes(path, size, size if most_bytes is None else most_bytes)
         with fs.open(f"{base}/{path}", "rb") as file:
-            begun, number = b"", 1
+            partial, number = b"", 1
             while piece := file.read(PIECE_BYTES):
-                lines = (begun + piece).splitlines(keepends=True)
-                begun = b"" if lines[-1].endswith(b"\n") else lines.pop()
-                if max(map(len, [*lines, begun])) > line_bytes:
-                    at = number + [len(line) > line_bytes for line in [*lines, begun]].index(True)
+                lines = (partial + piece).splitlines(keepends=True)
+                partial = b"" if lines[-1].endswith(b"\n") else lines.pop()
+                if max(map(len, [*lines, partial])) > line_bytes:
+                    at = number + [len(line) > line_bytes for line in [*lines, partial]].index(True)
                     raise ValueError(
                         f"{path}, line {at} has more than the {line_bytes / 2**20:,.0f} MiB that it may have: it is "
                         "damaged or made to exhaust the memory; restore the file"
@@ -165,8 +165,8 @@ def read_lines(
                     refuse_pointer(path, piece)
                 yield from lines
                 number += len(lines)
-            if begun:
-                yield begun
+            if partial:
+                yield partial
 
 
 @contextlib.contextmanager
@@ -195,31 +195,31 @@ class _Part(NamedTuple):
     width: int
 
 
-def _parse(where: str, template: Any, *, allow_video_key: bool) -> list[_Part]:
-    where = f"{where} {template!r:.200}"
+def _parse(label: str, template: Any, *, allow_video_key: bool) -> list[_Part]:
+    label = f"{label} {template!r:.200}"
     if not isinstance(template, str):
-        raise ValueError(f"{where}: expected a path template such as {DEFAULT_TEMPLATES['data_path']!r}")
+        raise ValueError(f"{label}: expected a path template such as {DEFAULT_TEMPLATES['data_path']!r}")
     try:
         raw = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"{where}: not a path template ({error})") from None
+        raise ValueError(f"{label}: not a path template ({error})") from None
     allowed = ["chunk_index", "file_index", "episode_index", "episode_chunk", *["video_key"] * allow_video_key]
     parts = []
     for literal, field, spec, conversion in raw:
         width = re.fullmatch(r"0([1-9])d", spec or "")
         plain = not conversion and (not spec or (width and field != "video_key"))
         if field is not None and not (field in allowed and plain):
-            found = "{" + field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
+            placeholder = "{" + field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
             raise ValueError(
-                f"{where}: {found:.100} is not allowed; only {sorted(allowed)}, numbers in a format like :03d"
+                f"{label}: {placeholder:.100} is not allowed; only {sorted(allowed)}, numbers in a format like :03d"
             )
         parts.append(_Part(literal, field, int(width[1]) if width else 0))
     return parts
 
 
-def _render(where: str, parts: Sequence[_Part], values: Mapping[str, Any]) -> str:
+def _render(label: str, parts: Sequence[_Part], values: Mapping[str, Any]) -> str:
     text = "".join(p.literal + (str(values[p.field]).zfill(p.width) if p.field else "") for p in parts)
     steps = text.split("/")
     if not text.isprintable() or "\\" in text or ":" in text or any(step in ("", ".", "..") for step in steps):
-        raise ValueError(f"{where} leads to {text!r:.200}, which is not a path inside the dataset")
+        raise ValueError(f"{label} leads to {text!r:.200}, which is not a path inside the dataset")
     return text

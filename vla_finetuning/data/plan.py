@@ -267,11 +267,13 @@ class StreamPlan(Plan):
         members = [np.flatnonzero(source_of == number) for number in range(len(self._dealer.counts))]
 
         def sources(rows: int, cut_at: int) -> list[_Source]:
-            made = [_Source(episodes, of, seed, n, rows, cut_at, episode_weights) for n, of in enumerate(members)]
-            most = fair_share([source.segments for source in made], PART_SEGMENTS)
-            for source in made:
+            built = [
+                _Source(episodes, member, seed, n, rows, cut_at, episode_weights) for n, member in enumerate(members)
+            ]
+            most = fair_share([source.segments for source in built], PART_SEGMENTS)
+            for source in built:
                 source.divide(most)
-            return made
+            return built
 
         self._sources = sources(segment_rows, self.cut_at)
         if later_segment_rows is not None:
@@ -322,21 +324,21 @@ class StreamPlan(Plan):
         # Batches begin at these places of a window in turn.
         cycle = window // math.gcd(window, batch_rows)
         sizes = [list(self._sizes(source, segment)) for source in self._sources]
-        found = []
+        estimates = []
         for nth in range(0, cycle, max(1, cycle // 8)):
             head = min(batch_rows, window - nth * batch_rows % window)
-            whole, tail = divmod(batch_rows - head, window)
+            whole_windows, tail = divmod(batch_rows - head, window)
             expected = 0.0
-            for source, count, of_source in zip(self._sources, self._dealer.counts, sizes, strict=True):
+            for source, count, source_sizes in zip(self._sources, self._dealer.counts, sizes, strict=True):
                 share = window * count / rows
-                for length, segments, episodes in of_source:
+                for length, segments, episodes in source_sizes:
                     size = length / segments
                     piece = max(1.0, size * share / (share + size - 1))
-                    drawn = sum(1 - _none_drawn(window, piece, b) for b in (head, tail)) + whole
-                    in_batch = min(1.0, size * share / piece / source.rows * drawn)
+                    draws = sum(1 - _none_drawn(window, piece, b) for b in (head, tail)) + whole_windows
+                    in_batch = min(1.0, size * share / piece / source.rows * draws)
                     expected += episodes * (1 - (1 - in_batch) ** segments)
-            found.append(expected)
-        return float(np.mean(found))
+            estimates.append(expected)
+        return float(np.mean(estimates))
 
     def _sizes(self, source: _Source, segment: int) -> Iterator[tuple[float, float, int]]:
         """(rows, segments) of a source's episodes in its mean epoch, and how many have them.
@@ -372,8 +374,8 @@ class StreamPlan(Plan):
         # Within a window any of its rows may have come: those of two epochs of a source, too.
         _, first, last = self._window(position)
         last = first if first == position else last
-        for source, came, begun in zip(self._sources, self._taken(first), self._taken(last), strict=True):
-            least[source.members], most[source.members] = source.times(came)[0], source.times(begun)[1]
+        for source, certain, possible in zip(self._sources, self._taken(first), self._taken(last), strict=True):
+            least[source.members], most[source.members] = source.times(certain)[0], source.times(possible)[1]
         return least, most
 
     def _window(self, position: int) -> tuple[int, int, int]:
@@ -391,14 +393,14 @@ class StreamPlan(Plan):
         return [epoch * n + dealt for n, dealt in zip(self._dealer.counts, self._dealer.dealt(offset), strict=True)]
 
     def with_segments(self, first: int, last: int) -> StreamPlan:
-        taken = zip(self._sources, self._taken(first), self._taken(last), strict=True)
-        epochs = [source.epochs(a, b) for source, a, b in taken]
-        segments = [source.segments_in(of) for source, of in zip(self._sources, epochs, strict=True)]
+        positions = zip(self._sources, self._taken(first), self._taken(last), strict=True)
+        epochs = [source.epochs(a, b) for source, a, b in positions]
+        segments = [source.segments_in(numbers) for source, numbers in zip(self._sources, epochs, strict=True)]
         most = fair_share(segments, PART_SEGMENTS)
         plan = copy.copy(self)
         plan._sources = [
-            source.with_segments(of) if count <= most else source
-            for source, of, count in zip(self._sources, epochs, segments, strict=True)
+            source.with_segments(numbers) if count <= most else source
+            for source, numbers, count in zip(self._sources, epochs, segments, strict=True)
         ]
         return plan
 
@@ -409,47 +411,47 @@ class StreamPlan(Plan):
         return (window for _, window in self._numbered([np.array([[first, last]])]))
 
     def slices_in(self, groups: Iterable[np.ndarray]) -> Iterator[list[WindowSlice]]:
-        for _, found in itertools.groupby(self._numbered(groups), key=operator.itemgetter(0)):
-            yield [window for _, window in found]
+        for _, numbered in itertools.groupby(self._numbered(groups), key=operator.itemgetter(0)):
+            yield [window for _, window in numbered]
 
     def _numbered(self, groups: Iterable[np.ndarray]) -> Iterator[tuple[int, WindowSlice]]:
         """The window slices of groups of runs, each with its group's number: looked up for many windows at once."""
         # Of windows that follow each other: epoch, begin, end; and what is wanted of them: group, window, begin, end.
         windows: list[tuple[int, int, int]] = []
-        wanted: list[tuple[int, int, int, int]] = []
+        pieces: list[tuple[int, int, int, int]] = []
         for number, runs in enumerate(groups):
             for first, last in runs.tolist():
                 while first < last:
                     window = self._window(first)
                     another = not windows or window != windows[-1]
                     if windows and another and (window[1] != windows[-1][2] or len(windows) == WINDOWS_TOGETHER):
-                        yield from self._found(windows, wanted)
-                        windows, wanted = [], []
+                        yield from self._found(windows, pieces)
+                        windows, pieces = [], []
                     if another:
                         windows.append(window)
-                    wanted.append((number, len(windows) - 1, first, min(last, window[2])))
-                    first = wanted[-1][-1]
-        yield from self._found(windows, wanted)
+                    pieces.append((number, len(windows) - 1, first, min(last, window[2])))
+                    first = pieces[-1][-1]
+        yield from self._found(windows, pieces)
 
     def _found(
-        self, windows: Sequence[tuple[int, int, int]], wanted: Sequence[tuple[int, int, int, int]]
+        self, windows: Sequence[tuple[int, int, int]], pieces: Sequence[tuple[int, int, int, int]]
     ) -> Iterator[tuple[int, WindowSlice]]:
         runs = list(self._runs([windows[0][1], *(end for *_, end in windows)])) if windows else []
-        for number, at, first, last in wanted:
+        for number, at, first, last in pieces:
             epoch, begin, _ = windows[at]
             key = None if self.seed is None else (self.seed, 1, epoch, first // self.window_rows)
             yield number, WindowSlice(epoch, *runs[at], key, first - begin, last - begin)
 
     def _runs(self, bounds: Sequence[int]) -> Iterator[Parts]:
         """The runs of rows in each of W windows that follow each other, source by source; `bounds`: W + 1 positions."""
-        taken = [self._taken(at) for at in bounds]
+        rows = [self._taken(at) for at in bounds]
         if len(bounds) == 2:
-            parts = [part for source, *of in zip(self._sources, *taken, strict=True) for part in source.parts(*of)]
+            parts = [part for source, *span in zip(self._sources, *rows, strict=True) for part in source.parts(*span)]
             episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
             yield episode, start, end
             return
-        found: list[tuple[np.ndarray, ...]] = []
-        for source, bound in zip(self._sources, np.array(taken).T, strict=True):
+        source_runs: list[tuple[np.ndarray, ...]] = []
+        for source, bound in zip(self._sources, np.array(rows).T, strict=True):
             first, last = int(bound[0]), int(bound[-1])
             if first == last:
                 continue
@@ -460,8 +462,8 @@ class StreamPlan(Plan):
             segment = begin.searchsorted(at, side="right") - 1
             start = start[segment] + at - begin[segment]
             window = bound.searchsorted(at, side="right") - 1
-            found.append((episode[segment], start, start + np.diff(at, append=last), window))
-        episode, start, end, window = (np.concatenate(column) for column in zip(*found, strict=True))
+            source_runs.append((episode[segment], start, start + np.diff(at, append=last), window))
+        episode, start, end, window = (np.concatenate(column) for column in zip(*source_runs, strict=True))
         order = np.argsort(window, kind="stable")
         count = np.cumsum(np.bincount(window, minlength=len(bounds) - 1))[:-1]
         yield from zip(*(np.split(column[order], count) for column in (episode, start, end)), strict=True)
@@ -554,10 +556,10 @@ class _Source:
     def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return `StreamPlan.times` of its own stream; int64 (E,), or () for all alike."""
         epoch, begin, _ = self.epoch_at(position)
-        begun = epoch + (position > begin)
+        epochs_begun = epoch + (position > begin)
         if self._repeated is None:
-            return np.array(epoch), np.array(begun)
-        return self._repeated.before(epoch), self._repeated.before(begun)
+            return np.array(epoch), np.array(epochs_begun)
+        return self._repeated.before(epoch), self._repeated.before(epochs_begun)
 
     def _copies(self, epoch: int) -> tuple[np.ndarray, ...]:
         """Return what an epoch is cut of: positions in `episodes`, starts and lengths, each episode as often as it
@@ -661,31 +663,31 @@ class _Source:
         return (members[episode], begin, end), position
 
 
-def _none_drawn(window: int, size: float, drawn: int) -> float:
-    """Probability that none of `size` rows of a window (on average, so not whole) is among `drawn` of its rows."""
-    if drawn == 0:
+def _none_drawn(window: int, size: float, draws: int) -> float:
+    """Probability that none of `size` rows of a window (on average, so not whole) is among `draws` of its rows."""
+    if draws == 0:
         return 1.0
-    if size + drawn > window:
+    if size + draws > window:
         return 0.0
     gamma = math.lgamma
     return math.exp(
-        gamma(window - size + 1) + gamma(window - drawn + 1) - gamma(window - size - drawn + 1) - gamma(window + 1)
+        gamma(window - size + 1) + gamma(window - draws + 1) - gamma(window - size - draws + 1) - gamma(window + 1)
     )
 
 
 def window_and_segment(
-    asked: int, fitting: int, longest: int, segments: int | None, cut_at: int = 1
+    requested: int, fitting: int, longest: int, segments: int | None, cut_at: int = 1
 ) -> tuple[int, int]:
     """Return how many rows are shuffled among themselves, and how many of them are consecutive at most: (window,
     segment).
 
     Args:
-        asked: the window that is wanted. fitting: rows that memory is meant for; more only for `segments`.
+        requested: the window that is wanted. fitting: rows that memory is meant for; more only for `segments`.
         longest: of a segment; windows longer than that are multiples of it, so that whole blocks fill them.
         segments: in a window at least, as far as it has rows; None: segments are `longest`, however few that makes.
         cut_at: segments that long or longer are a multiple of it.
     """
-    window = max(1, min(asked, max(fitting, segments or 1)))
+    window = max(1, min(requested, max(fitting, segments or 1)))
     if window > longest:
         window -= window % longest
     segment = longest if segments is None else max(1, min(longest, window // segments))

@@ -58,9 +58,9 @@ class Source:
         """Return what a digest says of the frames that count."""
         return {} if self.movement is None else {"idle": self.movement.described()}
 
-    def relative(self, how: RelativeActions | None) -> RelativeActions | None:
+    def relative(self, relative: RelativeActions | None) -> RelativeActions | None:
         """Relative actions of these chunks."""
-        return None if how is None else replace(how, step=self.step)
+        return None if relative is None else replace(relative, step=self.step)
 
 
 def exact_stats(
@@ -87,31 +87,31 @@ def exact_stats(
     """
     names = sorted(keys)
     relative = relative if ACTION in names else None
-    of_chunks = [source.relative(relative) for source in sources]
-    for source, own in zip(sources, of_chunks, strict=True):
-        if own is not None:
-            check_relative(source.meta, own, source.episodes)
-    how = {"exact": _FORMAT, "weights": [source.weight for source in sources], "skip": skip_unreadable}
+    relatives = [source.relative(relative) for source in sources]
+    for source, actions in zip(sources, relatives, strict=True):
+        if actions is not None:
+            check_relative(source.meta, actions, source.episodes)
+    params = {"exact": _FORMAT, "weights": [source.weight for source in sources], "skip": skip_unreadable}
     columns = _columns(names, relative)
     orders = [[source.meta.features[key].order for key in columns] for source in sources]
     digests = [
         digest(
             *(source.meta, columns, source.episodes),
-            {**how, "order": order, "relative": own.described() if own else None} | source.described(),
+            {**params, "order": order, "relative": actions.described() if actions else None} | source.described(),
         )
-        for source, order, own in zip(sources, orders, of_chunks, strict=True)
+        for source, order, actions in zip(sources, orders, relatives, strict=True)
     ]
     name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
     # A cache of statistics is flat: those of each source have its number before the feature.
-    of_each = [[f"{number} {key}" for key in names] for number in range(len(sources))]
-    found = cached_stats(
-        [*names, *sum(of_each, [])],
+    source_keys = [[f"{number} {key}" for key in names] for number in range(len(sources))]
+    stats = cached_stats(
+        [*names, *sum(source_keys, [])],
         cache_dir,
         name,
-        lambda: _compute(sources, names, of_each, relative, skip_unreadable),
+        lambda: _compute(sources, names, source_keys, relative, skip_unreadable),
     )
-    joint = {key: found[key] for key in names}
-    return joint, [{key: found[own] for key, own in zip(names, owns, strict=True)} for owns in of_each]
+    joint = {key: stats[key] for key in names}
+    return joint, [{key: stats[label] for key, label in zip(names, labels, strict=True)} for labels in source_keys]
 
 
 def sample_rows(
@@ -124,7 +124,7 @@ def sample_rows(
     reads it again, and tells.
     """
     files = np.unique(meta.episode_data_file[episodes])
-    found: dict[str, list[np.ndarray]] = {key: [] for key in keys}
+    samples: dict[str, list[np.ndarray]] = {key: [] for key in keys}
     read = 0
     for file in files[evenly_spaced(len(files), SAMPLE_FILES)].tolist():
         members = episodes[meta.episode_data_file[episodes] == file]
@@ -152,12 +152,12 @@ def sample_rows(
         read += len(spans)
         arrays = {key: feature.values(table) for key, feature in features.items()}
         for span in spans:
-            here = slice(groups.at(span.first), groups.at(span.first) + len(span))
-            of_episode = {key: values[here] for key, values in arrays.items()}
-            moving = slice(None) if movement is None else ~movement.idle(of_episode)
+            span_rows = slice(groups.at(span.first), groups.at(span.first) + len(span))
+            episode_values = {key: values[span_rows] for key, values in arrays.items()}
+            moving = slice(None) if movement is None else ~movement.idle(episode_values)
             for key in keys:
-                found[key].append(_vectors(of_episode[key], features[key]).astype(np.float64)[moving])
-    return {key: np.concatenate([np.empty((0, _width(meta.features[key]))), *rows]) for key, rows in found.items()}, (
+                samples[key].append(_vectors(episode_values[key], features[key]).astype(np.float64)[moving])
+    return {key: np.concatenate([np.empty((0, _width(meta.features[key]))), *rows]) for key, rows in samples.items()}, (
         read
     )
 
@@ -261,12 +261,12 @@ def _ranks(tally: Tally) -> list[np.ndarray]:
     """By column, which groups hold the smallest value, the quantiles and the largest: int64 (7,)."""
     columns = (tally.code >> np.uint64(32)).astype(np.int64)
     bounds = np.searchsorted(columns, np.arange(columns.max(initial=-1) + 2))
-    found = []
+    positions = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         cumulative = tally.number[first:last].cumsum()
         ranks = np.searchsorted(cumulative / cumulative[-1], list(QUANTILES.values()))
-        found.append(first + np.concatenate([[0], ranks, [last - first - 1]]))
-    return found
+        positions.append(first + np.concatenate([[0], ranks, [last - first - 1]]))
+    return positions
 
 
 def summary(tally: Tally) -> dict[str, np.ndarray]:
@@ -274,10 +274,10 @@ def summary(tally: Tally) -> dict[str, np.ndarray]:
     first = _firsts(tally.code >> np.uint64(32))
     count, total, squares = (np.add.reduceat(column, first) for column in tally[1:])
     values = _decode(tally.code)[np.array(_ranks(tally))]
-    found = dict(zip(("min", *QUANTILES, "max"), values.T, strict=True))
+    order_stats = dict(zip(("min", *QUANTILES, "max"), values.T, strict=True))
     mean = total / count
-    variance = np.where(found["min"] == found["max"], 0.0, np.maximum(squares / count - mean * mean, 0.0))
-    return {**found, "mean": mean, "std": np.sqrt(variance), "count": count.round().astype(np.int64)}
+    variance = np.where(order_stats["min"] == order_stats["max"], 0.0, np.maximum(squares / count - mean * mean, 0.0))
+    return {**order_stats, "mean": mean, "std": np.sqrt(variance), "count": count.round().astype(np.int64)}
 
 
 # ---- passes -------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def summary(tally: Tally) -> dict[str, np.ndarray]:
 def _compute(
     sources: Sequence[Source],
     names: list[str],
-    of_each: list[list[str]],
+    source_keys: list[list[str]],
     relative: RelativeActions | None,
     skip_unreadable: bool,
 ) -> Stats:
@@ -302,22 +302,22 @@ def _compute(
         tallies = [read(source) for source in sources]
     else:
         coarse = [read(source, coarse=True) for source in sources]
-        wanted = _around_quantiles([*coarse, _joint(coarse, sources)])
+        codes = _around_quantiles([*coarse, _joint(coarse, sources)])
         tallies = []
         for source, tally in zip(sources, coarse, strict=True):
-            rest = ~np.isin(tally.code, wanted)
-            tallies.append(Tally.merge([Tally(*(c[rest] for c in tally)), read(source, within=wanted)]))
+            rest = ~np.isin(tally.code, codes)
+            tallies.append(Tally.merge([Tally(*(c[rest] for c in tally)), read(source, within=codes)]))
     for source, tally in zip(sources, tallies, strict=True):
         if not len(tally.code):
             raise ValueError(f"dataset {source.meta.root}: no file could be read to compute statistics of {names}")
-    found: Stats = {}
-    for own, tally in zip([names, *of_each], [_joint(tallies, sources), *tallies], strict=True):
+    all_stats: Stats = {}
+    for labels, tally in zip([names, *source_keys], [_joint(tallies, sources), *tallies], strict=True):
         stats, end = summary(tally), 0
-        for key, called, width in zip(names, own, widths, strict=True):
+        for key, called, width in zip(names, labels, widths, strict=True):
             first, end = end, end + width
-            found[called] = {name: value[first:end].reshape(shapes[key]) for name, value in stats.items()}
-            found[called]["count"] = stats["count"][first : first + 1]
-    return found
+            all_stats[called] = {name: value[first:end].reshape(shapes[key]) for name, value in stats.items()}
+            all_stats[called]["count"] = stats["count"][first : first + 1]
+    return all_stats
 
 
 def _around_quantiles(tallies: Sequence[Tally]) -> np.ndarray:
