@@ -267,9 +267,7 @@ class StreamPlan(Plan):
         members = [np.flatnonzero(source_of == number) for number in range(len(self._dealer.counts))]
 
         def sources(rows: int, cut_at: int) -> list[_Source]:
-            built = [
-                _Source(episodes, member, seed, n, rows, cut_at, episode_weights) for n, member in enumerate(members)
-            ]
+            built = [_Source(episodes, ids, seed, n, rows, cut_at, episode_weights) for n, ids in enumerate(members)]
             most = fair_share([source.segments for source in built], PART_SEGMENTS)
             for source in built:
                 source.divide(most)

@@ -82,10 +82,10 @@ class Drawn:
 
     def divided(self, shards: int, cut_at: int, roots: Sequence[str]) -> tuple[Drawn, np.ndarray]:
         """Shard by shard, and the shard of each piece, int64 (P,); see `shards.divide`."""
-        whole = self.episodes
-        piece, first, length, shard = divide(whole.dataset_index, whole.length, self.weight, shards, cut_at, roots)
-        of = whole.take(piece)
-        episodes = Episodes(of.dataset_index, of.episode_index, of.start + first, length)
+        uncut = self.episodes
+        piece, first, length, shard = divide(uncut.dataset_index, uncut.length, self.weight, shards, cut_at, roots)
+        pieces = uncut.take(piece)
+        episodes = Episodes(pieces.dataset_index, pieces.episode_index, pieces.start + first, length)
         weight = None if self.weight is None else self.weight[piece]
         return Drawn(self.places.take(piece), episodes, weight), shard
 
@@ -103,15 +103,15 @@ def drawn_episodes(
         return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start, length))
     frame_ranges = selection.frame_ranges
     before = np.cumsum([0, *map(len, selected)])
-    episode = [b + np.searchsorted(s, of.episode) for b, s, of in zip(before, selected, frame_ranges, strict=False)]
+    episode = [b + np.searchsorted(s, r.episode) for b, s, r in zip(before, selected, frame_ranges, strict=False)]
     places = places.take(np.concatenate(episode))
     first, length = (
-        np.concatenate([of.first for of in frame_ranges]),
-        np.concatenate([of.frames for of in frame_ranges]),
+        np.concatenate([r.first for r in frame_ranges]),
+        np.concatenate([r.frames for r in frame_ranges]),
     )
     weight = None
-    if any(of.weight is not None for of in frame_ranges):
-        weight = np.concatenate([np.ones(len(of.episode)) if of.weight is None else of.weight for of in frame_ranges])
+    if any(r.weight is not None for r in frame_ranges):
+        weight = np.concatenate([np.ones(len(r.episode)) if r.weight is None else r.weight for r in frame_ranges])
     return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start + first, length), weight)
 
 
@@ -143,9 +143,9 @@ class Planned:
 def reads_of_tasks(tasks: Sequence[Planned], plan: Plan, places: EpisodeLocations) -> Iterator[list[WindowRead]]:
     """Return what each of several tasks reads, looked up here and together."""
     runs = [task.runs() for task in tasks]
-    found = plan.slices_in(itertools.chain(*runs))
-    for of_task in runs:
-        yield [read_of(windows, places) for windows in itertools.islice(found, len(of_task))]
+    slices = plan.slices_in(itertools.chain(*runs))
+    for task_runs in runs:
+        yield [read_of(windows, places) for windows in itertools.islice(slices, len(task_runs))]
 
 
 _newest: dict[str, Any] = {}

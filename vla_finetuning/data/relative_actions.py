@@ -44,14 +44,14 @@ class RelativeActions:
 
     def described(self) -> dict[str, Any]:
         """Return what a digest says of them: of consecutive frames, what it said before there were others."""
-        said = asdict(self)
+        description = asdict(self)
         if self.step == 1:
-            del said["step"]
-        return said
+            del description["step"]
+        return description
 
 
 def relative_action_stats(
-    meta: DatasetMetadata, how: RelativeActions, *, cache_dir: str | Path | None
+    meta: DatasetMetadata, relative: RelativeActions, *, cache_dir: str | Path | None
 ) -> dict[str, np.ndarray]:
     """Return all statistics of a dataset's relative actions, by two Ray Data passes, one task per parquet file in each.
 
@@ -63,14 +63,14 @@ def relative_action_stats(
         FileNotFoundError: a parquet file is missing.
     """
     episodes = select_episodes(meta, None)
-    check_relative(meta, how, episodes)
+    check_relative(meta, relative, episodes)
     state = meta.features[STATE]
-    described = {**how.described(), "state": stored_as(state)}
+    described = {**relative.described(), "state": stored_as(state)}
     name = digest(meta, [ACTION], episodes, described)
-    return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, how, episodes))[ACTION]
+    return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, relative, episodes))[ACTION]
 
 
-def check_relative(meta: DatasetMetadata, how: RelativeActions, episodes: np.ndarray) -> None:
+def check_relative(meta: DatasetMetadata, relative: RelativeActions, episodes: np.ndarray) -> None:
     """Refuse episodes whose actions cannot be made relative.
 
     Raises:
@@ -83,23 +83,23 @@ def check_relative(meta: DatasetMetadata, how: RelativeActions, episodes: np.nda
             f"{action.shape[0]}; found {None if state is None else state.shape[0]}. Train with absolute actions, "
             "--policy.use_relative_actions=false"
         )
-    if meta.episode_length[episodes].max() < how.reach:
+    if meta.episode_length[episodes].max() < relative.reach:
         raise ValueError(
-            f"dataset {meta.root}: relative actions are normalised by chunks of {how.reach} frames, and the "
+            f"dataset {meta.root}: relative actions are normalised by chunks of {relative.reach} frames, and the "
             f"longest episode has {meta.episode_length[episodes].max()}; lower --policy.chunk_size"
         )
 
 
-def relative_chunks(actions: np.ndarray, states: np.ndarray, how: RelativeActions) -> np.ndarray:
+def relative_chunks(actions: np.ndarray, states: np.ndarray, spec: RelativeActions) -> np.ndarray:
     """An episode's whole chunks, relative: float32 actions (L, A) and states (L, S >= A) to (chunks * T, A)."""
-    if len(actions) < how.reach:
+    if len(actions) < spec.reach:
         return np.empty((0, actions.shape[1]), np.float32)
-    windows = np.lib.stride_tricks.sliding_window_view(actions, how.reach, axis=0)[..., :: how.step].swapaxes(1, 2)
-    start = states[: len(windows), None, : actions.shape[1]] * np.array(how.dimensions, np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(actions, spec.reach, axis=0)[..., :: spec.step].swapaxes(1, 2)
+    start = states[: len(windows), None, : actions.shape[1]] * np.array(spec.dimensions, np.float32)
     return (windows - start).reshape(-1, actions.shape[1])
 
 
-def _compute(meta: DatasetMetadata, how: RelativeActions, episodes: np.ndarray) -> Stats:
+def _compute(meta: DatasetMetadata, relative: RelativeActions, episodes: np.ndarray) -> Stats:
     from lerobot.datasets.compute_stats import RunningQuantileStats
 
     features = [meta.features[ACTION], meta.features[STATE]]
@@ -107,26 +107,26 @@ def _compute(meta: DatasetMetadata, how: RelativeActions, episodes: np.ndarray) 
     def chunks(fs: fsspec.AbstractFileSystem, file: dict[str, Any]) -> Iterator[np.ndarray]:
         for _, arrays in episode_arrays(fs, features=features, **file):
             actions, states = (arrays[feature.key].astype(np.float32, copy=False) for feature in features)
-            chunk = relative_chunks(actions, states, how)
+            chunk = relative_chunks(actions, states, relative)
             if len(chunk):
                 yield chunk
 
     def extents(fs: fsspec.AbstractFileSystem, file: dict[str, Any]) -> dict[str, np.ndarray]:
-        found: dict[str, list[np.ndarray]] = {name: [] for name in ("count", "sum", "squares", "min", "max")}
+        columns: dict[str, list[np.ndarray]] = {name: [] for name in ("count", "sum", "squares", "min", "max")}
         for chunk in chunks(fs, file):
-            found["count"].append(np.array(len(chunk)))
-            found["sum"].append(chunk.sum(0, dtype=np.float64))
-            found["squares"].append(np.square(chunk, dtype=np.float64).sum(0))
-            found["min"].append(chunk.min(0))
-            found["max"].append(chunk.max(0))
-        return {name: np.array(rows) for name, rows in found.items()}
+            columns["count"].append(np.array(len(chunk)))
+            columns["sum"].append(chunk.sum(0, dtype=np.float64))
+            columns["squares"].append(np.square(chunk, dtype=np.float64).sum(0))
+            columns["min"].append(chunk.min(0))
+            columns["max"].append(chunk.max(0))
+        return {name: np.array(rows) for name, rows in columns.items()}
 
     parts = [part for part in over_files(meta, episodes, extents) if len(part["count"])]
-    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    totals = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     running: Any = RunningQuantileStats()
-    running._count = int(found["count"].sum())
-    running._mean, running._mean_of_squares = (found[name].sum(0) / running._count for name in ("sum", "squares"))
-    running._min, running._max = found["min"].min(0), found["max"].max(0)
+    running._count = int(totals["count"].sum())
+    running._mean, running._mean_of_squares = (totals[name].sum(0) / running._count for name in ("sum", "squares"))
+    running._min, running._max = totals["min"].min(0), totals["max"].max(0)
     edges = [
         np.linspace(low - 1e-10, high + 1e-10, running._num_quantile_bins + 1)
         for low, high in zip(running._min, running._max, strict=True)

@@ -80,10 +80,10 @@ class EpisodeLocations:
     def take(self, at: Any) -> EpisodeLocations:
         """Return the rows at some positions (anything that indexes an array)."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        taken: dict[str, Any] = {
+        selected: dict[str, Any] = {
             k: {key: a[at] for key, a in v.items()} if isinstance(v, dict) else v[at] for k, v in columns.items()
         }
-        return EpisodeLocations(**taken)
+        return EpisodeLocations(**selected)
 
     def part(self, number: int, readers: Sequence[DatasetFiles]) -> Part:
         reader = readers[self.dataset_index[number]]
@@ -197,18 +197,18 @@ def _decode_what_can_be_read(
     for e in episodes:
         alone = replace(e, position=np.arange(len(e.frame)))
         try:
-            found = _decode(readers, [alone], len(e.frame), options)
+            decoded = _decode(readers, [alone], len(e.frame), options)
         except (ValueError, FileNotFoundError) as error:
             reader = readers[e.part.dataset_index]
             check_still_there(reader.fs, reader.root, [reader.path(file) for file in e.part.files])
-            found = {
+            decoded = {
                 "index": e.part.episode_start + _frames("index", e, options),
                 "dataset_index": e.part.dataset_index,
                 IS_SKIPPED: True,
             }
             _tell_skipped(reader, e, positions[e.position], error, options.skip_log)
-        for key in columns.keys() & found.keys():
-            columns[key][e.position] = found[key]
+        for key in columns.keys() & decoded.keys():
+            columns[key][e.position] = decoded[key]
     return columns
 
 
@@ -224,7 +224,7 @@ def _tell_skipped(reader: DatasetFiles, e: _Episode, positions: np.ndarray, erro
 
 def _group_by_episode(readers: Sequence[DatasetFiles], read: WindowRead) -> tuple[list[_Episode], int]:
     """Rows by episode, ordered by where they lie in the data files, so that every file is read forward."""
-    found: dict[tuple[int, int], tuple[Part, list[np.ndarray], list[np.ndarray]]] = {}
+    by_episode: dict[tuple[int, int], tuple[Part, list[np.ndarray], list[np.ndarray]]] = {}
     offset = first_part = 0
     for window in read.windows:
         number, index = window.rows()
@@ -234,12 +234,12 @@ def _group_by_episode(readers: Sequence[DatasetFiles], read: WindowRead) -> tupl
             chosen = order[bounds[i] : bounds[i + 1]]
             if len(chosen):
                 part = read.places.part(first_part + i, readers)
-                entry = found.setdefault((part.dataset_index, part.episode_index), (part, [], []))
+                entry = by_episode.setdefault((part.dataset_index, part.episode_index), (part, [], []))
                 entry[1].append(chosen + offset)
                 entry[2].append(index[chosen] - part.episode_start)
         offset += len(index)
         first_part += len(window.episode)
-    episodes = [_Episode(part, np.concatenate(p), np.concatenate(f)) for part, p, f in found.values()]
+    episodes = [_Episode(part, np.concatenate(p), np.concatenate(f)) for part, p, f in by_episode.values()]
     episodes.sort(key=lambda e: (e.part.dataset_index, e.part.data_file, e.part.data_row))
     return episodes, offset
 
@@ -275,29 +275,29 @@ def _read_tabular(
     for (dataset_index, file), members in by_file.items():
         reader = readers[dataset_index]
         stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype not in CAMERA_DTYPES]
-        where = f"{reader.root}: {file}"
-        data_file = DataFile(reader.fs, reader.path(file), where, reader.dataset)
+        label = f"{reader.root}: {file}"
+        data_file = DataFile(reader.fs, reader.path(file), label, reader.dataset)
         spans = [
             Span(f"episode {e.part.episode_index}", e.part.data_row + e.first, e.part.data_row + e.last)
             for e in members
         ]
-        with naming_file(where):
+        with naming_file(label):
             identity = file_identity(reader.fs, data_file.path)
 
         numeric = [k for k in stored if reader.features[k].dtype in NUMERIC_DTYPES]
-        wanted = {
+        needed = {
             ("", key): Column(key, np.dtype(dtype), (1,), _row_bytes((1,)))
             for key, dtype in BOOKKEEPING.items()
             if not reader.features[key].counted
         }
-        of_row = {key: [_column(feature) for feature in reader.features[key].columns] for key in numeric}
-        wanted |= {("row", column.key): column for own in of_row.values() for column in own}
-        distinct = list(dict.fromkeys(wanted.values()))
+        row_columns = {key: [_column(feature) for feature in reader.features[key].columns] for key in numeric}
+        needed |= {("row", column.key): column for group in row_columns.values() for column in group}
+        distinct = list(dict.fromkeys(needed.values()))
         arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans, identity), strict=True))
         begin = np.cumsum([0, *map(len, spans)])
         for e, at in zip(members, begin.tolist(), strict=False):
             e.number_row = at - e.first
-        bookkeeping = {key: arrays[wanted["", key]] for key in BOOKKEEPING if ("", key) in wanted}
+        bookkeeping = {key: arrays[needed["", key]] for key in BOOKKEEPING if ("", key) in needed}
         for e in members:
             row = np.arange(e.number_row + e.first, e.number_row + e.last)
             _check_rows(reader, file, e, bookkeeping, row)
@@ -310,7 +310,7 @@ def _read_tabular(
             if key == "index" or reader.features[key].counted:
                 values = counted[key]
             else:
-                values = reader.features[key].values({column.key: arrays[column] for column in of_row[key]})
+                values = reader.features[key].values({column.key: arrays[column] for column in row_columns[key]})
             if (order := reader.features[key].order) is not None:
                 values = values[:, list(order)]
             for e in members:
@@ -352,48 +352,48 @@ def _check_rows(
     Without `frame_index`, rows of the episode must follow each other by `index`, where that is there.
     """
     episode, frame = bookkeeping["episode_index"][row], np.arange(e.first, e.last)
-    found = frame
+    stored = frame
     if "frame_index" in bookkeeping:
-        found = bookkeeping["frame_index"][row]
+        stored = bookkeeping["frame_index"][row]
     elif "index" in bookkeeping:
         index = bookkeeping["index"][row]
-        found = index - index[0] + e.first
-    wrong = (episode != e.part.episode_index) | (found != frame)
+        stored = index - index[0] + e.first
+    wrong = (episode != e.part.episode_index) | (stored != frame)
     if wrong.any():
         at = int(np.argmax(wrong))
         raise ValueError(
             f"{reader.root}: {file}: expected episode {e.part.episode_index} frame {frame[at]} at row "
-            f"{e.part.data_row + frame[at]}, found episode {episode[at]} frame {found[at]}: meta/episodes and data "
+            f"{e.part.data_row + frame[at]}, found episode {episode[at]} frame {stored[at]}: meta/episodes and data "
             "disagree (a faulty merge or split?); rebuild the dataset"
         )
 
 
-def _task_names(names: dict[int, str], task_index: np.ndarray, where: str) -> np.ndarray:
-    found = np.empty(len(task_index), object)
+def _task_names(names: dict[int, str], task_index: np.ndarray, label: str) -> np.ndarray:
+    texts = np.empty(len(task_index), object)
     for number in np.unique(task_index):
         if int(number) not in names:
             raise ValueError(
-                f"{where}: task_index {number} has no entry in meta/tasks.parquet (it has {len(names)} tasks); "
+                f"{label}: task_index {number} has no entry in meta/tasks.parquet (it has {len(names)} tasks); "
                 "add the task or correct the rows"
             )
-        found[task_index == number] = names[int(number)]
-    return found
+        texts[task_index == number] = names[int(number)]
+    return texts
 
 
-def _texts(column: pa.ChunkedArray, feature: Feature, where: str) -> pa.ChunkedArray:
+def _texts(column: pa.ChunkedArray, feature: Feature, label: str) -> pa.ChunkedArray:
     """Texts, and language columns as they are."""
     if feature.dtype == "language":
         return column
     try:
         return column.cast(pa.string())
     except pa.ArrowException as error:
-        raise ValueError(f"{where}: holds {column.type}, expected text ({error})") from error
+        raise ValueError(f"{label}: holds {column.type}, expected text ({error})") from error
 
 
 def row_dtype(feature: Feature) -> np.dtype:
     """Return what numbers of a feature are in a row, as in LeRobot's: float32, int64 or bool."""
-    kind = np.dtype(feature.dtype).kind
-    return np.dtype(np.float32 if kind == "f" else bool if kind == "b" else np.int64)
+    code = np.dtype(feature.dtype).kind
+    return np.dtype(np.float32 if code == "f" else bool if code == "b" else np.int64)
 
 
 def row_kind(feature: Feature) -> np.dtype | str:
@@ -454,8 +454,8 @@ def _camera_files(
                 for e in sorted(mine, key=lambda e: e.part.frames_in(key)):
                     by_file.setdefault(e.part.frames_in(key)[0], []).append(e)
                 for file, members in by_file.items():
-                    wanted = [_wanted(key, feature, e, total, options, columns) for e in members]
-                    files.append(CameraFile(reader, key, file, wanted))
+                    requests = [_wanted(key, feature, e, total, options, columns) for e in members]
+                    files.append(CameraFile(reader, key, file, requests))
     return files
 
 
@@ -484,9 +484,9 @@ def _wanted(
 ) -> Wanted:
     """Return what an episode's rows want of a file."""
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
-    own = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
+    positions = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
     frames = _frames(key, e, options)
-    times_s = e.part.frames_in(key)[1] + own[frames - e.first]
+    times_s = e.part.frames_in(key)[1] + positions[frames - e.first]
     shape, dtype = frame_of(feature, options.image_size)
     out = _out(columns, key, total, (*frames.shape[1:], *shape), dtype)
     # Each once, to all its places.

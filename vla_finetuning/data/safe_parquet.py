@@ -180,11 +180,11 @@ class _Footers:
 
     def keep(self, identity: str, metadata: pq.FileMetaData) -> None:
         self._by_identity[identity] = metadata
-        held = sum(footer.serialized_size for footer in self._by_identity.values())
+        cached_bytes = sum(footer.serialized_size for footer in self._by_identity.values())
         for oldest in list(self._by_identity)[:-1]:
-            if held <= self._limit_bytes:
+            if cached_bytes <= self._limit_bytes:
                 break
-            held -= self._by_identity.pop(oldest).serialized_size
+            cached_bytes -= self._by_identity.pop(oldest).serialized_size
 
 
 _footers = _Footers(KEPT_FOOTER_BYTES)
@@ -246,13 +246,13 @@ def read_columns(
 
 def _leaves(file: OpenedParquet, columns: Collection[str]) -> list[tuple[int, str, int]]:
     """The parquet columns that some columns of the schema consist of: number, whose it is, bytes of a value."""
-    found = []
+    leaves = []
     # A path's first part is the column's name, dots and all: DROID has `action` beside `action.joint_position`.
     for i, (name, *_) in enumerate(file.reader.column_paths):
         if name in columns:
             leaf = file.metadata.schema.column(i)
-            found.append((i, name, _WIDTHS.get(leaf.physical_type, leaf.length)))
-    return found
+            leaves.append((i, name, _WIDTHS.get(leaf.physical_type, leaf.length)))
+    return leaves
 
 
 def _batches(
@@ -287,28 +287,28 @@ def _declared(
 
 def _text_bytes(array: pa.Array, name: str) -> int:
     """Bytes of the texts in an array, nested ones included, when they are no longer dictionaries."""
-    kind = array.type
-    if pa.types.is_dictionary(kind):
+    dtype = array.type
+    if pa.types.is_dictionary(dtype):
         lengths = pc.binary_length(array.dictionary).cast(pa.int64())
         return pc.sum(lengths.take(array.indices)).as_py() or 0
-    if pa.types.is_struct(kind):
+    if pa.types.is_struct(dtype):
         return sum(_text_bytes(field, name) for field in array.flatten())
-    if pa.types.is_list(kind):
+    if pa.types.is_list(dtype):
         return _text_bytes(array.flatten(), name)
-    if pa.types.is_primitive(kind) or pa.types.is_null(kind):
+    if pa.types.is_primitive(dtype) or pa.types.is_null(dtype):
         return 0
-    raise ValueError(f"{name}: holds {kind}, which LeRobot does not write; write numbers, texts, lists and structs")
+    raise ValueError(f"{name}: holds {dtype}, which LeRobot does not write; write numbers, texts, lists and structs")
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _plain(dtype: pa.DataType) -> pa.DataType:
     """A type without dictionaries in it."""
-    if pa.types.is_dictionary(kind):
-        return kind.value_type
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
-    return kind
+    if pa.types.is_dictionary(dtype):
+        return dtype.value_type
+    if pa.types.is_struct(dtype):
+        return pa.struct([field.with_type(_plain(field.type)) for field in dtype])
+    if pa.types.is_list(dtype):
+        return pa.list_(dtype.value_field.with_type(_plain(dtype.value_type)))
+    return dtype
 
 
 def _read_footer(file: Any) -> bytes:

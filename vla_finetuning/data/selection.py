@@ -23,15 +23,15 @@ def read_choice(path: str | Path) -> Choice:
     Raises ValueError or FileNotFoundError naming the file.
     """
     try:
-        found = read_foreign_json(Path(path).expanduser())
+        choice = read_foreign_json(Path(path).expanduser())
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file; expected a JSON list of episodes") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: not a JSON list of episodes: {error}") from error
-    lists = list(found.values()) if isinstance(found, dict) else [found]
+    lists = list(choice.values()) if isinstance(choice, dict) else [choice]
     if not all(isinstance(numbers, list) and all(type(n) is int for n in numbers) for numbers in lists):
         raise ValueError(f"{path}: expected a list of episodes, [3, 17], or one for each dataset, {{ROOT: [3, 17]}}")
-    return found
+    return choice
 
 
 def of_each(choice: Choice, roots: Sequence[str], flag: str) -> list[Sequence[int] | None]:
@@ -69,13 +69,13 @@ def choose_episodes(
     Raises:
         ValueError: an episode that the dataset has not, a pattern that fits no task, or nothing is left.
     """
-    asked = chosen = select_episodes(meta, episodes)
+    candidates = chosen = select_episodes(meta, episodes)
     if tasks is not None and not any(meta.episode_tasks):
         raise ValueError(f"{meta.root}: --dataset.tasks: the metadata names no task of any episode; leave it out")
     left_out = []
     if exclude is not None and len(exclude):
         chosen = np.setdiff1d(chosen, select_episodes(meta, exclude))
-        left_out.append(f"{len(asked) - len(chosen)} are left out by --dataset.exclude_episodes")
+        left_out.append(f"{len(candidates) - len(chosen)} are left out by --dataset.exclude_episodes")
     if weight is not None and not weight[chosen].all():
         left_out.append(f"{len(chosen) - np.count_nonzero(weight[chosen])} have weight 0 by --dataset.episode_weights")
         chosen = chosen[weight[chosen] > 0]
@@ -83,21 +83,21 @@ def choose_episodes(
     if tasks is not None:
         fitting = _fitting(meta, tasks, chosen)
         fits = set().union(*fitting.values())
-        of_these = [episode for episode in chosen.tolist() if fits.intersection(meta.episode_tasks[episode])]
+        matching = [episode for episode in chosen.tolist() if fits.intersection(meta.episode_tasks[episode])]
         counts = (
-            f"{pattern!r} {sum(bool(own.intersection(meta.episode_tasks[e])) for e in of_these)}"
-            for pattern, own in fitting.items()
+            f"{pattern!r} {sum(bool(texts.intersection(meta.episode_tasks[e])) for e in matching)}"
+            for pattern, texts in fitting.items()
         )
         by_pattern = f" (used of each: {', '.join(counts)})" if len(fitting) > 1 else ""
-        left_out.append(f"{len(chosen) - len(of_these)} have no task that --dataset.tasks names{by_pattern}")
-        chosen = np.asarray(of_these, np.int64)
-        if mixed := [episode for episode in of_these if not fits.issuperset(meta.episode_tasks[episode])]:
+        left_out.append(f"{len(chosen) - len(matching)} have no task that --dataset.tasks names{by_pattern}")
+        chosen = np.asarray(matching, np.int64)
+        if mixed := [episode for episode in matching if not fits.issuperset(meta.episode_tasks[episode])]:
             notes.append(
                 f"{meta.root}: {len(mixed)} of the episodes that --dataset.tasks chooses have other tasks too (episode "
                 f"{mixed[0]}: {list(meta.episode_tasks[mixed[0]])}), and are trained on as a whole"
             )
     if not len(chosen):
-        raise ValueError(f"{meta.root}: no episode is left of {len(asked)}: {'; '.join(left_out)}")
+        raise ValueError(f"{meta.root}: no episode is left of {len(candidates)}: {'; '.join(left_out)}")
     if left_out:
         notes.insert(0, f"{meta.root}: {len(chosen)} of {meta.num_episodes} episodes are used: {'; '.join(left_out)}")
     return chosen, notes
@@ -113,22 +113,22 @@ def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarra
     """The instructions of these episodes that each pattern fits; each must fit one."""
     if not patterns:
         raise ValueError(f"{meta.root}: --dataset.tasks names no pattern; leave it out for all tasks")
-    known = sorted({task for tasks in meta.episode_tasks for task in tasks})
-    left = {task for episode in episodes.tolist() for task in meta.episode_tasks[episode]}
+    all_tasks = sorted({task for tasks in meta.episode_tasks for task in tasks})
+    available = {task for episode in episodes.tolist() for task in meta.episode_tasks[episode]}
     fitting: dict[str, set[str]] = {}
     for pattern in patterns:
-        found = {task for task in known if fnmatch.fnmatchcase(task.lower(), pattern.lower())}
-        if not found:
-            close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
+        matches = {task for task in all_tasks if fnmatch.fnmatchcase(task.lower(), pattern.lower())}
+        if not matches:
+            close = difflib.get_close_matches(pattern, all_tasks, n=3, cutoff=0.0)
             raise ValueError(
-                f"{meta.root}: no task is like --dataset.tasks {pattern!r}; it has {len(known)}, for example "
+                f"{meta.root}: no task is like --dataset.tasks {pattern!r}; it has {len(all_tasks)}, for example "
                 f"{', '.join(map(repr, close))}"
             )
-        if not found & left:
+        if not matches & available:
             raise ValueError(
                 f"{meta.root}: no episode is left with a task like --dataset.tasks {pattern!r}: none of the "
-                f"{len(episodes)} that the other options choose has {sorted(found)[0]!r}; leave the pattern out, or "
+                f"{len(episodes)} that the other options choose has {sorted(matches)[0]!r}; leave the pattern out, or "
                 "choose others too"
             )
-        fitting[pattern] = found
+        fitting[pattern] = matches
     return fitting

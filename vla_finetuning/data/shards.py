@@ -38,8 +38,8 @@ class Sharding:
     def before(self, position: int) -> np.ndarray:
         """Count the rows of each shard among the first `position` of a stream of nothing but turns: int64 (count,)."""
         rounds, rest = divmod(position, self.count * self.turn_rows)
-        begun = np.clip(rest - np.arange(self.count) * self.turn_rows, 0, self.turn_rows)
-        return rounds * self.turn_rows + begun
+        partial_rows = np.clip(rest - np.arange(self.count) * self.turn_rows, 0, self.turn_rows)
+        return rounds * self.turn_rows + partial_rows
 
     def turn(self, position: int) -> tuple[int, int]:
         """Whose turn a stream position is of, and where the next one begins."""
@@ -79,9 +79,9 @@ def divide(
     for dataset in np.unique(dataset_index):
         members = np.flatnonzero(dataset_index == dataset)
         first, last = members[0], members[-1] + 1
-        wanted = counted[first] + (counted[last] - counted[first]) * np.arange(1, shards) / shards
-        episode = np.searchsorted(counted, wanted, side="right") - 1
-        within = (wanted - counted[episode]) / (counted[episode + 1] - counted[episode]) * length[episode]
+        targets = counted[first] + (counted[last] - counted[first]) * np.arange(1, shards) / shards
+        episode = np.searchsorted(counted, targets, side="right") - 1
+        within = (targets - counted[episode]) / (counted[episode + 1] - counted[episode]) * length[episode]
         within = np.minimum(np.rint(within / cut_at).astype(np.int64) * cut_at, length[episode])
         cuts = np.concatenate([[bounds[first]], bounds[episode] + within])
         if not (np.diff(np.append(cuts, bounds[last])) > 0).all():
@@ -146,10 +146,10 @@ class ShardedPlan(Plan):
         self._bounds = np.searchsorted(shard, np.arange(sharding.count + 1)).tolist()
         self._shards = []
         for number in range(sharding.count):
-            here = slice(self._bounds[number], self._bounds[number + 1])
-            own = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
-            weights = None if episode_weights is None else episode_weights[here]
-            self._shards.append(plan(episodes.take(here), seed=own, episode_weights=weights))
+            members = slice(self._bounds[number], self._bounds[number + 1])
+            shard_seed = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
+            weights = None if episode_weights is None else episode_weights[members]
+            self._shards.append(plan(episodes.take(members), seed=shard_seed, episode_weights=weights))
         first = self._shards[0]
         self.segment_rows, self.window_rows, self.cut_at = first.segment_rows, first.window_rows, first.cut_at
         self.later_segment_rows = first.later_segment_rows
@@ -177,8 +177,8 @@ class ShardedPlan(Plan):
     ) -> float:
         """Count episodes as a `StreamPlan`, shard by shard. An episode that two of them have part of counts twice."""
         rows = max(1, batch_rows // self.sharding.count)
-        found = [s.expected_episodes(rows, window_rows=window_rows, segment_rows=segment_rows) for s in self._shards]
-        return float(np.mean(found)) * min(batch_rows, len(found))
+        counts = [s.expected_episodes(rows, window_rows=window_rows, segment_rows=segment_rows) for s in self._shards]
+        return float(np.mean(counts)) * min(batch_rows, len(counts))
 
     def begin(self, epoch: int) -> int:
         return sum(shard.begin(epoch) for shard in self._shards)
@@ -204,14 +204,14 @@ class ShardedPlan(Plan):
         before = turns.before(begin)
         # As many whole rounds as every shard has rows for.
         tail = max(begin, int(((last - first + before) // turns.turn_rows).min()) * turns.turn_rows * turns.count)
-        own, rest, position = first + turns.before(tail) - before, [], tail
+        next_row, rest, position = first + turns.before(tail) - before, [], tail
         while position < end:
             shard, until = turns.turn(position)
-            if own[shard] == last[shard]:
-                shard = int(np.argmax(last - own))
-            rows = min(until - position, int(last[shard] - own[shard]))
-            rest.append((position, shard, int(own[shard])))
-            own[shard] += rows
+            if next_row[shard] == last[shard]:
+                shard = int(np.argmax(last - next_row))
+            rows = min(until - position, int(last[shard] - next_row[shard]))
+            rest.append((position, shard, int(next_row[shard])))
+            next_row[shard] += rows
             position += rows
         return _Epoch(number, begin, tail, end, first, rest)
 
@@ -222,14 +222,14 @@ class ShardedPlan(Plan):
             if first < epoch.tail:
                 shard, end = self.sharding.turn(first)
                 end = min(end, epoch.tail)
-                own = int(self._turned(epoch, first)[shard])
+                row = int(self._turned(epoch, first)[shard])
             else:
                 at = bisect.bisect_right(epoch.rest, first, key=lambda run: run[0]) - 1
-                begin, shard, own = epoch.rest[at]
-                own += first - begin
+                begin, shard, row = epoch.rest[at]
+                row += first - begin
                 end = epoch.rest[at + 1][0] if at + 1 < len(epoch.rest) else epoch.end
             end = min(end, last)
-            yield shard, own, own + end - first
+            yield shard, row, row + end - first
             first = end
 
     def _turned(self, epoch: _Epoch, position: int) -> np.ndarray:
@@ -239,20 +239,20 @@ class ShardedPlan(Plan):
     def _taken(self, position: int) -> list[int]:
         """Rows of each shard among the first `position` of the stream."""
         epoch = self._epoch_at(position)
-        taken = self._turned(epoch, min(position, epoch.tail))
+        rows = self._turned(epoch, min(position, epoch.tail))
         for shard, _, end in self._runs(epoch.tail, position):
-            taken[shard] = end
-        return taken.tolist()
+            rows[shard] = end
+        return rows.tolist()
 
     def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        pairs = (shard.times(taken) for shard, taken in zip(self._shards, self._taken(position), strict=True))
+        pairs = (shard.times(rows) for shard, rows in zip(self._shards, self._taken(position), strict=True))
         least, most = (np.concatenate(column) for column in zip(*pairs, strict=True))
         return least, most
 
     def with_segments(self, first: int, last: int) -> ShardedPlan:
-        taken = zip(self._shards, self._taken(first), self._taken(last), strict=True)
+        positions = zip(self._shards, self._taken(first), self._taken(last), strict=True)
         plan = copy.copy(self)
-        plan._shards = [shard.with_segments(a, b) for shard, a, b in taken]
+        plan._shards = [shard.with_segments(a, b) for shard, a, b in positions]
         return plan
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
@@ -267,11 +267,11 @@ class ShardedPlan(Plan):
     def slices_of(self, runs: np.ndarray) -> Iterator[WindowSlice]:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         epoch, shard = self._epoch_at(first), self.sharding.turn(first)[0]
-        own = [int(self._turned(epoch, position)[shard]) for position in (first, last)]
+        bounds = [int(self._turned(epoch, position)[shard]) for position in (first, last)]
         turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
-        of_shard = last <= epoch.tail and bool(((turn % self.sharding.count == shard) & (turn == end)).all())
-        if of_shard and own[1] - own[0] == int((runs[:, 1] - runs[:, 0]).sum()):
-            yield from self._slices(shard, *own)  # all its turns there: one after the other in its own stream
+        contiguous = last <= epoch.tail and bool(((turn % self.sharding.count == shard) & (turn == end)).all())
+        if contiguous and bounds[1] - bounds[0] == int((runs[:, 1] - runs[:, 0]).sum()):
+            yield from self._slices(shard, *bounds)  # all its turns there: one after the other in its own stream
         else:
             yield from super().slices_of(runs)
 
@@ -281,14 +281,14 @@ class ShardedPlan(Plan):
         And where turns end, and epochs: what lies between two is one after the other in the shard's own stream.
         """
         shard, begin = self.sharding.turn(first)[0], first
-        found: list[Any] = [np.empty(0, np.int64)]
+        candidates: list[Any] = [np.empty(0, np.int64)]
         while first < last:
             epoch = self._epoch_at(first)
             end = min(epoch.end, last)
             a, b = (int(self._turned(epoch, position)[shard]) // self.window_rows for position in (first, end))
             # Counted in a stream of nothing but turns.
-            own = np.arange(a + 1, b + 1) * self.window_rows - self._turned(epoch, 0)[shard]
-            found += [self.sharding.position(shard, own), np.array([epoch.tail, epoch.end])]
+            offsets = np.arange(a + 1, b + 1) * self.window_rows - self._turned(epoch, 0)[shard]
+            candidates += [self.sharding.position(shard, offsets), np.array([epoch.tail, epoch.end])]
             first = end
-        starts = np.unique(np.concatenate(found))
+        starts = np.unique(np.concatenate(candidates))
         return starts[(begin < starts) & (starts < last)]

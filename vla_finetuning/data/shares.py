@@ -40,18 +40,18 @@ class Repetitions:
         return np.floor(epoch * self.weight + self._phase).astype(np.int64)
 
 
-def fair_share(wanted: Sequence[int], most: int) -> int:
+def fair_share(demands: Sequence[int], most: int) -> int:
     """Return what each may have where several want a number of things, and there are at most `most` of them in all.
 
     Those that want no more than this have what they want; the others this much, so that together they have `most`. At
     least one.
     """
-    left = most
-    for others, number in enumerate(sorted(wanted)):
-        share = left // (len(wanted) - others)
+    remaining = most
+    for served, number in enumerate(sorted(demands)):
+        share = remaining // (len(demands) - served)
         if number > share:
             return max(1, share)
-        left -= number
+        remaining -= number
     return most
 
 

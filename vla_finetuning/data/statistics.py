@@ -61,11 +61,11 @@ def complete_stats(
     """
     chosen = select_episodes(meta, episodes)
     missing: dict[str, list[str]] = {}
-    for key, wanted in required.items():
-        unknown = sorted(set(wanted) - set(STATISTICS))
+    for key, required_names in required.items():
+        unknown = sorted(set(required_names) - set(STATISTICS))
         if unknown:
             raise ValueError(f"statistics {unknown} of {key!r}: unknown; LeRobot has {', '.join(STATISTICS)}")
-        absent = sorted(set(wanted) - set(meta.stats.get(key, {})))
+        absent = sorted(set(required_names) - set(meta.stats.get(key, {})))
         if absent:
             _check_computable(meta, key, absent)
             missing[key] = absent
@@ -87,15 +87,15 @@ def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None
         ValueError: a statistic that is not finite or of another shape than its feature, or a lower end of a range that
             lies above the upper one.
     """
-    for key, wanted in required.items():
-        found = {name: meta.stats[key][name] for name in sorted(wanted & meta.stats.get(key, {}).keys())}
-        for name, value in found.items():
+    for key, required_names in required.items():
+        stats = {name: meta.stats[key][name] for name in sorted(required_names & meta.stats.get(key, {}).keys())}
+        for name, value in stats.items():
             _check_values(meta, key, name, value)
         for low, high in RANGES:
-            if low in found and high in found and (found[low] > found[high]).any():
+            if low in stats and high in stats and (stats[low] > stats[high]).any():
                 raise ValueError(
-                    f"dataset {meta.root}: {low} of {key!r} is above {high}: {found[low].tolist()!s:.200} and "
-                    f"{found[high].tolist()!s:.200}; remove {key!r} from meta/stats.json to have it computed again"
+                    f"dataset {meta.root}: {low} of {key!r} is above {high}: {stats[low].tolist()!s:.200} and "
+                    f"{stats[high].tolist()!s:.200}; remove {key!r} from meta/stats.json to have it computed again"
                 )
 
 
@@ -191,32 +191,32 @@ def aggregate_episode_stats(columns: Mapping[str, np.ndarray]) -> Stats:
 
 
 def _check_computable(meta: DatasetMetadata, key: str, names: list[str]) -> None:
-    where = f"dataset {meta.root}: statistics {names} of {key!r} are missing in meta/stats.json"
+    label = f"dataset {meta.root}: statistics {names} of {key!r} are missing in meta/stats.json"
     feature = meta.features.get(key)
     if feature is None:
-        raise ValueError(f"{where}, and the dataset has no such feature; it has {sorted(meta.features)}")
+        raise ValueError(f"{label}, and the dataset has no such feature; it has {sorted(meta.features)}")
     if feature.dtype in CAMERA_DTYPES:
         raise ValueError(
-            f"{where}; those of cameras are not computed here, since every video would have to be decoded. "
+            f"{label}; those of cameras are not computed here, since every video would have to be decoded. "
             "Use a normalisation of images that needs none (IDENTITY), or LeRobot's "
             "`python -m lerobot.scripts.augment_dataset_quantile_stats`"
         )
     if feature.dtype not in NUMERIC_DTYPES:
-        raise ValueError(f"{where}, and a feature of dtype {feature.dtype} has none")
+        raise ValueError(f"{label}, and a feature of dtype {feature.dtype} has none")
 
 
 def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray) -> None:
-    where = f"dataset {meta.root}: statistic {name!r} of {key!r}"
+    label = f"dataset {meta.root}: statistic {name!r} of {key!r}"
     if not np.isfinite(value).all():
         raise ValueError(
-            f"{where} is not finite: {value.tolist()!s:.200}; remove {key!r} from meta/stats.json to have it "
+            f"{label} is not finite: {value.tolist()!s:.200}; remove {key!r} from meta/stats.json to have it "
             "computed again"
         )
     feature = meta.features.get(key)
     expected = (1,) if name == "count" else feature.shape if feature and len(feature.shape) == 1 else value.shape
     if value.shape != expected:
         raise ValueError(
-            f"{where} has shape {value.shape}, expected {expected}; remove {key!r} from meta/stats.json to "
+            f"{label} has shape {value.shape}, expected {expected}; remove {key!r} from meta/stats.json to "
             "have it computed again"
         )
 
@@ -227,8 +227,8 @@ def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str,
         return _to_stats(_to_json(compute()))
     path = Path(cache_dir) / f"stats-{digest}.json"
     try:
-        found = json.loads(path.read_bytes())
-        return _to_stats({key: {name: found[key][name] for name in STATISTICS} for key in keys})
+        cached = json.loads(path.read_bytes())
+        return _to_stats({key: {name: cached[key][name] for name in STATISTICS} for key in keys})
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError) as error:
@@ -297,10 +297,10 @@ def over_files(
         raise
 
 
-def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, how: Any = None) -> str:
+def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, method: Any = None) -> str:
     """Identify the dataset's content as far as possible without reading it, and what is computed of it.
 
-    `how`, as JSON, where that is not as LeRobot does.
+    `method`, as JSON, where that is not as LeRobot does.
     """
     import lerobot
 
@@ -312,7 +312,7 @@ def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, how
         "features": {key: stored_as(f) for key, f in meta.features.items() if key in keys},
         "data_files": meta.data_files,
         "listing": _listing(meta),
-    } | ({} if how is None else {"how": how})
+    } | ({} if method is None else {"how": method})
     sha.update(json.dumps(description, sort_keys=True).encode())
     for array in (meta.episode_length, meta.episode_data_file, meta.episode_data_row, episodes):
         sha.update(np.ascontiguousarray(array).tobytes() + b"|")
@@ -329,8 +329,8 @@ def _listing(meta: DatasetMetadata) -> list[list[str]]:
     """Size, and date or hash, of each parquet file: a dataset rewritten at the same place is another one."""
     listing = []
     for folder in sorted({path.rpartition("/")[0] for path in meta.data_files}):
-        found = meta.fs.find(f"{meta.base}/{folder}".rstrip("/"), maxdepth=1, detail=True)
-        for name, entry in sorted(found.items()):
+        entries = meta.fs.find(f"{meta.base}/{folder}".rstrip("/"), maxdepth=1, detail=True)
+        for name, entry in sorted(entries.items()):
             marks = [entry.get(mark) for mark in ("size", "mtime", "ETag", "LastModified", "md5Hash", "created")]
             listing.append([name, *map(str, marks)])
     return listing

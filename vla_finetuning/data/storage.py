@@ -50,10 +50,10 @@ def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[
     for path in paths:
         folder = path.rpartition("/")[0]
         try:
-            found = bool(fs.ls(folder, detail=False))
+            present = bool(fs.ls(folder, detail=False))
         except FileNotFoundError:
-            found = False
-        if not found:
+            present = False
+        if not present:
             raise StorageError(
                 f"{root}: {folder} is gone, or empty: the dataset was moved or deleted, its disk or network drive is "
                 "not mounted any more, or this node never had it; have it there again, on every node, and go on with "
@@ -159,17 +159,17 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         folders, objects = self.store.names(self._key(path), self.policy.timeout_s)
-        found = {f"{path}/{name}": {"name": f"{path}/{name}", "size": 0, "type": "directory"} for name in folders}
-        found |= {f"{path}/{name}": _info(f"{path}/{name}", content) for name, content in objects.items()}
-        return list(found.values()) if detail else sorted(found)
+        entries = {f"{path}/{name}": {"name": f"{path}/{name}", "size": 0, "type": "directory"} for name in folders}
+        entries |= {f"{path}/{name}": _info(f"{path}/{name}", content) for name, content in objects.items()}
+        return list(entries.values()) if detail else sorted(entries)
 
     def find(self, path: str, maxdepth: int | None = None, detail: bool = False, **_: Any) -> Any:
         """Return the files below, or with `maxdepth` 1 those directly below."""
         key, timeout_s = self._key(path), self.policy.timeout_s
         objects = self.store.below(key, timeout_s) if maxdepth is None else self.store.names(key, timeout_s)[1]
-        found = {f"{path}/{name}": content for name, content in sorted(objects.items())}
-        self.listed |= found
-        return {name: _info(name, content) for name, content in found.items()} if detail else list(found)
+        files = {f"{path}/{name}": content for name, content in sorted(objects.items())}
+        self.listed |= files
+        return {name: _info(name, content) for name, content in files.items()} if detail else list(files)
 
     def content(self, path: str) -> Content:
         """Return what was listed of a file; the store's answer where it was not."""
@@ -286,8 +286,8 @@ class RemoteFile(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         # Never more memory than there are bytes: lengths may come from a damaged file.
-        left = max(0, self.size - self._at)
-        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+        rest = max(0, self.size - self._at)
+        return super().read(rest if size is None or size < 0 else min(size, rest)) or b""
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
@@ -307,8 +307,8 @@ class RemoteFile(io.RawIOBase):
 
         What lies near together comes in one request. All of it is in memory until it is read.
         """
-        wanted = self._numbers(ranges) - self._blocks.keys() - self._coming.keys()
-        for first, last in _runs(sorted(wanted)):
+        missing = self._numbers(ranges) - self._blocks.keys() - self._coming.keys()
+        for first, last in _runs(sorted(missing)):
             request = _requests().submit(self._get, first, last)
             self._coming |= dict.fromkeys(range(first, last), (first, request))
 
@@ -322,10 +322,10 @@ class RemoteFile(io.RawIOBase):
         return {number: self._block(number, number + 1) for number in sorted(self._numbers(ranges))}
 
     def _numbers(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
-        wanted: set[int] = set()
+        blocks: set[int] = set()
         for start, end in ranges:
-            wanted.update(range(max(0, start) // BLOCK_BYTES, -(-min(end, self.size) // BLOCK_BYTES)))
-        return wanted
+            blocks.update(range(max(0, start) // BLOCK_BYTES, -(-min(end, self.size) // BLOCK_BYTES)))
+        return blocks
 
     def close(self) -> None:
         for _, request in self._coming.values():
@@ -335,29 +335,29 @@ class RemoteFile(io.RawIOBase):
         self._cache = None  # requests that are under way still store what they get
         super().close()
 
-    def _block(self, number: int, wanted: int) -> bytes:
-        """Block `number`; if it was not requested, with what is around, and those up to block `wanted`."""
+    def _block(self, number: int, until: int) -> bytes:
+        """Block `number`; if it was not requested, with what is around, and those up to block `until`."""
         block = self._blocks.pop(number, None)
         if block is None and number in self._coming:
             first, request = self._coming.pop(number)
             block = request.result()[number - first]
         if block is None:
-            first, last = self._around(number, wanted)
-            for n, found in zip(range(first, last), self._get(first, last), strict=True):
-                self._keep(n, found)
+            first, last = self._around(number, until)
+            for n, fetched in zip(range(first, last), self._get(first, last), strict=True):
+                self._keep(n, fetched)
             block = self._blocks.pop(number)
         self._keep(number, block)
         return block
 
-    def _around(self, number: int, wanted: int) -> tuple[int, int]:
+    def _around(self, number: int, until: int) -> tuple[int, int]:
         """Blocks [first, last) that are not here, with `number`."""
         most = max(1, min(KEPT_BLOCKS, MAX_REQUEST_BYTES // BLOCK_BYTES))
         ahead = max(1, min(most, AHEAD_BYTES // BLOCK_BYTES))
         lowest = number - number % ahead
-        highest = min(-(-max(wanted, number + 1) // ahead) * ahead, -(-self.size // BLOCK_BYTES), lowest + most)
-        here = self._blocks.keys() | self._coming.keys()
-        first = max((n + 1 for n in range(lowest, number) if n in here), default=lowest)
-        return first, min((n for n in range(number, highest) if n in here), default=highest)
+        highest = min(-(-max(until, number + 1) // ahead) * ahead, -(-self.size // BLOCK_BYTES), lowest + most)
+        present = self._blocks.keys() | self._coming.keys()
+        first = max((n + 1 for n in range(lowest, number) if n in present), default=lowest)
+        return first, min((n for n in range(number, highest) if n in present), default=highest)
 
     def _keep(self, number: int, block: bytes) -> None:
         self._blocks[number] = block
@@ -366,20 +366,20 @@ class RemoteFile(io.RawIOBase):
 
     def _get(self, first: int, last: int) -> list[bytes]:
         """Blocks [first, last), from the disk those that it has; the others in one request. In any thread."""
-        found: dict[int, bytes | None] = dict.fromkeys(range(first, last))
+        blocks: dict[int, bytes | None] = dict.fromkeys(range(first, last))
         cache = self._cache
         if cache is not None:
-            for n in found:
+            for n in blocks:
                 cached = bytearray(self._end(n) - n * BLOCK_BYTES)
-                found[n] = bytes(cached) if cache[0].read(cache[1] / str(n), cached) else None
-        if missing := [n for n, block in found.items() if block is None]:
+                blocks[n] = bytes(cached) if cache[0].read(cache[1] / str(n), cached) else None
+        if missing := [n for n, block in blocks.items() if block is None]:
             start = missing[0] * BLOCK_BYTES
             data = self._fetch(start, self._end(missing[-1]))
             for n in range(missing[0], missing[-1] + 1):
-                block = found[n] = data[n * BLOCK_BYTES - start :][:BLOCK_BYTES]
+                block = blocks[n] = data[n * BLOCK_BYTES - start :][:BLOCK_BYTES]
                 if cache is not None and n in missing:
                     cache[0].write(cache[1] / str(n), block)
-        return [block for block in found.values() if block is not None]
+        return [block for block in blocks.values() if block is not None]
 
     def _fetch(self, start: int, end: int) -> bytes:
         if self._failed is not None:

@@ -44,27 +44,27 @@ class VideoIndex:
 
     def ranges(self, times_s: np.ndarray, fps: float) -> list[tuple[int, int]]:
         """The bytes [start, end) that `VideoReader.read` will want for the frames at `times_s` (float64, ascending)."""
-        shown = np.argsort(self.shown_s, kind="stable")
-        place = np.searchsorted(self.shown_s[shown], times_s - 0.5 / fps)
-        wanted = shown[np.minimum(place, len(shown) - 1)]
-        first = self.key[np.maximum(np.searchsorted(self.key, wanted, "right") - 1, 0)]
+        display_order = np.argsort(self.shown_s, kind="stable")
+        place = np.searchsorted(self.shown_s[display_order], times_s - 0.5 / fps)
+        frames = display_order[np.minimum(place, len(display_order) - 1)]
+        first = self.key[np.maximum(np.searchsorted(self.key, frames, "right") - 1, 0)]
         walked = np.diff(times_s, prepend=-np.inf) <= SEEK_AFTER_FRAMES / fps
-        last = np.minimum(wanted + 1 + LATER_FRAMES, len(shown))
+        last = np.minimum(frames + 1 + LATER_FRAMES, len(display_order))
         runs: list[list[int]] = []
         for a, b, on in zip(first.tolist(), last.tolist(), walked.tolist(), strict=True):
             if on and runs:
                 runs[-1] = [min(a, runs[-1][0]), max(b, runs[-1][1])]
             else:
                 runs.append([a, b])
-        found, left = [], MAX_ASKED_BYTES
+        ranges, budget = [], MAX_ASKED_BYTES
         for a, b in runs:
             start = int(self.offset[a:b].min())
             end = int((self.offset[a:b] + self.size[a:b]).max()) + READ_BYTES
-            left -= end - start
-            if left < 0:
+            budget -= end - start
+            if budget < 0:
                 break
-            found.append((start, end))
-        return found
+            ranges.append((start, end))
+        return ranges
 
 
 class RemoteVideo:
@@ -125,10 +125,10 @@ _Box = tuple[bytes, int, int]  # kind; its content's first byte and the one afte
 def _index_of(file: RemoteFile) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
     """The index, and the bytes that opening the file reads. None of what is no mp4 with frames, as far as is known."""
     try:
-        found = _moov(file)
-        if found is None:
+        moov = _moov(file)
+        if moov is None:
             return None, []
-        start, data = found
+        start, data = moov
         index = _parsed(data)
         head = int(index.offset[0])
     except (struct.error, ValueError, IndexError, OverflowError):
@@ -141,11 +141,11 @@ def _moov(file: RemoteFile) -> tuple[int, bytes] | None:
     while at + 8 <= file.size:
         file.seek(at)
         head = file.read(16)
-        size, kind = struct.unpack_from(">I4s", head)
+        size, box_type = struct.unpack_from(">I4s", head)
         size = struct.unpack_from(">Q", head, 8)[0] if size == 1 else size or file.size - at
         if size < 8:
             break
-        if kind == b"moov":
+        if box_type == b"moov":
             if size > min(MAX_INDEX_BYTES, file.size - at):
                 break
             file.seek(at)
@@ -156,23 +156,23 @@ def _moov(file: RemoteFile) -> tuple[int, bytes] | None:
 
 def _boxes(data: bytes, start: int, end: int) -> Iterator[_Box]:
     while start + 8 <= end:
-        size, kind = struct.unpack_from(">I4s", data, start)
+        size, box_type = struct.unpack_from(">I4s", data, start)
         head = 8
         if size == 1:
             size, head = struct.unpack_from(">Q", data, start + 8)[0], 16
         size = size or end - start
         if size < head or start + size > end:
             raise ValueError("a box that is longer than the one it is in")
-        yield kind, start + head, start + size
+        yield box_type, start + head, start + size
         start += size
 
 
 def _inner(data: bytes, box: _Box, *kinds: bytes) -> _Box | None:
     """The first box of a kind inside another, and so on inwards."""
-    found: _Box | None = box
-    for kind in kinds:
-        found = None if found is None else next((b for b in _boxes(data, *found[1:]) if b[0] == kind), None)
-    return found
+    inner: _Box | None = box
+    for box_type in kinds:
+        inner = None if inner is None else next((b for b in _boxes(data, *inner[1:]) if b[0] == box_type), None)
+    return inner
 
 
 def _table(data: bytes, box: _Box | None, columns: int, dtype: str = ">i4", skip: int = 4) -> np.ndarray:
@@ -215,8 +215,8 @@ def _parsed(data: bytes) -> VideoIndex:
     sizes = _inner(data, stbl, b"stsz")
     if sizes is None:
         raise ValueError("no sizes of frames")
-    each, count = struct.unpack_from(">II", data, sizes[1] + 4)
-    if each:
+    uniform_size, count = struct.unpack_from(">II", data, sizes[1] + 4)
+    if uniform_size:
         raise ValueError("frames of one size")  # no compressed video has them
     size = _table(data, sizes, 1, skip=8)[:, 0]
 
@@ -230,10 +230,10 @@ def _parsed(data: bytes) -> VideoIndex:
     offset = chunk_offset[chunk, 0] + before - before[(np.cumsum(in_chunk) - in_chunk)[chunk]]
 
     lasting = _spread(_table(data, _inner(data, stbl, b"stts"), 2), count)
-    shown = np.cumsum(lasting) - lasting
+    ticks = np.cumsum(lasting) - lasting
     if later := _inner(data, stbl, b"ctts"):
-        shown = shown + _spread(_table(data, later, 2), count)
-    shown_s = shown / _scale(data, _inner(data, track, b"mdia", b"mdhd"))
+        ticks = ticks + _spread(_table(data, later, 2), count)
+    shown_s = ticks / _scale(data, _inner(data, track, b"mdia", b"mdhd"))
     keys = _inner(data, stbl, b"stss")
     key = _table(data, keys, 1)[:, 0] - 1 if keys else np.arange(count)
     if not count or not len(key) or (offset < 0).any() or (size < 0).any():

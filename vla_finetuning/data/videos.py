@@ -138,11 +138,11 @@ class CameraFile:
         """Read an image that the data file names: below the dataset's folder, or beside the data file."""
         reader = self.reader
         inside = path.removeprefix(f"{reader.base}/")
-        beside = self.file.rpartition("/")[0]
+        folder = self.file.rpartition("/")[0]
         steps = inside.split("/")
         if "://" in path or inside.startswith("/") or ".." in steps:
             raise ValueError(f"{name}: the image is in {path!r:.200}, outside of the dataset; copy it into its folder")
-        places = [inside, f"{beside}/{inside}"]
+        places = [inside, f"{folder}/{inside}"]
         place = next((place for place in places if reader.fs.exists(reader.path(place))), None)
         if place is None:
             raise ValueError(
@@ -213,9 +213,9 @@ def _keys(times_s: np.ndarray) -> list[float]:
 def _look(cached: Records, w: Wanted) -> Wanted | None:
     """Put the cached frames where they belong; return what is left to be decoded."""
     is_there = cached.read(_keys(w.times_s), [w.out[target[0]] for target in w.target])
-    missing = [i for i, there in enumerate(is_there) if not there]
-    for first, *others in (target for target, there in zip(w.target, is_there, strict=True) if there):
-        for at in others:
+    missing = [i for i, is_cached in enumerate(is_there) if not is_cached]
+    for first, *copies in (target for target, is_cached in zip(w.target, is_there, strict=True) if is_cached):
+        for at in copies:
             w.out[at] = w.out[first]
     return Wanted(w.times_s[missing], [w.target[i] for i in missing], w.out, w.episode) if missing else None
 
