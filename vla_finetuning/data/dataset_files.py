@@ -29,23 +29,23 @@ class MissingFiles:
     """What is missing of the files that some episodes need.
 
     Attributes:
-        found: {path: what is wrong with it}.
+        problems: {path: what is wrong with it}.
         episodes: int64, ascending: those that need one of these files.
         cameras: the cameras with such a file.
         without_folder: paths of files whose folder is missing or empty.
     """
 
-    found: dict[str, str]
+    problems: dict[str, str]
     episodes: np.ndarray
     cameras: tuple[str, ...]
     without_folder: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.found)
+        return bool(self.problems)
 
     def __str__(self) -> str:
-        named = [f"{path} {problem}" for path, problem in list(self.found.items())[:_MOST_NAMED]]
-        more = f"; and {len(self.found) - _MOST_NAMED} more files" if len(self.found) > _MOST_NAMED else ""
+        named = [f"{path} {problem}" for path, problem in list(self.problems.items())[:_MOST_NAMED]]
+        more = f"; and {len(self.problems) - _MOST_NAMED} more files" if len(self.problems) > _MOST_NAMED else ""
         return "; ".join(named) + more
 
 
@@ -92,7 +92,7 @@ def find_missing_files(
     lost = [needed[path] for path in problems]
     cameras = (key for key in meta.video_keys if not problems.keys().isdisjoint(meta.video_files[key]))
     return MissingFiles(
-        found=problems,
+        problems=problems,
         episodes=np.unique(np.concatenate(lost)) if lost else np.empty(0, np.int64),
         cameras=tuple(cameras),
         without_folder=tuple(path for path in problems if not any(sizes[path.rpartition("/")[0]].values())),

@@ -42,9 +42,9 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [first, last) of a data file; `of` says whose they are, for errors."""
+    """Rows [first, last) of a data file; `name` says whose they are, for errors."""
 
-    of: str
+    name: str
     first: int
     last: int
 
@@ -99,7 +99,7 @@ def read_groups(
         for span in spans or ():
             if span.last > group_first[-1]:
                 raise ValueError(
-                    f"{file.name}: {span.of} should end at row {span.last}, the file has {group_first[-1]} rows: the "
+                    f"{file.name}: {span.name} should end at row {span.last}, the file has {group_first[-1]} rows: the "
                     "file is incomplete or meta/episodes is wrong"
                 )
             first = np.searchsorted(group_first, span.first, "right") - 1

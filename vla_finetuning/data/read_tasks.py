@@ -24,22 +24,22 @@ MAX_READS_PER_TASK = 4
 
 @dataclass(frozen=True)
 class BlockShare:
-    """Of every `of` blocks of a stream, those from `first` to `last`: what one of several executions at once reads.
+    """Of every `total` blocks of a stream, those from `first` to `last`: what one of several executions at once reads.
 
-    Ranks `first` to `last` of `of` get the same blocks from it that they would get from an execution of all: blocks are
-    dealt to the ranks in turn.
+    Ranks `first` to `last` of `total` get the same blocks from it that they would get from an execution of all: blocks
+    are dealt to the ranks in turn.
     """
 
     first: int
     last: int
-    of: int
+    total: int
 
     def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
         """Return where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
 
-        An incomplete turn of `of` blocks is dealt to no rank.
+        An incomplete turn of `total` blocks is dealt to no rank.
         """
-        turn = self.of * block_rows
+        turn = self.total * block_rows
         starts = first + np.arange((last - first) // turn, dtype=np.int64) * turn
         return starts[:, None] + np.array([self.first, self.last]) * block_rows
 

@@ -37,11 +37,11 @@ class Budget:
     """What may be read of a table, in one file or several: `read_columns` takes from it, and refuses what exceeds it.
 
     Attributes:
-        of: what it is of, for errors ("episodes").
+        noun: what it is of, for errors ("episodes").
         rows, bytes: the most that there may be of it in all; rows None: any number.
     """
 
-    of: str
+    noun: str
     rows: int | None
     bytes: int
     rows_taken: int = 0
@@ -52,12 +52,12 @@ class Budget:
         rows, size = rows + self.rows_taken, size + self.bytes_taken
         if self.rows is not None and rows > self.rows:
             raise ValueError(
-                f"{name}: {rows:,} {self.of}, more than the {self.rows:,} that a dataset may have: it is damaged or "
+                f"{name}: {rows:,} {self.noun}, more than the {self.rows:,} that a dataset may have: it is damaged or "
                 "made to exhaust the memory; copy it again, or split the dataset"
             )
         if size > self.bytes:
             raise ValueError(
-                f"{name}: {self.of} that unpack to {size / 2**20:,.0f} MiB, more than the "
+                f"{name}: {self.noun} that unpack to {size / 2**20:,.0f} MiB, more than the "
                 f"{self.bytes / 2**20:,.0f} MiB that are read at once: it is damaged or made to exhaust the memory; "
                 "copy it again, or write it in smaller row groups and files"
             )

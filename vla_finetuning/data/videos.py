@@ -52,7 +52,7 @@ class CameraFile:
     reader: DatasetFiles
     key: str
     file: str
-    wanted: list[Wanted]
+    requests: list[Wanted]
     cached: Records | None = None
     remote: RemoteVideo | None = None
 
@@ -72,7 +72,7 @@ class CameraFile:
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
         """Errors of a store name the file; those of data files do so by themselves."""
-        name = self.name(*(w.episode for w in self.wanted))
+        name = self.name(*(w.episode for w in self.requests))
         try:
             with naming_file(name) if self.is_video else contextlib.nullcontext():
                 yield
@@ -82,7 +82,7 @@ class CameraFile:
     def look(self) -> None:
         """Fill in the frames that are cached: from now on only those are wanted that are not."""
         if self.cached is not None:
-            self.wanted = [missing for w in self.wanted if (missing := _look(self.cached, w)) is not None]
+            self.requests = [rest for w in self.requests if (rest := _look(self.cached, w)) is not None]
 
     def open(self) -> Any:
         """For FFmpeg: a path, which it reads itself, or a file."""
@@ -90,9 +90,9 @@ class CameraFile:
 
     def decode(self, decoding: Decoding) -> None:
         """Fill in the frames that are wanted: the file is walked forward once."""
-        sinks = [(w, self._sink(w)) for w in self.wanted]
+        sinks = [(w, self._sink(w)) for w in self.requests]
         (self._decode_video if self.is_video else self._decode_images)(sinks, decoding)
-        for w in self.wanted if self.cached is not None else ():
+        for w in self.requests if self.cached is not None else ():
             self.cached.write(_keys(w.times_s), [w.out[target[0]] for target in w.target])
 
     @staticmethod
@@ -160,15 +160,15 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
                 file.cached = cached_frames(file.reader, file.key, file.file, decoding)
                 file.look()
                 fs = file.reader.fs
-                if file.wanted and file.is_video and isinstance(fs, RemoteFileSystem):
+                if file.requests and file.is_video and isinstance(fs, RemoteFileSystem):
                     file.remote = RemoteVideo(fs, file.reader.path(file.file), file.reader.dataset)
                     opened.callback(file.remote.file.close)
         for file in files:
             if file.remote is not None:
                 with file.naming():
-                    file.remote.ask(np.concatenate([w.times_s for w in file.wanted]), file.reader.fps)
+                    file.remote.ask(np.concatenate([w.times_s for w in file.requests]), file.reader.fps)
         for file in files:
-            if file.wanted:
+            if file.requests:
                 with file.naming():
                     file.decode(decoding)
                 if file.remote is not None:

@@ -142,7 +142,7 @@ RECORD = Program(
 SERVE = Program(
     command="serve.py",
     summary="Serve a policy to robots and benchmarks, by openpi's protocol and LeRobot's (docs/serving.md).",
-    kind=ServeConfig,
+    config_type=ServeConfig,
     first=("policy.path", "serve.host", "serve.port", "serve.grpc_port", "serve.replicas"),
     presets={},
 )

@@ -77,7 +77,7 @@ def _remedy(
     d, metas, roots = config.dataset, datasets.metas, datasets.roots
     if any(hole and len(hole.episodes) == len(numbers) for hole, numbers in zip(holes, episodes, strict=True)):
         intact = [key for key in metas[0].camera_keys if not any(key in hole.cameras for hole in holes)]
-        data = any(path in meta.data_files for meta, hole in zip(metas, holes, strict=True) for path in hole.found)
+        data = any(path in meta.data_files for meta, hole in zip(metas, holes, strict=True) for path in hole.problems)
         if data or not intact:
             return "train on another: every episode needs such files"
         return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(intact))}"
