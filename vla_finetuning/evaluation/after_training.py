@@ -26,9 +26,9 @@ def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:
         return 0
     try:
         errors = cluster.run_remote(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
-        for name, of in errors_by_robot(errors).items():
-            tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
-            for line in describe_tools(of["tools"]):
+        for name, result in errors_by_robot(errors).items():
+            tell_text(f"{name}{': ' if name else ''}{error_table(result['trained'], result.get('untrained'))}")
+            for line in describe_tools(result["tools"]):
                 tell(f"On the robot {name}{': ' if name else ''}{line}")
         if is_demo(run.config, run.policy):
             scores, films = try_demo(run.job, run.policy)

@@ -40,8 +40,8 @@ FAILURES_SHOWN = 4
 
 def is_demo(config: Config, policy: PolicySpec) -> bool:
     """Return whether a run is on the demo's own dataset, in whose scene its policy can play."""
-    own = config.preset == "demo" and not config.is_rehearsal
-    return own and not family_of(policy.config).remembers(policy.config)  # otherwise `check_fits` refuses
+    on_demo_dataset = config.preset == "demo" and not config.is_rehearsal
+    return on_demo_dataset and not family_of(policy.config).remembers(policy.config)  # otherwise `check_fits` refuses
 
 
 def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -78,7 +78,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     check_fits(trained, env, saved_rename_map(exported), saved_shapes(exported, trained))
     if "untrained" in sources:
         check_fits(sources["untrained"].config, env, policy.robots[0].rename_map, policy.robots[0].match.trained)
-    beside = SideBySide(
+    comparison = SideBySide(
         conditions,
         sources,
         task_makers(env),
@@ -89,22 +89,22 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         use_gpu=job.use_gpu,
     )
     names = [name for name in LABELS if name in conditions]
-    scores = {name: beside.score(name, LABELS[name]) for name in names}
-    for name, counted, where in WENT:
+    scores = {name: comparison.score(name, LABELS[name]) for name in names}
+    for name, counted, is_counted in WENT:
         if name in scores:
-            scores[name][counted] = sum(where(line) for line in beside.played(name))
-    shown = _to_show([line for name in names for line in beside.played(name)], names)
-    return scores, beside.films(job.output_dir, [(LABELS[line["condition"]], line) for line in shown])
+            scores[name][counted] = sum(is_counted(line) for line in comparison.played(name))
+    chosen = _to_show([line for name in names for line in comparison.played(name)], names)
+    return scores, comparison.films(job.output_dir, [(LABELS[line["condition"]], line) for line in chosen])
 
 
 def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
     """The first scene of each instruction under every condition, then failures of the trained policy."""
     played = sorted(lines, key=lambda line: line["seed"])
     first = {line["instruction"]: line["seed"] for line in reversed(played)}
-    shown = [line for seed in sorted(first.values()) for name in names for line in played
+    compared = [line for seed in sorted(first.values()) for name in names for line in played
              if (line["condition"], line["seed"]) == (name, seed)]  # fmt: skip
     failed = [line for line in played if line["condition"] == "trained" and not line["success_once"]]
-    return shown + [line for line in failed if line not in shown][:FAILURES_SHOWN]
+    return compared + [line for line in failed if line not in compared][:FAILURES_SHOWN]
 
 
 def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:

@@ -153,8 +153,8 @@ class Evaluator:
         """The oldest checkpoint that is due, of those up to a step."""
         run = self._run
         played = {line["step"] for line in evaluations(run.job.output_dir)} | self._failed.keys()
-        found = checkpoints(run.job.checkpoints_dir)
-        due = (step for step in found if step <= most and run.config.is_evaluated(step, run.job.steps))
+        saved_steps = checkpoints(run.job.checkpoints_dir)
+        due = (step for step in saved_steps if step <= most and run.config.is_evaluated(step, run.job.steps))
         return min((step for step in due if step not in played), default=None)
 
     def _try(self, step: int, options: EvalOptions) -> bool:
@@ -185,10 +185,10 @@ class Evaluator:
         }
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         book = Book(folder, about, episodes)
-        left = [episode for episode in episodes if not book.is_done(episode)]
-        if left:
+        pending = [episode for episode in episodes if not book.is_done(episode)]
+        if pending:
             play(
-                left,
+                pending,
                 {"plain": Condition()},
                 {"policy": self._source(checkpoint)},
                 self._makers,

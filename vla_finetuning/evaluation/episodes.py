@@ -36,14 +36,14 @@ class Book:
         about = json.loads(json.dumps({**about, "episodes": [asdict(episode) for episode in episodes]}))
         folder.mkdir(parents=True, exist_ok=True)
         pull(folder)
-        found = read_json(folder / EVALUATED_NAME)
-        if found and found != about:
-            differ = sorted(key for key in found.keys() | about.keys() if found.get(key) != about.get(key))
+        stored = read_json(folder / EVALUATED_NAME)
+        if stored and stored != about:
+            differ = sorted(key for key in stored.keys() | about.keys() if stored.get(key) != about.get(key))
             raise ValueError(
                 f"{address(folder)} holds another evaluation: it differs in {', '.join(differ)}. Choose another "
                 "--output_dir, or give the same flags to go on with it"
             )
-        if not found and self._path.exists():
+        if not stored and self._path.exists():
             raise ValueError(f"{address(self._path)} is there without {EVALUATED_NAME}: choose another --output_dir")
         write_json(folder / EVALUATED_NAME, about)
         lines = [json.loads(line) for line in read_lines(self._path)]

@@ -89,33 +89,33 @@ def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> C
             "same --env.*, --eval.n_episodes and --seed"
         )
     counts = {"left_out": 0, "both": 0, "only_a": 0, "only_b": 0, "neither": 0}
-    for one, other in zip(a, b, strict=True):
-        if one["error"] is not None or other["error"] is not None:
+    for line_a, line_b in zip(a, b, strict=True):
+        if line_a["error"] is not None or line_b["error"] is not None:
             counts["left_out"] += 1
             continue
-        if one["initial_state"] != other["initial_state"]:
+        if line_a["initial_state"] != line_b["initial_state"]:
             raise ValueError(
-                f"{one['task']}, episode {one['episode']} (seed {one['seed']}) began in another state: "
-                f"{one['initial_state']} and {other['initial_state']}; evaluate both with the same version of the "
+                f"{line_a['task']}, episode {line_a['episode']} (seed {line_a['seed']}) began in another state: "
+                f"{line_a['initial_state']} and {line_b['initial_state']}; evaluate both with the same version of the "
                 "environment"
             )
-        pair = bool(one["success_once"]), bool(other["success_once"])
+        pair = bool(line_a["success_once"]), bool(line_b["success_once"])
         counts[{(True, True): "both", (True, False): "only_a", (False, True): "only_b"}.get(pair, "neither")] += 1
     neither = counts.pop("neither")
     return Comparison(episodes=neither + counts["both"] + counts["only_a"] + counts["only_b"], **counts)
 
 
-def comparison_text(found: Comparison, name_a: str, name_b: str) -> str:
+def comparison_text(comparison: Comparison, name_a: str, name_b: str) -> str:
     """Return the text of `evaluate.py --compare`. The caller escapes the names."""
-    estimate, low, high = found.difference
+    estimate, low, high = comparison.difference
     lines = [
-        f"A  {share(found.both + found.only_a, found.episodes)}  {name_a}",
-        f"B  {share(found.both + found.only_b, found.episodes)}  {name_b}",
-        f"Of {found.episodes} episodes that both played, {found.only_a} succeeded with A only and {found.only_b} with "
-        f"B only; exact McNemar p = {found.p_value:.3g}",
+        f"A  {share(comparison.both + comparison.only_a, comparison.episodes)}  {name_a}",
+        f"B  {share(comparison.both + comparison.only_b, comparison.episodes)}  {name_b}",
+        f"Of {comparison.episodes} episodes that both played, {comparison.only_a} succeeded with A only "
+        f"and {comparison.only_b} with B only; exact McNemar p = {comparison.p_value:.3g}",
         f"B - A  {100 * estimate:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})",
-        f"Verdict  {found.verdict}",
+        f"Verdict  {comparison.verdict}",
     ]
-    if found.left_out:
-        lines.insert(3, f"{found.left_out} episodes are left out: one or the other ended in an error")
+    if comparison.left_out:
+        lines.insert(3, f"{comparison.left_out} episodes are left out: one or the other ended in an error")
     return "\n".join(lines)

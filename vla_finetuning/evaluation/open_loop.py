@@ -112,19 +112,19 @@ def open_loop_errors(
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
                     chunk = _predict(policy, observation, (seed, number), options, at_once)
                 predicted = postprocessor(chunk.float()).double().cpu().numpy()
-                of_chunk = _from_now(policy.config.action_delta_indices, predicted.shape[1])
-                recorded = np.asarray(batch[ACTION], np.float64)[:, of_chunk]
-                counted = ~np.asarray(batch[ACTION_IS_PAD], bool)[:, of_chunk]
+                predicted_steps = _from_now(policy.config.action_delta_indices, predicted.shape[1])
+                recorded = np.asarray(batch[ACTION], np.float64)[:, predicted_steps]
+                counted = ~np.asarray(batch[ACTION_IS_PAD], bool)[:, predicted_steps]
                 sums[name].add(predicted, recorded, counted)
                 if name != "policy":
                     continue
                 constant = np.broadcast_to(np.asarray(mean_action, np.float64), recorded.shape)
                 sums["mean_action"].add(constant, recorded, counted)
                 for task in dict.fromkeys(instructions):
-                    rows = [i for i, own in enumerate(instructions) if own == task]
-                    of_task = by_task.setdefault(task, {"mean_action": _ErrorSum(), "policy": _ErrorSum()})
-                    of_task["mean_action"].add(constant[rows], recorded[rows], counted[rows])
-                    of_task["policy"].add(predicted[rows], recorded[rows], counted[rows])
+                    rows = [i for i, instruction in enumerate(instructions) if instruction == task]
+                    task_sums = by_task.setdefault(task, {"mean_action": _ErrorSum(), "policy": _ErrorSum()})
+                    task_sums["mean_action"].add(constant[rows], recorded[rows], counted[rows])
+                    task_sums["policy"].add(predicted[rows], recorded[rows], counted[rows])
                 examples.append(
                     {
                         TASK: instructions[0],
@@ -142,8 +142,8 @@ def open_loop_errors(
         "frames": sums["policy"].frames,
         **{name: total.mean() for name, total in sums.items()},
         "by_task": {
-            task: {"frames": of_task["policy"].frames, **{name: total.mean() for name, total in of_task.items()}}
-            for task, of_task in by_task.items()
+            task: {"frames": task_sums["policy"].frames, **{name: total.mean() for name, total in task_sums.items()}}
+            for task, task_sums in by_task.items()
         },
         "examples": examples,
     }
@@ -220,8 +220,8 @@ def _predict(
         chunks = []
         for first in range(0, rows, at_once):
             part = slice(first, first + at_once)
-            own = {key: value[part] for key, value in tensors.items()}
-            chunks.append(policy.predict_action_chunk(own, noise=noise[part], **options))
+            inputs = {key: value[part] for key, value in tensors.items()}
+            chunks.append(policy.predict_action_chunk(inputs, noise=noise[part], **options))
         return torch.cat(chunks)
 
 
@@ -330,12 +330,12 @@ def evaluate_run(
     """
     folder = fetched_for_good(run.job.output_dir / "pretrained_model")
     views = {robot.name: (select_robot(run, robot), robot.datasets) for robot in run.robots}
-    of_robots = {
+    robot_errors = {
         name: _errors_of(view, datasets, folder / name, frames, rows_that_fit)
         for name, (view, datasets) in views.items()
         if view.rows.any_held_out
     }
-    errors: dict[str, Any] = {"robots": of_robots} if run.policy.mixes_robots else of_robots[""]
+    errors: dict[str, Any] = {"robots": robot_errors} if run.policy.mixes_robots else robot_errors[""]
     write_json(path := run.job.output_dir / EVALUATION_NAME, errors)
     push(path)
     return errors

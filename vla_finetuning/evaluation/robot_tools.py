@@ -43,9 +43,9 @@ class Robot:
             raise ValueError(f"robots of LeRobot show {OBS_STATE} and {OBS_IMAGES}.NAME, and the policy sees {unknown}")
         self._motors = [f"{number}.pos" for number in range(len(frames[0][OBS_STATE]))]
         height_width = {name: tuple(frames[0][key].shape[1:]) for key, name in self._cameras.items()}
-        shown: dict[str, Any] = {name: float for name in self._motors}
-        shown |= {name: (*size, 3) for name, size in height_width.items()}
-        self.features = hw_to_dataset_features(shown, OBS_STR, use_video=False)
+        hardware_features: dict[str, Any] = {name: float for name in self._motors}
+        hardware_features |= {name: (*size, 3) for name, size in height_width.items()}
+        self.features = hw_to_dataset_features(hardware_features, OBS_STR, use_video=False)
 
     def observation(self, frame: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `robot.get_observation()` returns: a number for each motor, cameras uint8 (H, W, 3)."""
@@ -97,7 +97,7 @@ def compare_tools(
         "lerobot-rollout": lambda: _rollout(policy, lerobots(), frames),
         "PolicyServer": lambda: _served(policy, lerobots(), frames, steps),
     }
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     policy.eval()
     try:
         with remote_code(trusted):
@@ -105,15 +105,15 @@ def compare_tools(
             for name, play in tools.items():
                 try:
                     difference = (_seeded(play, device) - expected).abs()
-                    found[name] = float(difference.max())
+                    differences[name] = float(difference.max())
                 except NotImplementedError as error:
-                    found[name] = str(error)
+                    differences[name] = str(error)
                 except Exception as error:  # whatever LeRobot ends with is what a user would see
-                    found[name] = f"{type(error).__name__}: {error}"
+                    differences[name] = f"{type(error).__name__}: {error}"
     finally:
         policy.reset()
         policy.train(was_training)
-    return found
+    return differences
 
 
 def _seeded(play: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -148,8 +148,8 @@ def _rollout(policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Seque
     device = str(next(policy.parameters()).device)
     engine = SyncInferenceEngine(policy, *pipelines, features, names, frames[0][TASK], device, "")
     engine.reset()
-    shown = [build_dataset_frame(robot.features, robot.observation(frame), prefix=OBS_STR) for frame in frames]
-    return torch.stack([torch.as_tensor(engine.get_action(seen)) for seen in shown])
+    observations = [build_dataset_frame(robot.features, robot.observation(frame), prefix=OBS_STR) for frame in frames]
+    return torch.stack([torch.as_tensor(engine.get_action(seen)) for seen in observations])
 
 
 def _served(
@@ -165,11 +165,11 @@ def _served(
     return torch.stack([after(chunk[:, step]) for step in range(steps)], dim=1)[0]
 
 
-def describe_tools(found: Mapping[str, Any]) -> list[str]:
+def describe_tools(differences: Mapping[str, Any]) -> list[str]:
     """Say of a policy which of LeRobot's tools play what evaluate.py plays."""
-    same = [name for name, difference in found.items() if difference == 0.0]
+    same = [name for name, difference in differences.items() if difference == 0.0]
     lines = [f"{', '.join(same)}: as evaluate.py, bit for bit"] if same else []
-    for name, difference in found.items():
+    for name, difference in differences.items():
         if isinstance(difference, str):
             lines.append(f"{name}: {difference}")
         elif difference:

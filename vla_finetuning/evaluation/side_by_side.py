@@ -65,8 +65,8 @@ class SideBySide:
 
     def played(self, condition: str) -> list[Line]:
         """Return the lines of episodes that were played to their end, in one order for all conditions."""
-        own = (line for key, line in sorted(self._lines.items()) if key[0] == condition)
-        return [line for line in own if line["error"] is None]
+        lines = (line for key, line in sorted(self._lines.items()) if key[0] == condition)
+        return [line for line in lines if line["error"] is None]
 
     def score(self, condition: str, label: str) -> dict[str, Any]:
         """`{"successes": n, "episodes": m, "label", "interval"}`, and `errors` where some could not be played."""
@@ -78,6 +78,6 @@ class SideBySide:
             score["errors"] = errors
         return score
 
-    def films(self, folder: Path, shown: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    def films(self, folder: Path, chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
         """Return what `make_films` says of these (label, line)."""
-        return make_films(folder, self._makers, [(label, line, self._actions[name_of(line)]) for label, line in shown])
+        return make_films(folder, self._makers, [(label, line, self._actions[name_of(line)]) for label, line in chosen])

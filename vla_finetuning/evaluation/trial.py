@@ -81,12 +81,12 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     """
     env = env_config(config.env_type or "", config.env_options)
     makers = task_makers(env)
-    asked = Config(
+    policy_args = Config(
         policy_revision=config.policy_revision,
         policy_options=config.policy_options,
         policy_trust_remote_code=config.policy_trust_remote_code,
     )
-    policy_config, folder, base = resolve_policy(asked, _policy_for(config.policy_path, env, config.rename_map))
+    policy_config, folder, base = resolve_policy(policy_args, _policy_for(config.policy_path, env, config.rename_map))
     assert folder is not None  # there was a path
     check_rename_map(policy_config, env, config.rename_map)
     renamed = {**saved_rename_map(folder), **config.rename_map}
@@ -108,12 +108,12 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         guidance=config.guidance,
         by_select_action=by_select_action,
     )
-    told: dict[str, Any] = (
+    acting_options: dict[str, Any] = (
         {} if config.advantage is None else {"advantage": config.advantage, "guidance": config.guidance}
     )
-    told |= {"controller": config.controller} if by_select_action else {}
+    acting_options |= {"controller": config.controller} if by_select_action else {}
     about = {
-        "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map, **told},
+        "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map, **acting_options},
         "environment": {"type": config.env_type, "options": config.env_options},
         "seed": config.seed,
     }
@@ -134,10 +134,10 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
         return path
     refused = {}
     for name in names:
-        own = folder / name
+        robot_folder = folder / name
         try:
-            policy_config = load_policy_config(own)
-            check_fits(policy_config, env, {**saved_rename_map(own), **rename_map}, own_shapes(policy_config))
+            policy_config = load_policy_config(robot_folder)
+            check_fits(policy_config, env, {**saved_rename_map(robot_folder), **rename_map}, own_shapes(policy_config))
         except ValueError as error:
             refused[name] = str(error)
     fits = [name for name in names if name not in refused]
@@ -155,7 +155,7 @@ def run_trial(trial: Trial) -> str:
 
 def _run_trial(trial: Trial) -> str:
     book = Book(trial.output_dir, trial.about, trial.episodes)
-    left = [episode for episode in trial.episodes if not book.is_done(episode)]
+    pending = [episode for episode in trial.episodes if not book.is_done(episode)]
     use_gpu = trial.source.device == "cuda"
     with _Progress(len(trial.episodes), len(book.done)) as progress:
 
@@ -163,10 +163,10 @@ def _run_trial(trial: Trial) -> str:
             book.write(line, actions if trial.options.videos or trial.dataset else None)
             progress.add(bool(line["success_once"]))
 
-        if left:
+        if pending:
             sources, conditions = {"policy": trial.source.shared()}, {"plain": Condition()}
             play(
-                left,
+                pending,
                 conditions,
                 sources,
                 trial.makers,
@@ -176,7 +176,7 @@ def _run_trial(trial: Trial) -> str:
                 on_end=on_end,
             )
     _, lines = read_evaluation(trial.output_dir)
-    if left or not (trial.output_dir / FILMS_INDEX).is_file():
+    if pending or not (trial.output_dir / FILMS_INDEX).is_file():
         _film(trial, lines)
     if trial.dataset is not None:
         _record(trial, trial.dataset, lines)
@@ -249,12 +249,12 @@ def _record(trial: Trial, root: Path, lines: Sequence[Line]) -> None:
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     """Pictures of failures, up to as many as were asked for, and of half as many successes."""
-    wanted = {name_of(line): line for line in to_show(lines, trial.options.videos)}
-    found: dict[Any, np.ndarray] = {}
+    lines_by_name = {name_of(line): line for line in to_show(lines, trial.options.videos)}
+    recorded: dict[Any, np.ndarray] = {}
     for named, actions in read_actions(trial.output_dir):
-        if name_of(named) in wanted:
-            found[name_of(named)] = actions
-    chosen = [(line["task"], line, found[name]) for name, line in wanted.items() if name in found]
+        if name_of(named) in lines_by_name:
+            recorded[name_of(named)] = actions
+    chosen = [(line["task"], line, recorded[name]) for name, line in lines_by_name.items() if name in recorded]
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"films": films})
 
@@ -280,11 +280,11 @@ def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if len(names) > 1:
         groups += [(name, [line for line in lines if line[part] == name]) for name in names]
     rows = []
-    for label, own in groups:
-        played = [line["success_once"] for line in own if line["error"] is None]
+    for label, group in groups:
+        played = [line["success_once"] for line in group if line["error"] is None]
         row = {"label": label, "successes": sum(played), "episodes": len(played)}
         row |= {"interval": wilson(sum(played), len(played))}
-        rows.append(row | ({"errors": len(own) - len(played)} if len(played) < len(own) else {}))
+        rows.append(row | ({"errors": len(group) - len(played)} if len(played) < len(group) else {}))
     return rows
 
 
@@ -297,9 +297,9 @@ def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
     part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
     names = list(dict.fromkeys(line[part] for line in (lines if part == "task" else played)))
     for name in names if len(names) > 1 else ():
-        own = [line["success_once"] for line in played if line[part] == name]
-        errors = sum(line[part] == name for line in lines) - len(own)
-        text.append(f"             {share(sum(own), len(own), errors)}  {escaped(name)}")
+        successes = [line["success_once"] for line in played if line[part] == name]
+        errors = sum(line[part] == name for line in lines) - len(successes)
+        text.append(f"             {share(sum(successes), len(successes), errors)}  {escaped(name)}")
     if at_reset := sum(line["success_at_reset"] for line in played):
         text.append(f"             {at_reset} of them at reset already")
     for line in [line for line in lines if line["error"] is not None][:5]:
@@ -334,5 +334,5 @@ def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """
     if a == b:
         return True
-    one, other = (env_config(env["type"], env["options"]) for env in (a, b))
-    return a["type"] == b["type"] and vars(one) | {"task": None} == vars(other) | {"task": None}
+    config_a, config_b = (env_config(env["type"], env["options"]) for env in (a, b))
+    return a["type"] == b["type"] and vars(config_a) | {"task": None} == vars(config_b) | {"task": None}

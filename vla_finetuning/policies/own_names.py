@@ -26,8 +26,8 @@ def own_camera_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) ->
     """
     names = {name: key for key, name in rename_map.items() if name in config.image_features and name != key}
     after = [names.get(key, key) for key in config.input_features or ()]
-    if taken := sorted({key for key in after if after.count(key) > 1}):
-        return names, f"{', '.join(taken)} is also the name of another camera of the policy"
+    if duplicates := sorted({key for key in after if after.count(key) > 1}):
+        return names, f"{', '.join(duplicates)} is also the name of another camera of the policy"
     cameras = sorted(config.image_features)
     if family_of(config).sorts_cameras and sorted(cameras, key=lambda key: names.get(key, key)) != cameras:
         return names, f"a '{config.type}' takes cameras in the order of their names, and the robot's have another"
@@ -39,10 +39,10 @@ def describe_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> s
     names, reason = own_camera_names(config, rename_map)
     if not reason:
         return ""
-    given = json.dumps({key: name for name, key in names.items()})
+    option = json.dumps({key: name for name, key in names.items()})
     return (
         f"cameras keep the policy's names in the export, because {reason}: lerobot-rollout and lerobot-eval need "
-        f"--rename_map='{given}', and LeRobot's PolicyServer cannot run it"
+        f"--rename_map='{option}', and LeRobot's PolicyServer cannot run it"
     )
 
 
@@ -84,9 +84,9 @@ def _step_with_names(step: ProcessorStep, names: Mapping[str, str], rename_map: 
         state[f"{names.get(feature, feature)}{dot}{statistic}"] = value
     if changed == options and state.keys() == step.state_dict().keys():
         return step
-    made: Any = type(step)(**changed)
-    made.load_state_dict(state)
-    return made
+    renamed_step: Any = type(step)(**changed)
+    renamed_step.load_state_dict(state)
+    return renamed_step
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
