@@ -61,16 +61,16 @@ class RolloutGroup:
         """Groups whose returns are all equal, bool (N,): nothing distinguishes their episodes."""
         return (self.returns == self.returns[:, :1]).all(dim=1)
 
-    def with_groups(self, others: RolloutGroup, places: Tensor) -> RolloutGroup:
+    def with_groups(self, replacements: RolloutGroup, places: Tensor) -> RolloutGroup:
         """The same with other groups at `places`, int64 (number of the others,)."""
         size = self.returns.shape[1]
         episodes = (places[:, None] * size + torch.arange(size)).flatten().numpy()
         columns = {name: getattr(self, name).copy() for name in ("decisions", "steps", "numbers")}
         for name, column in columns.items():
-            column[episodes] = getattr(others, name)
-        returns = self.returns.index_copy(0, places, others.returns)
-        success = self.success.index_copy(0, places, others.success)
-        return RolloutGroup(returns, success, **columns, rewards={**self.rewards, **others.rewards})
+            column[episodes] = getattr(replacements, name)
+        returns = self.returns.index_copy(0, places, replacements.returns)
+        success = self.success.index_copy(0, places, replacements.success)
+        return RolloutGroup(returns, success, **columns, rewards={**self.rewards, **replacements.rewards})
 
 
 def group_seed(seed: int, iteration: int, group: int) -> int:
@@ -126,8 +126,8 @@ def minibatches(
     order = np.random.default_rng(list(key)).permutation(rows)
     for piece in np.array_split(order, -(-rows // size)) if rows else ():
         most = np.bincount(owner[piece], minlength=ranks).max()
-        own = piece[owner[piece] == rank]
-        yield Minibatch(len(piece), np.array_split(own, -(-int(most) // micro_rows)))
+        rank_rows = piece[owner[piece] == rank]
+        yield Minibatch(len(piece), np.array_split(rank_rows, -(-int(most) // micro_rows)))
 
 
 class RolloutBatch:
@@ -202,14 +202,14 @@ class RolloutBatch:
             for minibatch in minibatches:
                 yield minibatch.rows, len(minibatch.micros), self._micro_batches(minibatch, number)
             return
-        first, beside = self._first_row + number * self.rows, []
+        first, demos = self._first_row + number * self.rows, []
         for minibatch in minibatches:
             shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._config.batch_size}
-            beside.append(micro_positions(first, minibatch.rows, **shares))
+            demos.append(micro_positions(first, minibatch.rows, **shares))
             first += minibatch.rows
         # A rank without rows of its own in a micro-batch fills it up with the stream's first.
-        read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in beside for p in micros])
-        for minibatch, micros in zip(minibatches, beside, strict=True):
+        read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in demos for p in micros])
+        for minibatch, micros in zip(minibatches, demos, strict=True):
             demonstrations = (self._demonstration(next(read), positions) for positions in micros)
             batches = itertools.chain(self._micro_batches(minibatch, number), demonstrations)
             yield 2 * minibatch.rows, len(minibatch.micros) + len(micros), batches

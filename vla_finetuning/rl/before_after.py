@@ -48,7 +48,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         "after": PolicySource(folder, after, **options),  # in the environment's own names
     }
     makers = task_makers(env)
-    beside = SideBySide(
+    comparison = SideBySide(
         {name: Condition(name) for name in sources},
         sources,
         makers,
@@ -60,15 +60,15 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         number=lambda task, i: run.scene.eval_number(task, run.config.eval.n_episodes + i),
     )
     # A scene that only one of them could play has no pair.
-    after_of = {(line["task"], line["episode"]): line for line in beside.played("after")}
+    after_of = {(line["task"], line["episode"]): line for line in comparison.played("after")}
     pairs = [
         (line, after_of[line["task"], line["episode"]])
-        for line in beside.played("before")
+        for line in comparison.played("before")
         if (line["task"], line["episode"]) in after_of
     ]
     pairs.sort(key=lambda pair: pair[0]["success_once"] - pair[1]["success_once"])
-    shown = [(LABELS[line["condition"]], line) for pair in pairs[:PAIRS_SHOWN] for line in pair]
-    return {name: beside.score(name, LABELS[name]) for name in sources}, beside.films(job.output_dir, shown)
+    chosen = [(LABELS[line["condition"]], line) for pair in pairs[:PAIRS_SHOWN] for line in pair]
+    return {name: comparison.score(name, LABELS[name]) for name in sources}, comparison.films(job.output_dir, chosen)
 
 
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:

@@ -57,13 +57,13 @@ def in_tasks(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
     shared = ray.put(rows.source()), ray.put(LazyPickle(make_prepare(policy, rows)))
 
     def read(micros: Sequence[np.ndarray]) -> Iterator[Columns]:
-        asked: dict[int, Any] = {}
+        pending: dict[int, Any] = {}
         for number in range(len(micros)):
             for ahead in range(number, min(number + LOOK_AHEAD, len(micros))):
-                if ahead not in asked:
-                    asked[ahead] = task.remote(*shared, micros[ahead])
+                if ahead not in pending:
+                    pending[ahead] = task.remote(*shared, micros[ahead])
             try:
-                yield ray.get(asked.pop(number), timeout=timeout_s)
+                yield ray.get(pending.pop(number), timeout=timeout_s)
             except GetTimeoutError as error:
                 raise TimeoutError(
                     f"no demonstrations for {timeout_s:g} s: a read task of --grpo.demonstrations hangs (`ray list "
@@ -78,13 +78,13 @@ def micro_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows
 
     An empty one is to be filled up.
     """
-    own = np.arange(first + rank, first + count, ranks)
+    positions = np.arange(first + rank, first + count, ranks)
     most = -(-count // ranks)
-    return np.array_split(own, -(-most // micro_rows))
+    return np.array_split(positions, -(-most // micro_rows))
 
 
 def as_batch(columns: Columns) -> dict[str, Tensor]:
     """Prepared rows as the loss takes them: `action_is_pad` bool (N, T) is false, as imitation counts padded steps."""
-    found = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in columns.items() if key not in ROW_COLUMNS}
-    found["action_is_pad"] = torch.zeros(found["action"].shape[:2], dtype=torch.bool)
-    return found
+    batch = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in columns.items() if key not in ROW_COLUMNS}
+    batch["action_is_pad"] = torch.zeros(batch["action"].shape[:2], dtype=torch.bool)
+    return batch

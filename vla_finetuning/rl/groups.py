@@ -38,15 +38,15 @@ def play_iteration(
     With `--grpo.resample`, groups whose returns are all equal are replaced by groups that begin elsewhere, so many
     times at most (dynamic sampling, DAPO, arXiv 2503.14476).
     """
-    found = play_groups(options, scene, rollouts, acting, worker, range(options.groups))
-    rounds = [found]
+    group = play_groups(options, scene, rollouts, acting, worker, range(options.groups))
+    rounds = [group]
     for again in range(1, options.resample + 1):
-        places = found.alike.nonzero().flatten()
+        places = group.alike.nonzero().flatten()
         if not len(places):
             break
         rounds.append(play_groups(options, scene, rollouts, acting, worker, places.tolist(), again))
-        found = found.with_groups(rounds[-1], places)
-    return found, rounds
+        group = group.with_groups(rounds[-1], places)
+    return group, rounds
 
 
 def play_groups(
@@ -82,9 +82,9 @@ def play_groups(
         worth = float(line["success_once"]) if options.reward == "success" else line["total_reward"]
         row = [worth, line["success_once"], line["decisions"], line["steps"], number]
         table[places[number]] = torch.tensor(row)
-    whole = everyone(table.to(acting.device)).sum(dim=0).cpu()
-    returns, success = (whole[:, column].float().view(-1, size) for column in (0, 1))
-    decisions, steps, numbers = (whole[:, column].long().numpy() for column in (2, 3, 4))
+    gathered = everyone(table.to(acting.device)).sum(dim=0).cpu()
+    returns, success = (gathered[:, column].float().view(-1, size) for column in (0, 1))
+    decisions, steps, numbers = (gathered[:, column].long().numpy() for column in (2, 3, 4))
     rewards = {number: rewards_of(line, options.reward) for number, line in lines.items()}
     return RolloutGroup(returns, success, decisions, steps, numbers, rewards, list(played.values()))
 
@@ -128,8 +128,8 @@ def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used
 def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor, worker: Worker) -> dict[str, int]:
     """Success of the deterministic sampler on the held-out list, shared out to the ranks. Every rank must call it."""
     listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
-    own = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}
-    played = rollouts.play_here(own, DeterministicActor(actor, config.seed, own))
+    rank_episodes = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}
+    played = rollouts.play_here(rank_episodes, DeterministicActor(actor, config.seed, rank_episodes))
     counts = torch.tensor([sum(line["success_once"] for line, _ in played.values()), len(played)], device=actor.device)
     successes, count = everyone(counts).sum(dim=0).tolist()
     return {"held_out_successes": successes, "held_out_episodes": count}

@@ -84,6 +84,6 @@ def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:
     values = [np.full(meta.total_frames, np.nan, np.float32) for meta in rows.metas]
     for batch in judged.iter_batches(batch_size=None, batch_format="numpy"):
         for number in np.unique(batch["dataset_index"]).tolist():
-            own = batch["dataset_index"] == number
-            values[number][batch["index"][own]] = batch["value"][own]
+            in_dataset = batch["dataset_index"] == number
+            values[number][batch["index"][in_dataset]] = batch["value"][in_dataset]
     return values

@@ -47,9 +47,9 @@ def build_grpo_optimizer(config: GrpoConfig, objective: Objective) -> TrainableO
     )
     if critic is None:
         return optimizer
-    own = {f"{CRITIC}{name}": param for name, param in critic.named_parameters()}
-    optimizer.optimizer.add_param_group({"params": list(own.values()), "lr_scale": config.grpo.value_lr / peak})
-    return replace(optimizer, names=[*optimizer.names, *own], params=[*optimizer.params, *own.values()])
+    params = {f"{CRITIC}{name}": param for name, param in critic.named_parameters()}
+    optimizer.optimizer.add_param_group({"params": list(params.values()), "lr_scale": config.grpo.value_lr / peak})
+    return replace(optimizer, names=[*optimizer.names, *params], params=[*optimizer.params, *params.values()])
 
 
 class Times:
@@ -96,21 +96,21 @@ def metrics_of(
     Args:
         played: the groups that it learned from. rounds: all that were played, whose success and costs these are.
     """
-    said = totals(everyone(objective.sums))
+    means = totals(everyone(objective.sums))
     norms = [float(result.grad_norm) for result in results]
     return {
-        "success": float(torch.cat([one.success for one in rounds]).mean()),
-        "return": float(torch.cat([one.returns for one in rounds]).mean()),
+        "success": float(torch.cat([group.success for group in rounds]).mean()),
+        "return": float(torch.cat([group.returns for group in rounds]).mean()),
         "mixed_groups": 1.0 - float(played.alike.float().mean()),
-        "resampled_groups": sum(len(one.returns) for one in rounds[1:]),
-        "decisions": sum(int(one.decisions.sum()) for one in rounds),
+        "resampled_groups": sum(len(group.returns) for group in rounds[1:]),
+        "decisions": sum(int(group.decisions.sum()) for group in rounds),
         "used": rollouts.rows,
         "demonstrated": rollouts.demonstrated,
-        "env_steps": sum(int(one.steps.sum()) for one in rounds),
+        "env_steps": sum(int(group.steps.sum()) for group in rounds),
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
-        "loss": said.loss,
-        **objective.metrics(rollouts, said),
+        "loss": means.loss,
+        **objective.metrics(rollouts, means),
         "grad_norm": float(np.mean(norms)) if norms else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }

@@ -63,7 +63,7 @@ def write_grpo_report(output_dir: Path) -> Path:
         closed_loop=closed_loop(evaluation, output_dir),
         held_out=[_held_out_row(line) for line in lines if line.get("held_out_episodes")],
         charts=_charts(
-            columns([_with_share(line) for line in lines]), [one["resumed_from_step"] for one in starts[1:]]
+            columns([_with_share(line) for line in lines]), [attempt["resumed_from_step"] for attempt in starts[1:]]
         ),
         seconds=_seconds(lines),
         attempts=starts,
@@ -89,19 +89,19 @@ def _held_out_row(line: Mapping[str, Any]) -> list[str]:
 
 
 def _charts(metrics: Metrics, marks: Sequence[float]) -> list[dict[str, str]]:
-    drawn = []
-    for title, axis, from_zero, wanted in CHARTS:
+    charts = []
+    for title, axis, from_zero, curves in CHARTS:
         lines = {}
-        for name, (key, factor) in wanted.items():
+        for name, (key, factor) in curves.items():
             values = metrics.get(key, np.zeros(0))
-            known = np.isfinite(values)
-            if known.any():  # held-out episodes are played at some iterations only
-                lines[name] = metrics["step"][known], factor * values[known]
+            is_finite = np.isfinite(values)
+            if is_finite.any():  # held-out episodes are played at some iterations only
+                lines[name] = metrics["step"][is_finite], factor * values[is_finite]
         if lines:
             chart = figures.line_chart(lines, xlabel="iteration", ylabel=axis, from_zero=from_zero, marks=marks)
             last = "; ".join(f"{name or title}: {y[0]:.3g} to {y[-1]:.3g}" for name, (_, y) in lines.items())
-            drawn.append({"title": title, "svg": figures.to_svg(chart, f"{title} over iterations. {last}, {axis}")})
-    return drawn
+            charts.append({"title": title, "svg": figures.to_svg(chart, f"{title} over iterations. {last}, {axis}")})
+    return charts
 
 
 def _seconds(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -76,13 +76,13 @@ def dataset_of(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
 
 def record_rollouts(run: GrpoRun) -> None:
     """Write the dataset, unless that is done. Runs on the driver, joined to the run's cluster."""
-    found = dataset_of(run)
-    if found is None or is_recorded(*found, FLAG):
+    destination = dataset_of(run)
+    if destination is None or is_recorded(*destination, FLAG):
         return
-    (root, about), episodes = found, list(read_episodes(run.job.output_dir))
+    (root, about), episodes = destination, list(read_episodes(run.job.output_dir))
     expected = [i for i in range(run.job.steps) if is_iteration_recorded(run, i)]
-    there = {int(path.name.partition("-")[0]) for path in (run.job.output_dir / FOLDER).glob("*.jsonl")}
-    if missing := len(set(expected) - there):
+    recorded = {int(path.name.partition("-")[0]) for path in (run.job.output_dir / FOLDER).glob("*.jsonl")}
+    if missing := len(set(expected) - recorded):
         raise ValueError(
             f"{address(run.job.output_dir)} has not the episodes of {missing} of {len(expected)} iterations, which "
             f"were played without {FLAG}: it must be given from the first iteration on"

@@ -176,8 +176,8 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
             f"policy {base['path']} has no {POLICY_PREPROCESSOR_DEFAULT_NAME}.json: how it was trained to see is not "
             "known; give the pretrained_model that vla.py has written"
         )
-    shown = {renamed.get(key, key) for key in env_to_policy_features(env)}
-    cameras = tuple(key for key in policy_config.image_features if key in shown)
+    env_keys = {renamed.get(key, key) for key in env_to_policy_features(env)}
+    cameras = tuple(key for key in policy_config.image_features if key in env_keys)
     prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras))
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
     decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
@@ -209,7 +209,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         demonstrations = resolve_demonstrations(config, root)
         identity["demonstrations"] = demonstrations.identity
     if states:
-        identity["reserved"] = {task: list(own.reserved) for task, own in states.items()}
+        identity["reserved"] = {task: list(split.reserved) for task, split in states.items()}
     job = make_job(training, policy, config.grpo.iterations, identity, config.grpo.minibatch)
     return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env), states), demonstrations)
 
@@ -223,7 +223,7 @@ def describe_grpo(run: GrpoRun) -> str:
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
     # Where all groups of a worker are replaced each time; those that were replaced are still held.
     per_worker *= 1 + g.resample
-    held = per_worker * decisions * size
+    host_bytes = per_worker * decisions * size
     tasks = len(scene.tasks)
     lines = [
         f"Policy       {policy.config.type}, {policy.base['path']}",
@@ -242,7 +242,7 @@ def describe_grpo(run: GrpoRun) -> str:
         f"Learning     {g.method}: {objective_class(g.method).describe(g)}",
         f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
         f"once per worker; rate {config.lr:g}, after {g.warmup} iterations of warm-up; AdamW",
-        f"Rollouts     at most {held / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "
+        f"Rollouts     at most {host_bytes / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "
         f"decisions of {size / 1e6:.2f} MB",
         f"Held out     {config.eval.n_episodes} episodes every {g.eval_every} iterations, by the deterministic sampler",
         *_describe_states(g, scene),
@@ -259,14 +259,14 @@ def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:
     states = scene.states.values()
     if not states:
         return []
-    trained, evaluated = sum(len(own.trained) for own in states), sum(len(own.evaluated) for own in states)
+    trained, evaluated = sum(len(split.trained) for split in states), sum(len(split.evaluated) for split in states)
     per_state = options.iterations * options.groups / len(scene.tasks)
-    per_state /= min(len(own.trained) for own in states)
+    per_state /= min(len(split.trained) for split in states)
     lines = [
-        f"States       {sum(own.count for own in states)} initial states in {len(states)} lists, one per task: "
+        f"States       {sum(split.count for split in states)} initial states in {len(states)} lists, one per task: "
         f"{trained} train, {per_state:.1f} groups begin in each"
     ]
     if options.reserved_states:
-        held = f"{evaluated} are held out of training, for evaluation: the last {options.reserved_states} per task"
-        return [*lines, f"             {held} ({INITIAL_STATES_NAME})"]
+        note = f"{evaluated} are held out of training, for evaluation: the last {options.reserved_states} per task"
+        return [*lines, f"             {note} ({INITIAL_STATES_NAME})"]
     return [*lines, "             none is held out: evaluation is on states that were trained"]

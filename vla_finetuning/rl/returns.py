@@ -34,10 +34,10 @@ def advantages(returns: np.ndarray, value: np.ndarray, length: np.ndarray, horiz
         returns, value: float32 (F,), episode after episode. length: int (E,).
     """
     ahead = np.arange(len(returns)) + horizon
-    there = ahead < np.repeat(np.cumsum(length), length)
-    later = np.where(there, ahead, 0)
-    rewards = returns.astype(np.float64) - np.where(there, returns[later], 0.0)
-    return (rewards + np.where(there, value[later], 0.0) - value).astype(np.float32)
+    within = ahead < np.repeat(np.cumsum(length), length)
+    later = np.where(within, ahead, 0)
+    rewards = returns.astype(np.float64) - np.where(within, returns[later], 0.0)
+    return (rewards + np.where(within, value[later], 0.0) - value).astype(np.float32)
 
 
 def label_positive(advantage: np.ndarray, task: np.ndarray, corrected: np.ndarray, positive: float) -> np.ndarray:
@@ -48,10 +48,10 @@ def label_positive(advantage: np.ndarray, task: np.ndarray, corrected: np.ndarra
     Args:
         advantage: float32 (F,). task: int (F,). corrected: bool (F,); corrections do not count in the quantile.
     """
-    found = corrected.copy()
+    is_positive = corrected.copy()
     for number in np.unique(task):
         judged = (task == number) & ~corrected
         if judged.any():
             least = np.quantile(advantage[judged], 1 - positive) if positive < 1 else -np.inf
-            found |= judged & (advantage > least)
-    return found
+            is_positive |= judged & (advantage > least)
+    return is_positive

@@ -88,9 +88,9 @@ class FlowSDE:
         chunk, width, actions = shape
         start = [g.standard_normal((chunk, width), np.float32) for g in generators]
         noise = [g.standard_normal((self.steps, chunk, actions), np.float32) for g in generators]
-        which = [[int(g.integers(self.steps))] if self.one else range(self.steps) for g in generators]
+        steps = [[int(g.integers(self.steps))] if self.one else range(self.steps) for g in generators]
         return Draws(
-            torch.from_numpy(np.stack(start)), torch.from_numpy(np.stack(noise)), torch.from_numpy(np.array(which))
+            torch.from_numpy(np.stack(start)), torch.from_numpy(np.stack(noise)), torch.from_numpy(np.array(steps))
         )
 
     def times(self, device: torch.device) -> Tensor:
@@ -126,15 +126,15 @@ def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Te
         velocity = loss.velocity(x, time, prefix).float()
         follows = x - velocity / sde.steps
         mean, std = sde.transition(x[..., :width], velocity[..., :width], time)
-        drawn = mean + std * draws.noise[:, number]
+        sampled = mean + std * draws.noise[:, number]
         if sde.one:
-            drawn = torch.where((draws.which == number)[:, :, None], drawn, follows[..., :width])
+            sampled = torch.where((draws.which == number)[:, :, None], sampled, follows[..., :width])
         before.append(x)
-        after.append(drawn)
-        x = torch.cat([drawn, follows[..., width:]], dim=-1)
-    which = draws.which[:, :, None, None]
+        after.append(sampled)
+        x = torch.cat([sampled, follows[..., width:]], dim=-1)
+    step_index = draws.which[:, :, None, None]
     recorded = [torch.stack(part, dim=1) for part in (before, after)]
-    recorded = [part.gather(1, which.expand(-1, -1, *part.shape[2:])) for part in recorded]
+    recorded = [part.gather(1, step_index.expand(-1, -1, *part.shape[2:])) for part in recorded]
     return x[..., :width], Walk(recorded[0], recorded[1], draws.which)
 
 
@@ -159,5 +159,5 @@ def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk, prefix: Any = 
     x, time = walk.x.flatten(0, 1), sde.times(walk.x.device)[walk.which.flatten()]
     velocity = loss.velocity(x, time, prefix or loss.prefix(loss.images(batch))).float()
     mean, std = sde.transition(x[:, :executed, :width], velocity[:, :executed, :width], time)
-    found = log_prob(walk.after.flatten(0, 1), mean, std)
-    return found.view(rows, steps), mean.unflatten(0, (rows, steps)), std.view(rows, steps)
+    log_probs = log_prob(walk.after.flatten(0, 1), mean, std)
+    return log_probs.view(rows, steps), mean.unflatten(0, (rows, steps)), std.view(rows, steps)

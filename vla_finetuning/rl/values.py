@@ -74,13 +74,13 @@ def resolve_value(config: ValueConfig, gpus_found: int, datasets: Datasets | Non
             "give a --policy.path of one of these types"
         )
     success = episode_success(config.outcome, rows.metas, run.config.dataset.roots or [rows.metas[0].root], absolute)
-    used = [of[own] for of, own in zip(success, rows.episodes, strict=True)]
+    used = [outcomes[selected] for outcomes, selected in zip(success, rows.episodes, strict=True)]
     _check_both_outcomes(config, np.concatenate(used))
     tasks = _task_numbers(rows.metas)
     longest = _longest(rows.metas, rows.episodes, tasks)
     returns = tuple(
-        episode_returns(meta.episode_length, of, longest[task], config.value.failure_penalty)
-        for meta, of, task in zip(rows.metas, success, tasks, strict=True)
+        episode_returns(meta.episode_length, outcomes, longest[task], config.value.failure_penalty)
+        for meta, outcomes, task in zip(rows.metas, success, tasks, strict=True)
     )
     rows = replace(
         rows,
@@ -121,8 +121,8 @@ def _longest(
 ) -> np.ndarray:
     """Frames of the longest episode of each task: int64 (tasks,)."""
     longest = np.ones(1 + max(int(task.max()) for task in tasks), np.int64)
-    for meta, own, task in zip(metas, episodes, tasks, strict=True):
-        np.maximum.at(longest, task[own], meta.episode_length[own])
+    for meta, selected, task in zip(metas, episodes, tasks, strict=True):
+        np.maximum.at(longest, task[selected], meta.episode_length[selected])
     return longest
 
 
@@ -138,8 +138,8 @@ def _count(policy: PolicySpec, spec: ValueSpec) -> TrainableReport:
 def describe_value(run: ValueRun) -> str:
     """The plan, as text."""
     rows, v = run.training.rows, run.config.value
-    used = np.concatenate([of[own] for of, own in zip(run.success, rows.episodes, strict=True)])
-    corrected = sum(int(of.sum()) for of in run.corrected)
+    used = np.concatenate([outcomes[selected] for outcomes, selected in zip(run.success, rows.episodes, strict=True)])
+    corrected = sum(int(frames.sum()) for frames in run.corrected)
     lines = [
         f"Outcomes     {used.sum()} of {len(used)} episodes succeeded, by {run.config.outcome.success}"
         + (f"; {corrected} frames are corrections" if corrected else ""),
@@ -162,24 +162,24 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
     rows, v = training.rows, run.config.value
     values = judge_frames(training, checkpoint)
     columns: dict[str, list[np.ndarray]] = {}
-    for number, (meta, own) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
-        length = meta.episode_length[own]
-        of_run = np.zeros(meta.num_episodes, bool)
-        of_run[own] = True
-        frames = np.repeat(of_run, meta.episode_length)
-        found = {
-            "task": np.repeat(run.tasks[number][own], length),
-            "success": np.repeat(run.success[number][own], length),
+    for number, (meta, selected) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
+        length = meta.episode_length[selected]
+        in_run = np.zeros(meta.num_episodes, bool)
+        in_run[selected] = True
+        frames = np.repeat(in_run, meta.episode_length)
+        labels = {
+            "task": np.repeat(run.tasks[number][selected], length),
+            "success": np.repeat(run.success[number][selected], length),
             "intervention": run.corrected[number][frames],
             "return": run.returns[number][frames],
             "value": values[number][frames],
-            "held_out": np.repeat(np.isin(own, rows.eval_episodes[number]), length),
+            "held_out": np.repeat(np.isin(selected, rows.eval_episodes[number]), length),
             "to_come": np.repeat(np.cumsum(length), length) - np.arange(length.sum()) - 1,
         }
-        if np.isnan(found["value"]).any():
-            raise RuntimeError(f"{np.isnan(found['value']).sum()} frames of {meta.root} were not judged")
-        found["advantage"] = advantages(found["return"], found["value"], length, v.horizon)
-        for name, column in found.items():
+        if np.isnan(labels["value"]).any():
+            raise RuntimeError(f"{np.isnan(labels['value']).sum()} frames of {meta.root} were not judged")
+        labels["advantage"] = advantages(labels["return"], labels["value"], length, v.horizon)
+        for name, column in labels.items():
             columns.setdefault(name, []).append(column)
     together = {name: np.concatenate(parts) for name, parts in columns.items()}
     together["positive"] = label_positive(
@@ -201,16 +201,16 @@ def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path
     """
     rows = run.training.rows
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
-    found, first = [], 0
-    for number, (meta, own) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
-        for episode in own.tolist():
-            found.append((number, episode, first, int(meta.episode_length[episode])))
-            first += found[-1][3]
+    candidates, first = [], 0
+    for number, (meta, selected) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
+        for episode in selected.tolist():
+            candidates.append((number, episode, first, int(meta.episode_length[episode])))
+            first += candidates[-1][3]
     chosen = []
     for outcome in (False, True):
-        of_it = [one for one in found if columns["success"][one[2]] == outcome]
-        chosen += sorted(of_it, key=lambda one: not columns["held_out"][one[2]])[:SHOWN]
-    source, shown = rows.in_stored_order(), []
+        matching = [candidate for candidate in candidates if columns["success"][candidate[2]] == outcome]
+        chosen += sorted(matching, key=lambda candidate: not columns["held_out"][candidate[2]])[:SHOWN]
+    source, entries = rows.in_stored_order(), []
     for number, episode, first, length in chosen:
         frames = np.unique(np.linspace(0, length - 1, SHOWN_FRAMES).round().astype(int))
         (read,) = source.read_rows((first + frames).tolist(), len(frames))
@@ -222,7 +222,7 @@ def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path
             picture.save(webp := io.BytesIO(), "WEBP")
             (folder / FILMS / file).write_bytes(webp.getvalue())
         meta = rows.metas[number]
-        shown.append(
+        entries.append(
             {
                 "dataset": meta.root,
                 "episode": episode,
@@ -233,7 +233,7 @@ def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path
                 **{name: columns[name][first : first + length].tolist() for name in ("value", "return", "advantage")},
             }
         )
-    return shown
+    return entries
 
 
 def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon: int) -> dict[str, Any]:
@@ -257,9 +257,9 @@ def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon
         "positive_of_successes": float(columns["positive"][~failed].mean()),
         "positive_of_failures": float(columns["positive"][failed].mean()),
     }
-    for name, column, of in (("auroc", "advantage", to_come >= horizon), ("auroc_last", "value", to_come == 0)):
-        scores[name] = auroc(-columns[column][of], failed[of])
-        scores[f"{name}_held_out"] = auroc(-columns[column][of & held_out], failed[of & held_out])
+    for name, column, mask in (("auroc", "advantage", to_come >= horizon), ("auroc_last", "value", to_come == 0)):
+        scores[name] = auroc(-columns[column][mask], failed[mask])
+        scores[f"{name}_held_out"] = auroc(-columns[column][mask & held_out], failed[mask & held_out])
     return scores
 
 
@@ -267,8 +267,8 @@ def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
     """The probability that a true row has a higher score than a false one, ties being half; None without both."""
     if truth.all() or not truth.any():
         return None
-    of_true, of_false = score[truth], score[~truth]
-    return float(mannwhitneyu(of_true, of_false).statistic / len(of_true) / len(of_false))
+    positives, negatives = score[truth], score[~truth]
+    return float(mannwhitneyu(positives, negatives).statistic / len(positives) / len(negatives))
 
 
 def labels_text(scores: Mapping[str, Any]) -> str:
@@ -280,8 +280,8 @@ def labels_text(scores: Mapping[str, Any]) -> str:
         f"AUROC        for failed episodes: {_told(scores, 'auroc')} of advantages over {scores['horizon']} frames "
         f"of an episode, {_told(scores, 'auroc_last')} of the values of its last frame",
     ]
-    known = [scores[name] for name in ("auroc_held_out", "auroc") if scores[name] is not None]
-    if known and known[0] < LOW_AUROC:
+    aurocs = [scores[name] for name in ("auroc_held_out", "auroc") if scores[name] is not None]
+    if aurocs and aurocs[0] < LOW_AUROC:
         lines.append(
             f"             BELOW {LOW_AUROC}: it hardly sees a failure before the episode ends, and labels of earlier "
             "frames say little; train it for more --steps, or with --value.backbone true"

@@ -117,8 +117,8 @@ class Objective(nn.Module):
 def totals(sums: Tensor) -> Totals:
     """Return the means of `Objective.sums`, (7,), or (ranks, 7) of all ranks. Reads values from the device."""
     rows = cast("list[list[float]]", sums.reshape(-1, 7).tolist())
-    weight, loss, kl, flat, _, away, of_values = (sum(column) for column in zip(*rows, strict=True))
+    weight, loss, kl, flat, _, away, value_loss = (sum(column) for column in zip(*rows, strict=True))
     weight = max(weight, 1e-9)
     return Totals(
-        loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight, of_values / weight
+        loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight, value_loss / weight
     )
