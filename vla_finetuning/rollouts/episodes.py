@@ -124,9 +124,9 @@ def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Ge
 
 def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions: int) -> Line:
     """An episode's line. One that could not be played to its end has an `error`, and null for what is not known."""
-    known = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
-    known.pop("number")
-    return {**asdict(episode), **known, "decisions": decisions, "error": error}
+    outcome = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
+    outcome.pop("number")
+    return {**asdict(episode), **outcome, "decisions": decisions, "error": error}
 
 
 def name_of(line: Mapping[str, Any]) -> tuple[Any, ...]:

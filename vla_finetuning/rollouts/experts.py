@@ -62,13 +62,15 @@ def resolve_recording(config: RecordConfig) -> Recording:
     Raises:
         ValueError: nothing can be recorded so.
     """
-    kind = config.env_type or ""
-    if kind not in DEFAULTS:
-        env_config(kind)  # which says what there is
-        raise ValueError(f"--env.type={kind} has no scripted expert; those of {', '.join(DEFAULTS)} can be recorded")
-    env = env_config(kind, [*DEFAULTS[kind], *config.env_options])
+    env_type = config.env_type or ""
+    if env_type not in DEFAULTS:
+        env_config(env_type)  # which says what there is
+        raise ValueError(
+            f"--env.type={env_type} has no scripted expert; those of {', '.join(DEFAULTS)} can be recorded"
+        )
+    env = env_config(env_type, [*DEFAULTS[env_type], *config.env_options])
     if isinstance(env, MetaworldConfig) and env.obs_type != "pixels_agent_pos":
-        raise ValueError(f"--env.type={kind}, obs_type={env.obs_type}: what is recorded is pixels_agent_pos")
+        raise ValueError(f"--env.type={env_type}, obs_type={env.obs_type}: what is recorded is pixels_agent_pos")
     root = Path(config.root or "").expanduser().absolute()
     if root.is_file() or (root.is_dir() and any(root.iterdir())):
         raise ValueError(f"--root={root} exists and is not empty: name a new folder, or remove it")

@@ -44,13 +44,13 @@ Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 
 def packed(tensors: Mapping[str, torch.Tensor]) -> Packed:
     """NumPy knows no bfloat16, and Ray would copy tensors into the pickle."""
-    found: dict[Any, np.ndarray] = {}  # one under two names goes once
+    buffers: dict[Any, np.ndarray] = {}  # one under two names goes once
     weights = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in found:
-            found[key] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        weights[name] = (found[key], tensor.dtype, tuple(tensor.shape))
+        if key not in buffers:
+            buffers[key] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        weights[name] = (buffers[key], tensor.dtype, tuple(tensor.shape))
     return weights
 
 
@@ -159,10 +159,10 @@ class Player:
             assert isinstance(loss, FlowLoss)  # `check_advantage` refuses others
             self._loss = loss.eval()
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
-        own = {getattr(step, "_registry_name", "") for step in preprocessor.steps}
+        step_names = {getattr(step, "_registry_name", "") for step in preprocessor.steps}
         family = family_of(policy.config)
         steps: tuple[Any, Any] = (_unchanged, _unchanged)
-        self._env_pre, self._env_post = steps if env is None else family.env_processors(policy.config, env, own)
+        self._env_pre, self._env_post = steps if env is None else family.env_processors(policy.config, env, step_names)
         self._rename_map, self._trusted = rename_map, trusted
         self._device = next(policy.parameters()).device
 
@@ -188,9 +188,9 @@ class Player:
         assert self._chunks is not None
         steps = self._policy.config.n_action_steps
         if begin := [row for row, key in enumerate(keys) if key[3] % steps == 0]:
-            own = [(*keys[row][:3], keys[row][3] // steps) for row in begin]
-            chunks = self._chunk(select_rows(observation, begin), [instructions[row] for row in begin], own)
-            self._chunks |= {key[:3]: chunk for key, chunk in zip(own, chunks, strict=True)}
+            chunk_keys = [(*keys[row][:3], keys[row][3] // steps) for row in begin]
+            chunks = self._chunk(select_rows(observation, begin), [instructions[row] for row in begin], chunk_keys)
+            self._chunks |= {key[:3]: chunk for key, chunk in zip(chunk_keys, chunks, strict=True)}
         if any(key[:3] not in self._chunks for key in keys):
             raise RuntimeError(
                 "a policy process died, and with it the chunks that its episodes were in; start the evaluation again, "
@@ -221,8 +221,8 @@ class Player:
     def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
         """Return what the policy sees of N rows, on its device; `words` are what instructions end with."""
         with remote_code(self._trusted), torch.no_grad():
-            said = [f"{self._opening}{instruction}{words}" for instruction in instructions]
-            seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: said})
+            tasks = [f"{self._opening}{instruction}{words}" for instruction in instructions]
+            seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: tasks})
             prepared = self._pre({self._rename_map.get(key, key): value for key, value in seen.items()})
         # Processors are saved for one device, often the CPU; the policy's is what counts.
         return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
@@ -255,8 +255,8 @@ class Player:
     def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
         """Return what the sampling of each row starts from, (N, T, max_action_dim)."""
         config: Any = self._policy.config
-        drawn = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
-        return torch.from_numpy(np.stack(drawn)).to(self._device)
+        draws = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
+        return torch.from_numpy(np.stack(draws)).to(self._device)
 
 
 def _unchanged(value: Any) -> Any:
@@ -274,13 +274,13 @@ class Eyes:
         """Return the actions for one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
         before, _ = family_of(self.config).env_processors(self.config, self.env, later_steps=(IMAGENET_STEP,))
         seen = before(preprocess_observation(stack([observation])))
-        found = {}
+        columns = {}
         for key, value in seen.items():
             if key.startswith(OBS_STR) and isinstance(value, torch.Tensor):
                 row = value[0]
                 image = row.ndim == 3
-                found[key] = ((row * 255).round().to(torch.uint8).permute(1, 2, 0) if image else row.float()).numpy()
-        return found
+                columns[key] = ((row * 255).round().to(torch.uint8).permute(1, 2, 0) if image else row.float()).numpy()
+        return columns
 
 
 def opening_of(folder: Path) -> str:
@@ -318,10 +318,10 @@ def shown_features(config: PreTrainedConfig, env: EnvConfig) -> dict[str, Any]:
 
 def check_rename_map(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
     """Raise ValueError for a key of --rename_map that the environment does not show."""
-    shown = sorted(shown_features(config, env).keys() - {ACTION})
-    if unknown := sorted(rename_map.keys() - set(shown)):
+    env_keys = sorted(shown_features(config, env).keys() - {ACTION})
+    if unknown := sorted(rename_map.keys() - set(env_keys)):
         raise ValueError(
-            f"--rename_map: --env.type={env.type} does not show {', '.join(unknown)}; it shows {', '.join(shown)}: "
+            f"--rename_map: --env.type={env.type} does not show {', '.join(unknown)}; it shows {', '.join(env_keys)}: "
             "give one of these names as the key"
         )
 
@@ -354,30 +354,30 @@ def check_fits(
     check_acts(config)
     family = family_of(config)
     features = shown_features(config, env)
-    shown = {rename_map.get(key, key): feature for key, feature in features.items()}
-    missing = {key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA)}
+    env_features = {rename_map.get(key, key): feature for key, feature in features.items()}
+    missing = {key for key in config.input_features if key not in env_features and not key.startswith(EMPTY_CAMERA)}
     # A name that the policy does not know is a slip in the map, not a camera to do without.
     slip = any(key in rename_map and rename_map[key] not in config.input_features for key in features)
-    masks = (family.masks_cameras or family.takes_any) and any(key in shown for key in config.image_features)
+    masks = (family.masks_cameras or family.takes_any) and any(key in env_features for key in config.image_features)
     if masks and not slip:
         missing -= config.image_features.keys() - trained.keys()
     if missing:
-        there = sorted(shown.keys() - {ACTION})
-        example = json.dumps({there[0]: min(missing)})
+        env_keys = sorted(env_features.keys() - {ACTION})
+        example = json.dumps({env_keys[0]: min(missing)})
         raise ValueError(
-            f"the policy needs {sorted(missing)}, and --env.type={env.type} shows {there}; --rename_map='{example}' "
+            f"the policy needs {sorted(missing)}, and --env.type={env.type} shows {env_keys}; --rename_map='{example}' "
             "gives one of them another name"
         )
     for key, feature in {**config.output_features, **config.input_features}.items():
         # Images are resized by the policies; a vector of another length is another robot's.
-        if key not in shown or len(feature.shape) != 1:
+        if key not in env_features or len(feature.shape) != 1:
             continue
-        found, wanted = tuple(shown[key].shape), trained.get(key, tuple(feature.shape))
-        if key == OBS_STATE and key not in trained and len(found) == 1:  # padded, where the policy pads
-            padded = wanted == (getattr(config, "max_state_dim", None),)
-            wanted = found if family.takes_any or (padded and found < wanted) else wanted
-        if found != wanted:
+        env_shape, policy_shape = tuple(env_features[key].shape), trained.get(key, tuple(feature.shape))
+        if key == OBS_STATE and key not in trained and len(env_shape) == 1:  # padded, where the policy pads
+            padded = policy_shape == (getattr(config, "max_state_dim", None),)
+            policy_shape = env_shape if family.takes_any or (padded and env_shape < policy_shape) else policy_shape
+        if env_shape != policy_shape:
             raise ValueError(
-                f"the policy's '{key}' has the shape {wanted}, that of --env.type={env.type} {found}: it was trained "
-                "for another robot"
+                f"the policy's '{key}' has the shape {policy_shape}, that of --env.type={env.type} {env_shape}: it was "
+                "trained for another robot"
             )

@@ -61,12 +61,12 @@ def write_share(folder: Path, makers: Mapping[str, Maker], play: Play, share: Sh
 
     shutil.rmtree(folder, ignore_errors=True)
     dataset, written, current = None, [], None
-    with contextlib.ExitStack() as made, writing_videos():
+    with contextlib.ExitStack() as env_stack, writing_videos():
         try:
             for task, episode in share:
                 if task != current:
-                    made.close()
-                    env, current = made.enter_context(makers[task]()), task
+                    env_stack.close()
+                    env, current = env_stack.enter_context(makers[task]()), task
                 frames = play(env, episode)
                 written.append(frames is not None)
                 for frame in frames or ():

@@ -97,9 +97,9 @@ def play_again(
 
 
 def _check(when: str, env: gymnasium.Env[Any, Any], observation: Any, expected: str) -> None:
-    if expected and (found := state_hash(env, observation)) != expected:
+    if expected and (state := state_hash(env, observation)) != expected:
         raise ValueError(
-            f"played again it {when} in the state {found} instead of {expected}: the environment does not repeat, or "
+            f"played again it {when} in the state {state} instead of {expected}: the environment does not repeat, or "
             "is another version than the one that was evaluated in"
         )
 
@@ -139,14 +139,14 @@ def make_films(
     task = ray.remote(num_cpus=FILM_CPUS, max_retries=0)(film)
     tasks = [task.remote(makers[line["task"]], dict(line), actions) for _, line, actions in chosen]
     deadline, films = time.monotonic() + limit_s, []
-    for made, (title, line, _) in zip(tasks, chosen, strict=True):
+    for film_task, (title, line, _) in zip(tasks, chosen, strict=True):
         file, problem = f"{'-'.join(_words(title, line['task'], line['seed']))}.webp", None
-        if not ray.wait([made], timeout=max(0.0, deadline - time.monotonic()))[0]:
-            ray.cancel(made, force=True)
+        if not ray.wait([film_task], timeout=max(0.0, deadline - time.monotonic()))[0]:
+            ray.cancel(film_task, force=True)
             problem = f"playing it again took more than {limit_s:g} s"
         else:
             try:
-                (folder / FILMS / file).write_bytes(ray.get(made))
+                (folder / FILMS / file).write_bytes(ray.get(film_task))
             except Exception as error:  # whatever an environment may end with
                 problem = root_cause(error)
         films.append(

@@ -208,8 +208,8 @@ class Scheduler:
 
     def _make_stage(self, seat: Seat) -> None:
         # DEFAULT: anywhere in the cluster, not in the placement group that Ray Train holds for this process.
-        made: Any = ray.remote(Stage).options(num_cpus=self._cpus, scheduling_strategy="DEFAULT")
-        seat.stage, seat.started = made.remote(self._makers, self._slots, self._step_limit_s), False
+        stage_class: Any = ray.remote(Stage).options(num_cpus=self._cpus, scheduling_strategy="DEFAULT")
+        seat.stage, seat.started = stage_class.remote(self._makers, self._slots, self._step_limit_s), False
         seat.call = seat.stage.advance.options(num_returns=2).remote(())  # answered when it has started
 
     def _advance(self, seat: Seat, chunks: np.ndarray | None = None) -> None:
@@ -219,13 +219,13 @@ class Scheduler:
 
     def _hand_out(self, seat: Seat) -> list[Playing]:
         """Take what a seat may begin: what goes on elsewhere, and as many others as it has environments."""
-        queue, taken, fresh = seat.queue, list[Playing](), 0
-        while queue and fresh < self._slots and not any(map(self._is_suspect, (*seat.playing, *taken))):
-            if self._is_suspect(queue[0]) and (seat.playing or taken):
+        queue, selected, fresh = seat.queue, list[Playing](), 0
+        while queue and fresh < self._slots and not any(map(self._is_suspect, (*seat.playing, *selected))):
+            if self._is_suspect(queue[0]) and (seat.playing or selected):
                 break
-            taken.append(queue.popleft())
-            fresh += not taken[-1].chunks
-        return taken
+            selected.append(queue.popleft())
+            fresh += not selected[-1].chunks
+        return selected
 
     def _is_suspect(self, playing: Playing) -> bool:
         """Return whether an episode is played alone: whose fault failures were is not known."""
@@ -234,11 +234,11 @@ class Scheduler:
     def _give(self, batch: Sequence[Seat], chunks: np.ndarray) -> None:
         first = 0
         for seat in batch:
-            own = np.array(chunks[first : first + len(seat.playing)])  # no view into the object store
-            for playing, chunk in zip(seat.playing, own, strict=True):
+            seat_chunks = np.array(chunks[first : first + len(seat.playing)])  # no view into the object store
+            for playing, chunk in zip(seat.playing, seat_chunks, strict=True):
                 playing.chunks.append(chunk)
-            self._advance(seat, own)
-            first += len(own)
+            self._advance(seat, seat_chunks)
+            first += len(seat_chunks)
 
     def _take(self, seat: Seat) -> None:
         """Take a stage's answer."""
@@ -253,11 +253,11 @@ class Scheduler:
             self._replace(seat, error)
             return
         seat.started, self._in_vain = True, 0 if ended else self._in_vain
-        held = {playing.number: playing for playing in (*seat.playing, *seat.handed)}
+        remaining = {playing.number: playing for playing in (*seat.playing, *seat.handed)}
         for over in ended:
-            self._end(held.pop(over.number), over)
-        seat.playing, seat.handed = [held.pop(decision.number) for decision in seat.decisions], []
-        seat.queue.extendleft(reversed(held.values()))
+            self._end(remaining.pop(over.number), over)
+        seat.playing, seat.handed = [remaining.pop(decision.number) for decision in seat.decisions], []
+        seat.queue.extendleft(reversed(remaining.values()))
         seat.since = time.monotonic() if seat.playing else None
 
     def _replace(self, seat: Seat, error: RayError) -> None:
@@ -291,24 +291,24 @@ class Scheduler:
         simulates = any(seat.started and seat.call is not None for seat in self.seats)
         if policy.lacks is None and (simulates or any(policy.pending.values())):
             self._moved_s = now
-        waited_s, told = now - self._moved_s, self._told
-        self._told = told or waited_s > TELL_AFTER_S
+        waited_s, already_told = now - self._moved_s, self._told
+        self._told = already_told or waited_s > TELL_AFTER_S
         if waited_s > ROOM_TIMEOUT_S:
-            kind, why = "simulates" if policy.lacks is None else "decides", self._what_lacks() or "it has its CPUs"
-            raise NoCapacityError(f"no process that {kind} has started for {ROOM_TIMEOUT_S:g} s: {why}")
-        if self._told and not told and (lacks := self._what_lacks()):
+            role, why = "simulates" if policy.lacks is None else "decides", self._what_lacks() or "it has its CPUs"
+            raise NoCapacityError(f"no process that {role} has started for {ROOM_TIMEOUT_S:g} s: {why}")
+        if self._told and not already_told and (lacks := self._what_lacks()):
             # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
             why = f"{lacks}, unless they are held by processes of this program that a busy machine is slow to start"
             tell(f"waiting      for capacity, at most {ROOM_TIMEOUT_S:g} s: {why}", file=sys.stderr)
 
     def _what_lacks(self) -> str | None:
         """Return what a process that is to start waits for, in words; None if the cluster has it free."""
-        free, there = ray.available_resources(), ray.cluster_resources()
+        free, totals = ray.available_resources(), ray.cluster_resources()
         needs = zip(("CPU", "GPU"), self._policy.lacks or (self._cpus, 0), strict=True)
         lacking = [
-            f"needs {n:g} {kind}{'s' * (n != 1)}, {free.get(kind, 0):g} of the cluster's {there.get(kind, 0):g} free"
-            for kind, n in needs
-            if free.get(kind, 0) < n
+            f"needs {n:g} {name}{'s' * (n != 1)}, {free.get(name, 0):g} of the cluster's {totals.get(name, 0):g} free"
+            for name, n in needs
+            if free.get(name, 0) < n
         ]
         remedy = "end what holds them, add nodes, or lower --eval.env_actors (grpo.py: --grpo.env_actors)"
         return f"{'; '.join(lacking)}; {remedy}" if lacking else None
@@ -317,5 +317,5 @@ class Scheduler:
 def _why(error: RayError, step_limit_s: float) -> str:
     if isinstance(error, RayTaskError):
         return root_cause(error)
-    what = str(error).strip().splitlines()[0]
-    return f"its process died, or a step took more than {step_limit_s:g} s (VLA_STEP_TIMEOUT_S): {what}"
+    message = str(error).strip().splitlines()[0]
+    return f"its process died, or a step took more than {step_limit_s:g} s (VLA_STEP_TIMEOUT_S): {message}"

@@ -86,9 +86,9 @@ class PolicyServer:
         seen = _blacked_out(concatenate(observations), [i for i, row in enumerate(rows) if row.blindfolded])
         chunks: dict[int, np.ndarray] = {}
         for policy in dict.fromkeys(row.policy for row in rows):
-            own = [i for i, row in enumerate(rows) if row.policy == policy]
-            for start in range(0, len(own), self._batch_size):
-                batch = own[start : start + self._batch_size]
+            policy_rows = [i for i, row in enumerate(rows) if row.policy == policy]
+            for start in range(0, len(policy_rows), self._batch_size):
+                batch = policy_rows[start : start + self._batch_size]
                 padded = batch + [batch[-1]] * (self._batch_size - len(batch)) if self._exact else batch
                 actions = self._players[policy](
                     select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
@@ -135,8 +135,8 @@ class PolicyServers(Policy):
             self._make_server()
 
     def _make_server(self) -> None:
-        made: Any = ray.remote(PolicyServer).options(num_cpus=SERVER_CPUS, num_gpus=self._gpus)
-        server = made.remote(*self._arguments)
+        server_class: Any = ray.remote(PolicyServer).options(num_cpus=SERVER_CPUS, num_gpus=self._gpus)
+        server = server_class.remote(*self._arguments)
         self._await(server, server.__ray_ready__.remote(), [])
         server.load.remote()  # while the stages begin
 
@@ -211,8 +211,8 @@ class Cast:
         stages = options.env_actors or max(2, int((cpus - servers * SERVER_CPUS) / STAGE_CPUS))
         stages = max(1, min(stages, episodes))
         threads = 1 if options.exact or use_gpu else max(1, round(stages * STAGE_CPUS / servers + SERVER_CPUS))
-        of_two_batches = math.ceil(2 * options.batch_size * servers / stages)
-        return cls(servers, stages, threads, min(options.batch_size, of_two_batches, math.ceil(episodes / stages)))
+        two_batches = math.ceil(2 * options.batch_size * servers / stages)
+        return cls(servers, stages, threads, min(options.batch_size, two_batches, math.ceil(episodes / stages)))
 
 
 def play(
@@ -243,7 +243,7 @@ def play(
         NoCapacityError: nothing that decides, or nothing that simulates, has started for ROOM_TIMEOUT_S.
         RuntimeError: policy servers died again and again, or stages do without end.
     """
-    cpus, weights_bytes = ray.cluster_resources().get("CPU", 1.0), sum(of.weights_bytes for of in sources.values())
+    cpus, weights_bytes = ray.cluster_resources().get("CPU", 1.0), sum(s.weights_bytes for s in sources.values())
     cast = Cast.of(options, cpus, episodes=len(episodes), weights_bytes=weights_bytes, use_gpu=use_gpu)
     used = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
     step_limit_s = Timeouts.from_environment().step
