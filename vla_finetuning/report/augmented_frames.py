@@ -47,7 +47,7 @@ def augmented(sheet: Sequence[Moment], config: Config) -> list[Moment]:
     )
     if augmentation is None:
         return list(sheet)
-    shown = []
+    moments = []
     for number, moment in enumerate(sheet):
         pictures = {}
         for key, frame in moment.images.items():
@@ -55,5 +55,5 @@ def augmented(sheet: Sequence[Moment], config: Config) -> list[Moment]:
             places = torch.arange(EPOCHS_SHOWN) * len(sheet) + number
             changed = augmentation(names[key], copies, places).mul(255).round().clamp(0, 255)
             pictures[key] = np.concatenate([frame, *changed.to(torch.uint8).movedim(1, -1).numpy()])
-        shown.append(replace(moment, images=pictures, is_augmented=True))
-    return shown
+        moments.append(replace(moment, images=pictures, is_augmented=True))
+    return moments

@@ -127,14 +127,14 @@ class Look:
     def sample(self) -> str:
         """Return what the warnings rest on, in words."""
         meta = self.meta
-        whole = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
-        read = "every row" if whole else f"{self.rows:,} of {meta.total_frames:,} rows"
-        of = "" if whole else f", from {len(self.episodes):,} of {meta.num_episodes:,} episodes spread evenly"
+        is_complete = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
+        read = "every row" if is_complete else f"{self.rows:,} of {meta.total_frames:,} rows"
+        scope = "" if is_complete else f", from {len(self.episodes):,} of {meta.num_episodes:,} episodes spread evenly"
         if self.spread_rows is not None:
             first = f"{self.spread_rows:,} row{'s' * (self.spread_rows != 1)}"
-            of += f"; of episodes longer than {first}, the first, and for ranges and statistics as many of all"
+            scope += f"; of episodes longer than {first}, the first, and for ranges and statistics as many of all"
         cameras = f"; images at {MOMENTS} moments of up to {CAMERA_EPISODES} episodes" if meta.camera_keys else ""
-        return f"{read} without images{of}{cameras}"
+        return f"{read} without images{scope}{cameras}"
 
     @property
     def task_counts(self) -> list[tuple[str, int]]:
@@ -170,12 +170,12 @@ def look_at(meta: DatasetMetadata) -> Look:
         read.append(episode)
         columns.add(episode, batch, spread)
     # In the middle of the sample, and with enough frames to see something move.
-    whole = [episode for episode in read if episode not in holes.episodes] or read
-    shown = max(whole[len(whole) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
+    intact = [episode for episode in read if episode not in holes.episodes] or read
+    example = max(intact[len(intact) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
     cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
     if len(holes.episodes) == meta.num_episodes:
         cameras = [key for key in cameras if key not in holes.cameras]
-    sheet, camera_findings = _look_through_cameras(meta, cameras[:MAX_CAMERAS], shown, whole)
+    sheet, camera_findings = _look_through_cameras(meta, cameras[:MAX_CAMERAS], example, intact)
 
     findings += [
         Finding("damaged", f"{_episodes(members)}: cannot be read: {why}") for why, members in list(damaged.items())[:5]
@@ -193,10 +193,10 @@ def look_at(meta: DatasetMetadata) -> Look:
     findings += camera_findings
     if not any(finding.kind == "damaged" for finding in findings):  # else what a run would say has been said
         features = Features(camera_keys=cameras[:MAX_CAMERAS], columns=vector_keys(meta))
-        found = run_look.look_at(meta, select_episodes(meta, None), features).problems
+        problems = run_look.look_at(meta, select_episodes(meta, None), features).problems
         findings += [
             Finding("damaged", f"episode {episode} would end a run: {problem}")
-            for episode, problem in list(found.items())[:5]
+            for episode, problem in list(problems.items())[:5]
             if episode not in seen
         ]
     findings += columns.gaps(meta.fps)
@@ -207,12 +207,12 @@ def look_at(meta: DatasetMetadata) -> Look:
     findings += columns.constants(meta, ranges)
     findings += columns.outliers(ranges)
     findings += columns.jumps(meta)
-    time_s, curves = columns.of(shown) if read else (np.zeros(0), {})
+    time_s, curves = columns.of(example) if read else (np.zeros(0), {})
     return Look(
         meta=meta,
         episodes=np.asarray(read, np.int64),
         rows=columns.rows,
-        shown=shown,
+        shown=example,
         time_s=time_s,
         curves=curves,
         sheet=sheet,
@@ -335,12 +335,12 @@ class _Columns:
     def gaps(self, fps: int) -> Iterator[Finding]:
         """Frames that are missing, or out of order, by the timestamps."""
         steps = {episode: np.diff(time_s) * fps for episode, time_s in self.times.items()}
-        found = {episode: int(((step > GAP_FRAMES) | (step <= 0)).sum()) for episode, step in steps.items()}
-        if any(found.values()):
+        dropped = {episode: int(((step > GAP_FRAMES) | (step <= 0)).sum()) for episode, step in steps.items()}
+        if any(dropped.values()):
             yield Finding(
                 "gaps",
-                f"dropped frames: {sum(found.values())} timestamps in {_episodes(e for e in found if found[e])} do not "
-                f"follow the one before at 1/{fps} s; action chunks there span more time than the policy thinks",
+                f"dropped frames: {sum(dropped.values())} timestamps in {_episodes(e for e in dropped if dropped[e])} "
+                f"do not follow the one before at 1/{fps} s; action chunks there span more time than the policy thinks",
             )
 
     def duplicates(self) -> Iterator[Finding]:
@@ -350,41 +350,41 @@ class _Columns:
             values = b"".join(self.values[key][episode].tobytes() for key in self.keys)
             groups.setdefault(hashlib.sha256(values).digest(), []).append(episode)
         if same := [members for members in groups.values() if len(members) > 1]:
-            shown = "; ".join(_episodes(members) for members in same[:5])
+            text = "; ".join(_episodes(members) for members in same[:5])
             yield Finding(
                 "duplicates",
-                f"duplicated episodes: {shown}{' and more' if len(same) > 5 else ''} hold the same states and actions: "
+                f"duplicated episodes: {text}{' and more' if len(same) > 5 else ''} hold the same states and actions: "
                 "they count twice in training, and held-out copies make the held-out error look better than it is",
             )
 
     def outside(self, meta: DatasetMetadata) -> dict[str, np.ndarray]:
         """By feature, the share of the values outside of the stored q01..q99 (D,)."""
-        found = {}
+        shares = {}
         for key in self.keys:
             stored = [r for r in ranges_of(meta, key) if not np.isnan(r.q01)]
             if stored and self.rows:
                 values = self.everywhere(key)
-                found[key] = outside(values, np.array([r.q01 for r in stored]), np.array([r.q99 for r in stored]))
-        return found
+                shares[key] = outside(values, np.array([r.q01 for r in stored]), np.array([r.q99 for r in stored]))
+        return shares
 
     def ranges(self, meta: DatasetMetadata) -> dict[str, list[Range]]:
         """Return `ranges_of`, with quantiles of the rows that were read where stored ones do not describe the data."""
         wrong = {key for key, share in self.outside(meta).items() if share.max() > LIMITS["q01", "q99"]}
-        found = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
+        by_key = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
         for key in wrong:
             low, high = np.quantile(self.everywhere(key), [0.01, 0.99], axis=0)
-            found[key] = [r._replace(q01=float(low[i]), q99=float(high[i])) for i, r in enumerate(found[key])]
-        return found
+            by_key[key] = [r._replace(q01=float(low[i]), q99=float(high[i])) for i, r in enumerate(by_key[key])]
+        return by_key
 
     def outliers(self, ranges: Mapping[str, Sequence[Range]]) -> Iterator[Finding]:
         """Dimensions whose extremes lie far outside of what they are normalised by, and how many values do."""
-        for key, found in ranges.items():
-            if far := [i for i, r in enumerate(found) if r.outliers]:
-                values = self.everywhere(key) if self.rows else np.zeros((0, len(found)))
-                beyond = sum(int((np.abs(found[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
+        for key, dims in ranges.items():
+            if far := [i for i, r in enumerate(dims) if r.outliers]:
+                values = self.everywhere(key) if self.rows else np.zeros((0, len(dims)))
+                beyond = sum(int((np.abs(dims[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
                 yield Finding(
                     "outliers",
-                    f"{key}: {_list([found[i].name for i in far])} reach beyond {OUTLIER:g} times the range that 98 % "
+                    f"{key}: {_list([dims[i].name for i in far])} reach beyond {OUTLIER:g} times the range that 98 % "
                     f"of the values lie in ({beyond} of the {len(values) * len(far)} values that were read): glitches, "
                     "or rare moves that a policy sees far out of its range",
                 )
@@ -431,13 +431,13 @@ def _vectors(values: np.ndarray) -> np.ndarray:
 
 
 def _look_through_cameras(
-    meta: DatasetMetadata, cameras: Sequence[str], shown: int, read: Sequence[int]
+    meta: DatasetMetadata, cameras: Sequence[str], example: int, read: Sequence[int]
 ) -> tuple[list[Moment], list[Finding]]:
     """The contact sheet, and the cameras that show nothing or always the same."""
     chosen: list[int] = []
     if read:
-        others = np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)]
-        chosen = list(dict.fromkeys([shown, *others.tolist()]))[:CAMERA_EPISODES]
+        spread = np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)]
+        chosen = list(dict.fromkeys([example, *spread.tolist()]))[:CAMERA_EPISODES]
     seen: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
     times: dict[int, np.ndarray] = {}
     findings = []
@@ -454,8 +454,8 @@ def _look_through_cameras(
             findings.append(Finding("damaged", f"camera {key} cannot be read: {_reason(meta, error)}"))
         findings += camera_findings(key, seen[key].values())
     sheet = [
-        Moment(shown, float(time_s), {key: seen[key][shown][i] for key in cameras if shown in seen[key]})
-        for i, time_s in enumerate(times.get(shown, []))
+        Moment(example, float(time_s), {key: seen[key][example][i] for key in cameras if example in seen[key]})
+        for i, time_s in enumerate(times.get(example, []))
     ]
     return sheet, findings
 

@@ -89,8 +89,8 @@ def example_chunk(example: Mapping[str, Any], fps: float) -> Chunk:
     recorded, predicted = (
         np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")
     )
-    known = "episode_index" in example
-    title = f"episode {example['episode_index']}, {example['frame_index'] / fps:.1f} s" if known else ""
+    has_place = "episode_index" in example
+    title = f"episode {example['episode_index']}, {example['frame_index'] / fps:.1f} s" if has_place else ""
     return Chunk(title, recorded, predicted)
 
 
@@ -272,12 +272,12 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
     `scaled` (D, 3) holds minimum, mean and maximum. What lies beyond `limit` is an outlier: it is marked, and its
     value stands at the edge. Dimensions that have no such range (NaN) are named and left empty.
     """
-    known = np.isfinite(scaled).all(axis=1)
-    widest = float(np.abs(scaled[known]).max(initial=0))
+    has_range = np.isfinite(scaled).all(axis=1)
+    widest = float(np.abs(scaled[has_range]).max(initial=0))
     edge = 1.15 * limit if widest > limit else max(1.5, 1.1 * widest)
     with _chart("normalised value (q01 = −1, q99 = 1)", height=0.75 + 0.24 * len(names)) as (figure, axes):
-        y = np.arange(len(names))[known]
-        scaled = scaled[known]
+        y = np.arange(len(names))[has_range]
+        scaled = scaled[has_range]
         minimum, mean, maximum = np.clip(scaled, -edge, edge).T
         axes.hlines(y, minimum, maximum, color=MUTED, linewidth=1.2)
         axes.hlines(y, -1, 1, color=BLUE, linewidth=6, alpha=0.9)
@@ -295,8 +295,8 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
 
 def unit_of(name: str) -> str | None:
     """The unit that a name ends with (`x_cm`, `elbow.deg`), which is the only place where a dataset can state it."""
-    found = re.search(rf"[_.\s(\[]({'|'.join(UNITS)})[)\]]?$", name.lower())
-    return found[1].replace("_", "/") if found else None
+    match = re.search(rf"[_.\s(\[]({'|'.join(UNITS)})[)\]]?$", name.lower())
+    return match[1].replace("_", "/") if match else None
 
 
 def with_unit(name: str) -> str:

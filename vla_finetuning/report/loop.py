@@ -33,10 +33,10 @@ def closed_loop(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any] |
 def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """A row for each task and a column for each checkpoint, where there are several tasks; otherwise None."""
     by_step = [(line["step"], {row["label"]: row for row in line.get("by_task", ())}) for line in over_steps]
-    tasks = list(dict.fromkeys(task for _, of_step in by_step for task in of_step))
+    tasks = list(dict.fromkeys(task for _, score_by_task in by_step for task in score_by_task))
     if not tasks:
         return None
-    rows = [[plain(task, 200), *(_of(of_step.get(task)) for _, of_step in by_step)] for task in tasks]
+    rows = [[plain(task, 200), *(_of(score_by_task.get(task)) for _, score_by_task in by_step)] for task in tasks]
     return {"head": ["task", *(f"step {step:,}" for step, _ in by_step)], "rows": rows}
 
 
@@ -75,7 +75,7 @@ def _besides(score: Mapping[str, Any]) -> str:
 
 def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Pictures and what is said of them; of one whose file is gone, that it is."""
-    shown = []
+    entries = []
     for film in films:
         steps = f"{film['steps']} step{'s' * (film['steps'] != 1)}"
         text = f"“{plain(film['instruction'], 120)}”, " if film["instruction"] else ""
@@ -88,10 +88,10 @@ def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
                 uri = "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
             else:
                 problem = f"{path} is gone"
-        shown.append(
+        entries.append(
             {
                 **{"title": plain(film["title"], 120), "success": film["success"], "uri": uri},
                 **{"text": f"{text}seed {film['seed']}, {steps}", "problem": plain(problem or "", 300)},
             }
         )
-    return shown
+    return entries

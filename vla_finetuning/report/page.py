@@ -204,9 +204,9 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         key_figures=_key_figures(config, metrics, evaluation, done, total),
         facts=_facts(config, facts, metrics),
         missing=[
-            name for name, found in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not found
+            name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not content
         ],
-        charts=metric_charts(lines, [one["resumed_from_step"] for one in starts[1:]]),
+        charts=metric_charts(lines, [attempt["resumed_from_step"] for attempt in starts[1:]]),
         held_out=list(_held_out(evaluation, facts)) if evaluation else [],
         closed_loop=closed_loop(evaluation, output_dir),
         values=values_section(output_dir),
@@ -231,37 +231,37 @@ def _key_figures(
     config: Mapping[str, Any], metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
 ) -> list[tuple[str, str]]:
     """Return the figures that a reader looks for first: (name, value)."""
-    found = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
+    entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
     if metrics:
-        found.append(("loss", _g(metrics["loss"][-1])))
+        entries.append(("loss", _g(metrics["loss"][-1])))
     for robot, errors in errors_by_robot(evaluation).items() if evaluation else ():
         trained, whose = errors["trained"], f", {robot}" if robot else ""
         if baseline := trained["mean_action"]["mse"]:
-            found.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
+            entries.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
     for name, tried in evaluation.get("closed_loop", {}).items():
         robot, _, condition = name.rpartition("/")
         if condition == "trained" and tried["episodes"]:
             whose = f", {robot}" if robot else ""
             unknown = f", {tried['errors']} not played to the end" if tried.get("errors") else ""
-            found.append((f"success in the loop{whose}{unknown}", f"{tried['successes'] / tried['episodes']:.0%}"))
+            entries.append((f"success in the loop{whose}{unknown}", f"{tried['successes'] / tried['episodes']:.0%}"))
     if metrics:
         seconds, samples, waited = _totals(metrics)
-        found += [("samples / s", _g(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
+        entries += [("samples / s", _g(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
         if cost := _cost(config, samples / seconds):
-            found.append(("cost of 1000 samples", _g(cost, 3)))
-    return found
+            entries.append(("cost of 1000 samples", _g(cost, 3)))
+    return entries
 
 
 def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
     """Return what the plan could not say: on which hardware and versions it ran, how long it took, what it cost."""
     lines, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
     if hardware := facts.get("hardware"):
-        kind = "GPU" if facts["use_gpu"] else "CPU"
+        device = "GPU" if facts["use_gpu"] else "CPU"
         gpus = f", {hardware['gpus']:g} GPUs ({', '.join(hardware['gpu_types'])})" if hardware["gpus"] else ""
         nodes = f"{hardware['nodes']} node{'s' * (hardware['nodes'] != 1)}"
         cluster = f"cluster of {nodes}: {hardware['cpus']:g} CPUs{gpus}"
         memory = f"{hardware['memory_bytes'] / 2**30:.3g} GiB of memory"
-        lines.append(("Hardware", f"{workers} {kind} workers; {cluster}, {memory}"))
+        lines.append(("Hardware", f"{workers} {device} workers; {cluster}, {memory}"))
     if attention := facts.get("attention"):
         kernels, many = ", ".join(sorted(set(attention["backends"].values()))), len(attention["backends"])
         lines.append(("Attention", f"{kernels}; compared with eager attention at {many} shapes before the start"))
@@ -301,10 +301,10 @@ def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
     """Yield each robot's errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
     fps = next((dataset["fps"] for dataset in facts.get("datasets") or ()), None)
     for robot, errors in errors_by_robot(evaluation).items():
-        known = {"action_names": facts.get("action_names"), "fps": fps, **(facts.get("robots") or {}).get(robot, {})}
+        about = {"action_names": facts.get("action_names"), "fps": fps, **(facts.get("robots") or {}).get(robot, {})}
         trained, untrained = errors["trained"], errors.get("untrained") or {}
         baseline, size = trained["mean_action"]["mse"], len(trained["policy"]["mae"])
-        names = known["action_names"] or []
+        names = about["action_names"] or []
         names = names if len(names) == size else [f"{ACTION}[{i}]" for i in range(size)]
 
         def mse(error: Mapping[str, Any], baseline: float = baseline) -> tuple[str, str]:
@@ -327,7 +327,7 @@ def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
                 ],
                 "tasks": len(by_task),
                 "by_dimension": [(figures.with_unit(name), _g(policy, 3), _g(mean, 3)) for name, policy, mean in mae],
-                "chunks": _chunk_figures(trained.get("examples", []), names, known["fps"]),
+                "chunks": _chunk_figures(trained.get("examples", []), names, about["fps"]),
             },
         )
 
@@ -342,22 +342,22 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], fps: float 
         some = [Chunk(c.title, c.recorded[:, part], c.predicted[:, part]) for c in chunks]
         return figures.chunk_strips(some, names[part], fps)
 
-    drawn = _in_parts("Recorded and predicted", "Predicted and recorded actions of", names, draw)
-    drawn[0]["instructions"] = "; ".join(dict.fromkeys(f"“{plain(e['task'])}”" for e in chosen))
-    return drawn
+    charts = _in_parts("Recorded and predicted", "Predicted and recorded actions of", names, draw)
+    charts[0]["instructions"] = "; ".join(dict.fromkeys(f"“{plain(e['task'])}”" for e in chosen))
+    return charts
 
 
 def _in_parts(
     title: str, spoken: str, names: Sequence[str], draw: Callable[[slice], figures.Figure]
 ) -> list[dict[str, str]]:
     """Draw a few dimensions a figure, MAX_DIMENSIONS in all."""
-    drawn, count = [], len(names)
+    charts, count = [], len(names)
     for first in range(0, min(count, MAX_DIMENSIONS), STRIPS_PER_FIGURE):
         part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
-        which = f" ({first + 1} to {min(part.stop, count)} of {count})" if count > STRIPS_PER_FIGURE else ""
+        span = f" ({first + 1} to {min(part.stop, count)} of {count})" if count > STRIPS_PER_FIGURE else ""
         svg = figures.to_svg(draw(part), f"{spoken} {', '.join(names[part])}")
-        drawn.append({"title": title + which, "svg": svg})
-    return drawn
+        charts.append({"title": title + span, "svg": svg})
+    return charts
 
 
 def _skipped(output_dir: Path) -> dict[str, Any] | None:
@@ -383,14 +383,14 @@ def _draw_look(look: Look) -> dict[str, Any]:
         draw = partial(_strips, look.time_s, values, names)
         curves += _in_parts(plain(key), spoken, names, draw)
     ranges = []
-    for key, found in look.ranges.items():
-        scaled = scaled_ranges(found[:MAX_DIMENSIONS])
+    for key, dims in look.ranges.items():
+        scaled = scaled_ranges(dims[:MAX_DIMENSIONS])
         svg = None
         if np.isfinite(scaled).all(axis=1).any():
-            chart = figures.ranges(scaled, [r.name for r in found[:MAX_DIMENSIONS]], limit=OUTLIER)
+            chart = figures.ranges(scaled, [r.name for r in dims[:MAX_DIMENSIONS]], limit=OUTLIER)
             svg = figures.to_svg(chart, f"Normalisation ranges of {key}; the table has the numbers")
-        rows = [(plain(r.name), *(_g(v) for v in r[1:]), r.outliers) for r in found[:MAX_DIMENSIONS]]
-        ranges.append({"key": key, "svg": svg, "rows": rows, "outliers": sum(r.outliers for r in found)})
+        rows = [(plain(r.name), *(_g(v) for v in r[1:]), r.outliers) for r in dims[:MAX_DIMENSIONS]]
+        ranges.append({"key": key, "svg": svg, "rows": rows, "outliers": sum(r.outliers for r in dims)})
     tasks = look.task_counts
     most = tasks[0][1] if tasks else 0
     histogram = figures.histogram(lengths_s, xlabel="length of the episode / s", ylabel="episodes")

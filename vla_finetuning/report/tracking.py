@@ -151,9 +151,9 @@ class Follower:
 def _charts(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line, each robot's too. Those of tasks are not sent: their names are instructions."""
     charts = {f"train/{key}": value for key, value in line.items() if key != "step"}
-    for key, of_robots in line.items():
+    for key, by_robot in line.items():
         if key.endswith("_by_robot"):
-            charts |= {f"train/{key}/{robot}": value for robot, value in (of_robots or {}).items()}
+            charts |= {f"train/{key}/{robot}": value for robot, value in (by_robot or {}).items()}
     charts |= {f"eval_mse/{name}": error for name, error in line.get("eval_mse", {}).items()}
     return {key: value for key, value in charts.items() if isinstance(value, int | float)}
 

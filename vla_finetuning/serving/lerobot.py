@@ -75,10 +75,10 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
     async def SendPolicyInstructions(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Begin a session with the robot that `pretrained_name_or_path` names, as `ROBOT?session=NAME&token=SECRET`."""
         async with _answered(context):
-            asked = read_pickle(request.data, "RemotePolicyConfig")
-            address = str(asked.get("pretrained_name_or_path", ""))
+            remote_config = read_pickle(request.data, "RemotePolicyConfig")
+            address = str(remote_config.get("pretrained_name_or_path", ""))
             self._gateway.check_token(next(iter(parse_qs(urlsplit(address).query).get("token", [])), None))
-            client = _client(self._gateway.open(address), asked)
+            client = _client(self._gateway.open(address), remote_config)
             while len(self._clients) >= MOST_CLIENTS:
                 del self._clients[next(iter(self._clients))]
             self._clients[context.peer()] = client
@@ -155,12 +155,12 @@ async def _answered(context: Any) -> AsyncIterator[None]:
         await abort(grpc.StatusCode.INTERNAL, error)
 
 
-def _client(session: Session, asked: Mapping[str, Any]) -> _Client:
+def _client(session: Session, remote_config: Mapping[str, Any]) -> _Client:
     """Return the client of a session, given what it says of its robot. Raises ValueError where the policy differs."""
     interface = session.interface
-    if (kind := asked.get("policy_type")) != interface.policy_type:
-        raise ValueError(f"--policy_type={kind}: this server has a policy of type {interface.policy_type}")
-    features, actions = asked.get("lerobot_features"), asked.get("actions_per_chunk")
+    if (policy_type := remote_config.get("policy_type")) != interface.policy_type:
+        raise ValueError(f"--policy_type={policy_type}: this server has a policy of type {interface.policy_type}")
+    features, actions = remote_config.get("lerobot_features"), remote_config.get("actions_per_chunk")
     if type(actions) is not int or actions < 1 or not isinstance(features, dict):
         raise ValueError("the message names no features of the robot, or no number of --actions_per_chunk")
     cameras = {key: key.removeprefix(f"{OBS_IMAGES}.") for key in features if str(key).startswith(f"{OBS_IMAGES}.")}
@@ -183,8 +183,8 @@ def _check_robot(interface: Interface, names: list[str], cameras: Mapping[str, s
 
 def _message(client: _Client, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a robot sends by LeRobot's names for datasets. Raises ValueError for what it lacks."""
-    wanted = itertools.chain(client.names, client.cameras.values())
-    if missing := [name for name in wanted if name not in raw]:
+    expected = itertools.chain(client.names, client.cameras.values())
+    if missing := [name for name in expected if name not in raw]:
         raise ValueError(f"the observation lacks {', '.join(missing)}, of which the robot spoke when it connected")
     numbers = [raw[name] for name in client.names]
     if wrong := [n for n, v in zip(client.names, numbers, strict=True) if not isinstance(v, (int, float, np.number))]:

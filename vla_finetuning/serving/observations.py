@@ -63,13 +63,13 @@ class Interface:
             ValueError: `rename_map` names what the policy does not see.
         """
         family, names = family_of(config), {policy: name for name, policy in saved_names.items()}
-        known = {*trained, *facts.get("cameras", ())}
+        trained_names = {*trained, *facts.get("cameras", ())}
         cameras, vectors = {}, {}
         for key, feature in config.input_features.items():
             if key in config.image_features:
                 if not key.startswith(EMPTY_CAMERA):
                     name = names.get(key, key)
-                    cameras[name] = not family.masks_cameras or not known.isdisjoint((key, name))
+                    cameras[name] = not family.masks_cameras or not trained_names.isdisjoint((key, name))
             elif key.startswith(OBS_STR):
                 vectors[names.get(key, key)] = trained.get(key, feature.shape)[0]
         for name, target in rename_map.items():
@@ -139,12 +139,12 @@ class Interface:
 
     def _arranged(self, images: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]) -> Observation:
         """Return images and vectors as gymnasium's environments name them. Raises ValueError for a wrong length."""
-        found: dict[str, Any] = {"pixels": {}}
+        arranged: dict[str, Any] = {"pixels": {}}
         for name, image in images.items():
             if name.startswith(f"{OBS_IMAGES}."):
-                found["pixels"][name.removeprefix(f"{OBS_IMAGES}.")] = image[None]
+                arranged["pixels"][name.removeprefix(f"{OBS_IMAGES}.")] = image[None]
             else:  # as LeRobot's `preprocess_observation` passes on what it does not know
-                found[name.removeprefix(f"{OBS_STR}.")] = image[None].transpose(0, 3, 1, 2).astype(np.float32) / 255
+                arranged[name.removeprefix(f"{OBS_STR}.")] = image[None].transpose(0, 3, 1, 2).astype(np.float32) / 255
         for name, vector in vectors.items():
             if len(vector) != self.vectors[name]:
                 entries = self.facts.get(name)
@@ -153,8 +153,8 @@ class Interface:
                     f"{name!r} has {len(vector)} entries, and the policy was trained with {self.vectors[name]}{named}: "
                     "it is another robot's, or entries are missing"
                 )
-            found[name.removeprefix(f"{OBS_STR}.")] = vector[None]
-        return found if found["pixels"] else {key: value for key, value in found.items() if key != "pixels"}
+            arranged[name.removeprefix(f"{OBS_STR}.")] = vector[None]
+        return arranged if arranged["pixels"] else {key: value for key, value in arranged.items() if key != "pixels"}
 
 
 def _flat(message: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -171,11 +171,11 @@ def _flat(message: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Itera
 
 def _instruction(sent: dict[str, Any]) -> str:
     """Remove the instruction from what was sent. Raises ValueError if there is none."""
-    given = [sent.pop(name) for name in INSTRUCTIONS if name in sent]
-    text = str(given[0]) if given and isinstance(given[0], (str, np.str_)) else None
+    instructions = [sent.pop(name) for name in INSTRUCTIONS if name in sent]
+    text = str(instructions[0]) if instructions and isinstance(instructions[0], (str, np.str_)) else None
     if text is None:
-        found = f"it is {type(given[0]).__name__}" if given else "there is none"
-        raise ValueError(f"the observation needs an instruction, a text by the name 'prompt' or 'task'; {found}")
+        problem = f"it is {type(instructions[0]).__name__}" if instructions else "there is none"
+        raise ValueError(f"the observation needs an instruction, a text by the name 'prompt' or 'task'; {problem}")
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"the instruction has {len(text):,} characters: send at most {MOST_CHARACTERS:,}")
     return text
@@ -183,21 +183,21 @@ def _instruction(sent: dict[str, Any]) -> str:
 
 def _image(name: str, value: Any) -> np.ndarray:
     """Return an image as uint8 (H, W, 3)."""
-    found = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+    description = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3:
         if value.shape[2] != 3 and value.shape[0] == 3:
             value = value.transpose(1, 2, 0)
         if value.shape[2] == 3 and min(value.shape[:2]) > 3:
             return np.ascontiguousarray(value)
-    raise ValueError(f"camera {name!r} is {found}: send RGB as uint8 (H, W, 3) or (3, H, W)")
+    raise ValueError(f"camera {name!r} is {description}: send RGB as uint8 (H, W, 3) or (3, H, W)")
 
 
 def _vector(name: str, value: Any) -> np.ndarray:
     """Return a vector as float32."""
     array = np.atleast_1d(np.asarray(value)) if isinstance(value, (np.ndarray, np.number, float, int, list)) else None
     if array is None or array.dtype.kind not in "fiu" or array.ndim != 1:
-        found = type(value).__name__ if array is None else f"{array.dtype} {array.shape}"
-        raise ValueError(f"{name!r} is {found}: send a vector of numbers")
+        description = type(value).__name__ if array is None else f"{array.dtype} {array.shape}"
+        raise ValueError(f"{name!r} is {description}: send a vector of numbers")
     vector = array.astype(np.float32)
     if not np.isfinite(vector).all():
         raise ValueError(f"{name!r} holds values that are not finite: {vector}")

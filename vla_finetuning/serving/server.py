@@ -75,12 +75,12 @@ def resolve_service(config: ServeConfig) -> Service:
 
 
 def _resolve_robot(config: ServeConfig, path: str, robot: str, use_gpu: bool) -> tuple[Interface, PolicySource]:
-    asked = Config(
+    policy_args = Config(
         policy_revision=config.policy_revision,
         policy_options=config.policy_options,
         policy_trust_remote_code=config.policy_trust_remote_code,
     )
-    policy_config, folder, _ = resolve_policy(asked, path)
+    policy_config, folder, _ = resolve_policy(policy_args, path)
     assert folder is not None  # there was a path
     check_acts(policy_config)
     check_advantage(policy_config, config.advantage, config.guidance)
