@@ -85,9 +85,9 @@ def needed_by(
     if train.feature_cache is None:
         return needed
     # In the first epoch frames are there too: features of this batch, and of the prefetcher's next one, come on top.
-    of_row = family_of(policy).feature_bytes(policy, policy.image_features, config.planned_in_bf16)
+    row_bytes = family_of(policy).feature_bytes(policy, policy.image_features, config.planned_in_bf16)
     batches = 1 + (config.grad_accum if train.exact_mean else 1)
-    return replace(needed, beside=needed.beside + batches * config.batch_size * sum(of_row.values()))
+    return replace(needed, beside=needed.beside + batches * config.batch_size * sum(row_bytes.values()))
 
 
 def planned_shards(config: Config) -> int | None:
@@ -110,9 +110,9 @@ def rows_that_fit(
     What they take is the largest of several sums that grow with them, so it lies below the line from one row to `most`.
     One is tried in any case.
     """
-    one, all_rows = (prediction_bytes(config, mode, cameras=cameras, rows=rows, bf16=bf16) for rows in (1, most))
+    one_row, all_rows = (prediction_bytes(config, mode, cameras=cameras, rows=rows, bf16=bf16) for rows in (1, most))
     usable = free_bytes / (1 + FRAGMENTATION)
-    return most if all_rows <= usable else max(1, 1 + int((usable - one) / (all_rows - one) * (most - 1)))
+    return most if all_rows <= usable else max(1, 1 + int((usable - one_row) / (all_rows - one_row) * (most - 1)))
 
 
 def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None:
@@ -122,9 +122,9 @@ def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None
     """
     if not config.scaling.use_gpu:
         return None
-    asked, card = config.scaling.accelerator_type, OF_PRESET.get(config.preset or "")
-    if asked is not None:
-        return (asked, CARDS_GIB[asked]) if asked in CARDS_GIB else None
+    accelerator, card = config.scaling.accelerator_type, OF_PRESET.get(config.preset or "")
+    if accelerator is not None:
+        return (accelerator, CARDS_GIB[accelerator]) if accelerator in CARDS_GIB else None
     if found_gib is not None:
         return "the GPU found here", found_gib
     return (card.name, CARDS_GIB[card.name]) if card and card.name else None
@@ -143,8 +143,8 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
             rank 0; sharded, each worker stages its own, and a node may hold a whole replica.
     """
     large, small = (
-        [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if fits(needed, size) is wanted]
-        for wanted in (True, False)
+        [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if fits(needed, size) is fitting]
+        for fitting in (True, False)
     )
     lines = [f"Memory       per worker {needed}"]
     if shards := planned_shards(config):
@@ -240,7 +240,7 @@ def _smaller(config: Config, recomputed: bool) -> Iterator[tuple[str, Config]]:
             }
             if any(changed.values()):
                 yield (
-                    " ".join(flags for flags, given in changed.items() if given),
+                    " ".join(flags for flags, is_changed in changed.items() if is_changed),
                     replace(
                         config,
                         batch_size=rows // split,

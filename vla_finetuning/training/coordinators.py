@@ -82,10 +82,10 @@ class GroupedRanks(ray.train.DataConfig):
                     SHARE, BlockShare(first, last, world_size)
                 )  # goes with it to its coordinator
             handles = worker_handles and worker_handles[first:last]
-            of_group = ray.train.DataConfig(execution_options=options)
-            splits += of_group.configure(datasets, last - first, handles, node_ids[first:last] or None, **kwargs)
+            group_config = ray.train.DataConfig(execution_options=options)
+            splits += group_config.configure(datasets, last - first, handles, node_ids[first:last] or None, **kwargs)
         for name, split in splits[0].items():
-            every = dict.fromkeys(of_rank[name]._coord_actor for of_rank in splits)
+            every = dict.fromkeys(rank_splits[name]._coord_actor for rank_splits in splits)
             split._coord_actor = Coordinators(list(every))
         return splits
 
@@ -105,12 +105,12 @@ class GroupedRanks(ray.train.DataConfig):
     def _on_nodes(self, node_ids: Sequence[str]) -> list[tuple[int, int, ExecutionOptions]]:
         """The same of the ranks of each node, from there; nothing if there is one, or one cannot read for its own."""
         # In the order of ranks, which Ray Train 2.60 counts node by node.
-        of_nodes = [(node, len(list(ranks))) for node, ranks in itertools.groupby(node_ids)]
-        if len(of_nodes) <= 1:
+        rank_counts = [(node, len(list(ranks))) for node, ranks in itertools.groupby(node_ids)]
+        if len(rank_counts) <= 1:
             return []
         have = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]}
         groups, first = [], 0
-        for node, ranks in of_nodes:
+        for node, ranks in rank_counts:
             cpus = have.get(node, 0) - ranks * self._cpus_per_worker
             if cpus < self._cpus_per_read_task:
                 logger.warning(
@@ -119,7 +119,7 @@ class GroupedRanks(ray.train.DataConfig):
                     *(node, have.get(node, 0), ranks, max(cpus, 0), self._cpus_per_read_task),
                 )
                 return []
-            options = shared(self._options, len(of_nodes), cpus)
+            options = shared(self._options, len(rank_counts), cpus)
             options.label_selector = {"ray.io/node-id": node}
             groups.append((first, first + ranks, options))
             first += ranks

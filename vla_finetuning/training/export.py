@@ -68,8 +68,8 @@ def _policy_from(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, 
     adapted = add_adapters(policy, peft, spec.seed) if peft.enabled else None
     tensors = policy.state_dict() | family_of(spec.config).training_state()
 
-    def held(kind: str, prefix: str = "") -> dict[str, Tensor]:
-        names = {name for name in checkpoint_names(checkpoint, kind) if not name.startswith(CRITIC)}  # not the policy's
+    def held(group_name: str, prefix: str = "") -> dict[str, Tensor]:
+        names = {n for n in checkpoint_names(checkpoint, group_name) if not n.startswith(CRITIC)}  # not the policy's
         if foreign := sorted(name for name in names if name.removeprefix(prefix) not in tensors):
             raise ValueError(f"checkpoint {checkpoint}: it is of another policy, and holds {foreign[:5]}")
         return {name: tensors[name.removeprefix(prefix)] for name in names}
@@ -84,7 +84,7 @@ def export(
     spec: PolicySpec,
     checkpoint: Path,
     output_dir: Path,
-    drawn: Mapping[str, Any],
+    renderings: Mapping[str, Any],
     facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
     """Write `pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
@@ -94,38 +94,38 @@ def export(
 
     Args:
         checkpoint: whose policy it is; it has all of what trained, however that was sharded.
-        output_dir: the run's folder. drawn: how the simulator that a robot's data is from drew its pictures, if any,
-            by the robot's name.
+        output_dir: the run's folder. renderings: how the simulator that a robot's data is from drew its pictures, if
+            any, by the robot's name.
         facts: what each robot's robot.json says (`plan.robot_facts`), by its name; that of the base where none is said.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [robot.by_own_names() for robot in spec.robots]
     if adapted is not None:
         for robot in robots if spec.adapters.export == "adapter" else ():
-            own = spec.select_robot(robot)
+            robot_spec = spec.select_robot(robot)
             with _made_for(output_dir / "adapter" / robot.name) as folder:
-                pipelines, config, _ = in_own_names(own)
-                save_adapters(adapted, own.base["path"], own.base["revision"], *pipelines, folder, config)
+                pipelines, config, _ = in_own_names(robot_spec)
+                save_adapters(adapted, robot_spec.base["path"], robot_spec.base["revision"], *pipelines, folder, config)
         merge(adapted)
-    with _made_for(output_dir / "pretrained_model") as whole:
+    with _made_for(output_dir / "pretrained_model") as root:
         written = None
         for robot in robots:
-            own, folder = spec.select_robot(robot), whole / robot.name
-            pipelines, config, renamed = in_own_names(own)
+            robot_spec, folder = spec.select_robot(robot), root / robot.name
+            pipelines, config, renamed = in_own_names(robot_spec)
             save_pretrained(policy, *pipelines, folder, config, written)
             written = folder
-            said = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
-            if "cameras" in said:
-                said["cameras"] = {key: _camera(size, renamed.get(key)) for key, size in said["cameras"].items()}
+            about = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
+            if "cameras" in about:
+                about["cameras"] = {key: _camera(size, renamed.get(key)) for key, size in about["cameras"].items()}
             if robot.opening:
                 # Of a policy that goes on from one of several robots no name is known, and none is needed.
-                said |= {"robot": robot.name} if robot.name else {}
-                said["instructions_begin_with"] = robot.opening
-            if said:
-                write_json(folder / ROBOT_NAME, said)
-            if shown := drawn.get(robot.name):
+                about |= {"robot": robot.name} if robot.name else {}
+                about["instructions_begin_with"] = robot.opening
+            if about:
+                write_json(folder / ROBOT_NAME, about)
+            if rendering := renderings.get(robot.name):
                 # An evaluation in the simulator must show it the same pictures.
-                write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
+                write_json(folder / ENVIRONMENT_NAME, {"drawn": rendering})
 
 
 def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:

@@ -114,7 +114,7 @@ class HeldOutLoss:
         rows = len(self._rows.positions) * self._per_row
         # Of every draw of every row: its loss, whether it counts, its time. Zeros where another rank has it: a sum over
         # the ranks is then exact, and the same however many there are.
-        found = torch.zeros(3, rows, device=self._device)
+        table = torch.zeros(3, rows, device=self._device)
         loss.eval()
         try:
             with torch.no_grad():
@@ -123,18 +123,18 @@ class HeldOutLoss:
                     values, times = self._losses(loss, batch, number, autocast)
                     if number < self._chunks:
                         first = number * self._size * self._per_row
-                        of_chunk = found[:, first : first + self._size * self._per_row]
+                        chunk_columns = table[:, first : first + self._size * self._per_row]
                         # The last chunk may have been filled up.
-                        values, times = values[: of_chunk.shape[1]], times[: of_chunk.shape[1]]
+                        values, times = values[: chunk_columns.shape[1]], times[: chunk_columns.shape[1]]
                         counted = batch[IS_SKIPPED].logical_not() if IS_SKIPPED in batch else torch.ones(self._size)
-                        counted = counted.repeat_interleave(self._per_row)[: of_chunk.shape[1]]
-                        of_chunk.copy_(torch.stack([values, counted.to(values), times]))
+                        counted = counted.repeat_interleave(self._per_row)[: chunk_columns.shape[1]]
+                        chunk_columns.copy_(torch.stack([values, counted.to(values), times]))
         finally:
             loss.train()
             free_gathered(loss)
         if dist.is_initialized():
-            dist.all_reduce(found)
-        found_losses = self._summary(*found.cpu().double().numpy())
+            dist.all_reduce(table)
+        found_losses = self._summary(*table.cpu().double().numpy())
         return {**found_losses, "eval_s": time.perf_counter() - started}
 
     def _losses(
@@ -158,10 +158,10 @@ class HeldOutLoss:
         groups = range(first // DRAWN_TOGETHER, -(-(first + self._size) // DRAWN_TOGETHER))
         config, seed, many = self._spec.config, self._spec.seed, DRAWN_TOGETHER * self._per_row
         # Steps that training never has.
-        drawn = [self._family.draw(config, many, seed, -1 - group, self._device) for group in groups]
+        pairs = [self._family.draw(config, many, seed, -1 - group, self._device) for group in groups]
         skip = (first - groups.start * DRAWN_TOGETHER) * self._per_row
-        of_rows = slice(skip, skip + self._size * self._per_row)
-        noise, times = (torch.cat([pair[kind] for pair in drawn])[of_rows] for kind in (0, 1))  # type: ignore[misc]
+        row_slice = slice(skip, skip + self._size * self._per_row)
+        noise, times = (torch.cat([pair[member] for pair in pairs])[row_slice] for member in (0, 1))  # type: ignore[misc]
         return noise, times
 
     def _summary(self, losses: np.ndarray, counted: np.ndarray, times: np.ndarray) -> dict[str, Any]:

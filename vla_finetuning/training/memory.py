@@ -143,8 +143,8 @@ def step_memory(
         model: nn.Module = loss
         if sharded:
             with unset_fake_temporarily():  # a mesh of processes holds numbers
-                each = shard_workers or workers
-                copies = [list(range(first, first + each)) for first in range(0, workers, each)]
+                shard_size = shard_workers or workers
+                copies = [list(range(first, first + shard_size)) for first in range(0, workers, shard_size)]
                 model = spread(loss, strategy, cpu, workers, replicas=copies, autocast=autocast)
         elif workers > 1 and loss.reaches_all:
             hold_gradients(loss)  # DDP itself takes no fake tensors; what it holds are these, in its buckets
@@ -204,17 +204,17 @@ def step_memory(
         peak = max(alive.peak + buckets, rebuilt)
         # The prefetcher's next batch; and those of the step that is under way, where all are there before the first.
         batches = _bytes(inputs) + (_bytes([*batch.values()]) * (grad_accum - 1) if exact_mean else 0)
-        beside = CONTEXT_BYTES + round(FRAGMENTATION * peak) + batches + 2 * ahead
-        beside += COLLECTIVES_BYTES if workers > 1 else 0
+        extra_bytes = CONTEXT_BYTES + round(FRAGMENTATION * peak) + batches + 2 * ahead
+        extra_bytes += COLLECTIVES_BYTES if workers > 1 else 0
         if attention == "sdpa":
-            beside += _attention_workspace(loss, cameras, batch[OBS_LANGUAGE_TOKENS].shape[1], batch_size * draws)
+            extra_bytes += _attention_workspace(loss, cameras, batch[OBS_LANGUAGE_TOKENS].shape[1], batch_size * draws)
         return StepMemory(
             weights=_bytes(weights),
             gradients=gradients,
             optimizer=_bytes(state),
             saved=saved,
             peak=peak,
-            beside=beside,
+            beside=extra_bytes,
         )
 
 

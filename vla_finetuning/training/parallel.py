@@ -134,17 +134,17 @@ def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[in
         ValueError: nodes have unequally many ranks, or a node's do not make whole copies.
     """
     counts = Counter(nodes)
-    each = shard_workers or counts[nodes[0]]
-    if any(count % each if shard_workers else count != each for count in counts.values()):
+    size = shard_workers or counts[nodes[0]]
+    if any(count % size if shard_workers else count != size for count in counts.values()):
         placed = ", ".join(f"{count} on node {node}" for node, count in sorted(counts.items()))
-        wanted = f"a multiple of --scaling.shard_workers={shard_workers}" if shard_workers else "as many on each"
+        rule = f"a multiple of --scaling.shard_workers={shard_workers}" if shard_workers else "as many on each"
         raise ValueError(
             f"--scaling.strategy=hsdp keeps a replica's shards on one node, and the workers are {placed}; needs "
-            f"{wanted}: choose a --scaling.num_workers that fills nodes alike, a --scaling.shard_workers that divides "
+            f"{rule}: choose a --scaling.num_workers that fills nodes alike, a --scaling.shard_workers that divides "
             "these numbers, or --scaling.strategy=fsdp2"
         )
-    grouped = {node: [rank for rank, of in enumerate(nodes) if of == node] for node in counts}
-    return [ranks[first : first + each] for ranks in grouped.values() for first in range(0, len(ranks), each)]
+    grouped = {node: [rank for rank, rank_node in enumerate(nodes) if rank_node == node] for node in counts}
+    return [ranks[first : first + size] for ranks in grouped.values() for first in range(0, len(ranks), size)]
 
 
 def bucket_mb(gradient_bytes: int) -> float:
@@ -178,8 +178,8 @@ def units(loss: nn.Module) -> list[nn.Module]:
 
 def gathered_bytes(unit: nn.Module, autocast: torch.dtype | None) -> int:
     """Return the bytes of a unit while it is whole."""
-    whole = sum(parameter.numel() for parameter in unit.parameters() if parameter.requires_grad)
-    return whole * (autocast if autocast and _only_products(unit) else torch.float32).itemsize
+    elements = sum(parameter.numel() for parameter in unit.parameters() if parameter.requires_grad)
+    return elements * (autocast if autocast and _only_products(unit) else torch.float32).itemsize
 
 
 def _only_products(unit: nn.Module) -> bool:

@@ -117,11 +117,11 @@ class WithAdvantage:
 
     def __call__(self, batch: Columns) -> Columns:
         positive = self.positive(batch).tolist()
-        said = [self.words[of_row] for of_row in positive]
+        texts = [self.words[label] for label in positive]
         if "position" in batch:
-            drawn = [uniform(self.seed, position) for position in batch["position"].tolist()]
-            said = [words if at_random >= self.dropout else "" for words, at_random in zip(said, drawn, strict=True)]
-        task = np.array([f"{text}{words}" for text, words in zip(batch["task"], said, strict=True)], object)
+            draws = [uniform(self.seed, position) for position in batch["position"].tolist()]
+            texts = [words if at_random >= self.dropout else "" for words, at_random in zip(texts, draws, strict=True)]
+        task = np.array([f"{text}{words}" for text, words in zip(batch["task"], texts, strict=True)], object)
         return self.prepare({**batch, "task": task})
 
 
@@ -213,11 +213,11 @@ def stream_batches(
         for batch in shard.iter_torch_batches(
             batch_size=dealt.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
         ):
-            found, expected = batch["position"].numpy(), first_row + dealt.rows(micro)
-            if not np.array_equal(found, expected):
+            actual, expected = batch["position"].numpy(), first_row + dealt.rows(micro)
+            if not np.array_equal(actual, expected):
                 raise RuntimeError(
-                    f"rank {dealt.rank}: expected stream positions {expected[0]}..{expected[-1]}, found {found.min()}.."
-                    f"{found.max()} ({len(found)} rows): rows were lost, repeated or reordered on the way"
+                    f"rank {dealt.rank}: expected stream positions {expected[0]}..{expected[-1]}, found {actual.min()}"
+                    f"..{actual.max()} ({len(actual)} rows): rows were lost, repeated or reordered on the way"
                 )
             micro += 1
             yield batch
@@ -241,24 +241,24 @@ def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[
     Raises:
         TimeoutError: the next batch did not come in time; says which.
     """
-    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    given: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
+    requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
 
     def fetch() -> None:
-        while asked.get():
+        while requests.get():
             try:
-                given.put((next(batches, None), None))
+                results.put((next(batches, None), None))
             except BaseException as error:
-                given.put((None, error))
+                results.put((None, error))
 
     def pass_on() -> Iterator[Batch]:
         threading.Thread(target=fetch, name="batches", daemon=True).start()
         try:
-            asked.put(True)
+            requests.put(True)
             yield {}  # to `with_timeout`
             for number in itertools.count():
                 try:
-                    batch, error = given.get(timeout=limit_s)
+                    batch, error = results.get(timeout=limit_s)
                 except queue.Empty:
                     raise TimeoutError(
                         f"no data for {limit_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the cluster has "
@@ -269,9 +269,9 @@ def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[
                 if batch is None:
                     return
                 yield batch
-                asked.put(True)
+                requests.put(True)
         finally:
-            asked.put(False)
+            requests.put(False)
 
     passed_on = pass_on()
     next(passed_on)

@@ -70,8 +70,8 @@ class VisionFeatures:
         rows: of the run. where: the node's cache.
     """
 
-    def __init__(self, rows: Rows, where: FeatureCache):
-        self._rows, self._where = rows, where
+    def __init__(self, rows: Rows, cache: FeatureCache):
+        self._rows, self._where = rows, cache
         self._started = threading.Event()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "features")
         self._written: collections.deque[concurrent.futures.Future[None]] = collections.deque()
@@ -105,17 +105,17 @@ class VisionFeatures:
         FEATURES_MISSING says which are missing, if any are. Threads may share it.
         """
         self._started.wait()
-        found = {
+        lookups = {
             key: self._store.read(key, batch["dataset_index"], batch["index"])
             for key in self._store.shapes
             if key in batch
         }
-        missing = ~np.stack([here for _, here in found.values()], axis=1)
+        missing = ~np.stack([present for _, present in lookups.values()], axis=1)
         if not missing.any():
-            return {**batch, **{key: features for key, (features, _) in found.items()}}
+            return {**batch, **{key: features for key, (features, _) in lookups.items()}}
         batch = {**batch, FEATURES_MISSING: missing}
         if not (missing.all() or self._whole):
-            for (key, (features, _)), absent in zip(found.items(), missing.T, strict=True):
+            for (key, (features, _)), absent in zip(lookups.items(), missing.T, strict=True):
                 batch[key + FOUND], batch[key + MISSING] = features, np.flatnonzero(absent)
         return batch
 
@@ -135,67 +135,67 @@ class VisionFeatures:
         if all(key + FOUND in batch for key in cameras):
             rows = {key: batch.pop(key + MISSING) for key in cameras}
             images = {key: batch[key].index_select(0, rows[key]) for key in cameras if absent[key].any()}
-            made = self._compute(images)
+            computed = self._compute(images)
             for key in cameras:
                 batch[key] = batch.pop(key + FOUND).view(self._dtype)
-                if key in made:
-                    batch[key].index_copy_(0, rows[key], made[key])
-            of_made = {key: np.flatnonzero(absent[key]) for key in made}
+                if key in computed:
+                    batch[key].index_copy_(0, rows[key], computed[key])
+            new_rows = {key: np.flatnonzero(absent[key]) for key in computed}
         else:
-            made = self._compute({key: batch[key] for key in cameras})
-            batch |= made
-            of_made = {key: np.arange(len(missing)) for key in made}
+            computed = self._compute({key: batch[key] for key in cameras})
+            batch |= computed
+            new_rows = {key: np.arange(len(missing)) for key in computed}
         skipped = batch[IS_SKIPPED].numpy() if IS_SKIPPED in batch else np.zeros(len(missing), bool)
-        new = {key: absent[key][own] & ~skipped[own] for key, own in of_made.items()}
-        where = batch["dataset_index"].numpy(), batch["index"].numpy()
-        self._keep(made, new, {key: [column[own] for column in where] for key, own in of_made.items()})
+        new = {key: absent[key][indices] & ~skipped[indices] for key, indices in new_rows.items()}
+        places = batch["dataset_index"].numpy(), batch["index"].numpy()
+        self._keep(computed, new, {key: [column[indices] for column in places] for key, indices in new_rows.items()})
         return batch
 
     @torch.no_grad()
     def _compute(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
         device = next(iter(images.values())).device
         with torch.autocast(device.type, self._autocast, enabled=self._autocast is not None):
-            made = self._loss.features(self._loss.images(images))
-        for key, features in made.items():
+            computed = self._loss.features(self._loss.images(images))
+        for key, features in computed.items():
             assert features.dtype == self._dtype and features.shape[1:] == self._store.shapes[key], (key, features)
-        return made
+        return computed
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def _keep(
-        self, made: Mapping[str, Tensor], new: Mapping[str, np.ndarray], where: Mapping[str, list[np.ndarray]]
+        self, computed: Mapping[str, Tensor], new: Mapping[str, np.ndarray], places: Mapping[str, list[np.ndarray]]
     ) -> None:
-        """Have features written, by camera: of the rows that are `new`, bool, which are at `where`."""
+        """Have features written, by camera: of the rows that are `new`, bool, which are at `places`."""
         self._check_writer()
-        made = {key: features for key, features in made.items() if new[key].any()}
-        size = sum(features.nbytes for features in made.values())
+        computed = {key: features for key, features in computed.items() if new[key].any()}
+        size = sum(features.nbytes for features in computed.values())
         with self._lock:
-            if not made or self._waiting + size > WAITING_BYTES:
+            if not computed or self._waiting + size > WAITING_BYTES:
                 return
             self._waiting += size
-        on_gpu = next(iter(made.values())).is_cuda
-        held, copied = {}, torch.cuda.Event() if on_gpu else None
-        for key, features in made.items():
-            held[key] = torch.empty(features.shape, dtype=features.dtype, pin_memory=on_gpu)
-            held[key].copy_(features, non_blocking=True)
+        on_gpu = next(iter(computed.values())).is_cuda
+        copies, copied = {}, torch.cuda.Event() if on_gpu else None
+        for key, features in computed.items():
+            copies[key] = torch.empty(features.shape, dtype=features.dtype, pin_memory=on_gpu)
+            copies[key].copy_(features, non_blocking=True)
         if copied is not None:
             copied.record()
-        self._written.append(self._writer.submit(self._write, held, new, where, size, copied))
+        self._written.append(self._writer.submit(self._write, copies, new, places, size, copied))
 
     def _write(
         self,
-        held: Mapping[str, Tensor],
+        copies: Mapping[str, Tensor],
         new: Mapping[str, np.ndarray],
-        where: Mapping[str, list[np.ndarray]],
+        places: Mapping[str, list[np.ndarray]],
         size: int,
         copied: Any,
     ) -> None:
         try:
             if copied is not None:
                 copied.synchronize()
-            for key, features in held.items():
+            for key, features in copies.items():
                 bits = features.view(torch.int16) if features.dtype == torch.bfloat16 else features
-                dataset_index, index = (column[new[key]] for column in where[key])
+                dataset_index, index = (column[new[key]] for column in places[key])
                 self._store.write(key, dataset_index, index, bits.numpy()[new[key]])
         finally:
             with self._lock:
