@@ -28,7 +28,7 @@ TARGETS = {
     "floors of imports in policies/": (8, True),
     "packages in a circle": (0, True),
     "% of docstrings that begin without a verb": (3, True),
-    "% of names that say nothing": (0.5, False),
+    "% of names that say nothing": (0.5, True),
     "branches on a bucket": (0, False),
     "branches on robots or none": (0, False),
 }
