@@ -415,9 +415,10 @@ class Records:
         descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         with open(descriptor, "wb", buffering=0) as file:
             size = os.fstat(descriptor).st_size
-            for part in map(memoryview, parts):
-                while part:
-                    part = part[file.write(part) :]
+            for part in parts:
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[file.write(rest) :]
         return size
 
 

@@ -92,8 +92,9 @@ class CameraFile:
         """Fill in the frames that are wanted: the file is walked forward once."""
         sinks = [(w, self._sink(w)) for w in self.requests]
         (self._decode_video if self.is_video else self._decode_images)(sinks, decoding)
-        for w in self.requests if self.cached is not None else ():
-            self.cached.write(_keys(w.times_s), [w.out[target[0]] for target in w.target])
+        if self.cached is not None:
+            for w in self.requests:
+                self.cached.write(_keys(w.times_s), [w.out[target[0]] for target in w.target])
 
     @staticmethod
     def _sink(w: Wanted) -> _Sink:
