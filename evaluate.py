@@ -25,7 +25,7 @@ from vla_finetuning.mirror import address, as_path
 from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
-from vla_finetuning.terminal import tell, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,14 +38,16 @@ def prepare(argv: list[str], stack: ExitStack) -> Work | None:
     if argv[0] == "--compare":
         if len(argv) != 3:
             raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")
-        tell_text(compare_folders(as_path(argv[1]), as_path(argv[2])))
+        print_safe_text(compare_folders(as_path(argv[1]), as_path(argv[2])))
         return None
     trial = resolve_trial(parse_evaluate(argv))
 
     def work() -> int:
         cluster.connect()
-        tell_text(run_trial(trial))
-        tell(f"Episodes     {address(trial.output_dir)}", f"Report       {address(trial.output_dir / 'report.html')}")
+        print_safe_text(run_trial(trial))
+        print_safe(
+            f"Episodes     {address(trial.output_dir)}", f"Report       {address(trial.output_dir / 'report.html')}"
+        )
         return 0
 
     return work

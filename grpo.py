@@ -61,7 +61,7 @@ from vla_finetuning.run.folder import (
     own_folder,
     prepare_folder,
 )
-from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training.capacity import describe_memory
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.fitting import fit, worker_group
@@ -104,18 +104,20 @@ def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | N
     if config.policy_path is None:
         folder = imitated(stack, config.dry_run)
         if folder is None:
-            tell("Imitation    comes first, and has not run: the plan is that of its policy; run without --dry_run")
+            print_safe(
+                "Imitation    comes first, and has not run: the plan is that of its policy; run without --dry_run"
+            )
             return None
         config = replace(config, policy_path=str(folder))
     run = resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
     config, job = run.config, run.job
     stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     dataset_of(run)  # what else is there is refused
-    tell_text(describe_grpo(run))
+    print_safe_text(describe_grpo(run))
     if config.dry_run:
-        tell_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
+        print_safe_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
         if needed := worker_memory(run):
-            tell_text(describe_memory(config.training(), needed, run.policy.checkpoint_bytes))
+            print_safe_text(describe_memory(config.training(), needed, run.policy.checkpoint_bytes))
         return None
     prepare_folder(config)
     stack.enter_context(track(job.output_dir, config.track, config.track_project))
@@ -126,7 +128,7 @@ def work(run: GrpoRun) -> int:
     """Train on the cluster, and evaluate. Returns the exit status, see `main`."""
     job = run.job
     with contextlib.ExitStack() as stack:
-        tell("Starting     Ray and the workers")
+        print_safe("Starting     Ray and the workers")
         cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
         from vla_finetuning.rl.learning_page import (
             write_grpo_report,  # not above: training processes need no matplotlib
@@ -141,7 +143,7 @@ def work(run: GrpoRun) -> int:
         workers = partial(worker_group, job, train_loop_per_worker, {"run": ray.put(run)})
         steps_done = fit(job, workers, iteration_line)
         if steps_done < job.steps:
-            tell(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
+            print_safe(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
             return 3
         record_rollouts(run)
         status = evaluate(run)
@@ -150,7 +152,7 @@ def work(run: GrpoRun) -> int:
         raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
     if not status:
         finish(job.output_dir, job.steps)
-    tell(f"Policy       {address(exported)}", report_line(job.output_dir))
+    print_safe(f"Policy       {address(exported)}", report_line(job.output_dir))
     return status
 
 
@@ -159,10 +161,10 @@ def evaluate(run: GrpoRun) -> int:
     try:
         scores, films = before_and_after(run)
         write_json(run.job.output_dir / EVALUATION_NAME, {"closed_loop": scores, "films": films})
-        tell_text(success_lines(scores))
+        print_safe_text(success_lines(scores))
         return 0
     except (RayError, RuntimeError, ValueError, OSError) as error:
-        tell_error(f"the policy is trained, but could not be tried: {root_cause(error)}")
+        print_safe_error(f"the policy is trained, but could not be tried: {root_cause(error)}")
         return 5
 
 
@@ -180,7 +182,7 @@ def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
             stack.callback(ray.shutdown)
         cluster.connect()  # for both halves
         shutil.rmtree(folder, ignore_errors=True)
-        tell("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
+        print_safe("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
         flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
         if vla.main([*flags, "--dataset.eval_split", "0"]):
             raise ValueError(f"the demo's imitation failed; {folder} has its log")

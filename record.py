@@ -25,7 +25,7 @@ from vla_finetuning.options.command_line import RECORD, parse_record
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.rollouts import experts
 from vla_finetuning.run import cluster
-from vla_finetuning.terminal import tell_text
+from vla_finetuning.terminal import print_safe_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
 
     def work() -> int:
         cluster.connect()
-        tell_text(experts.record(resolved))
+        print_safe_text(experts.record(resolved))
         return 0
 
     return work

@@ -23,7 +23,7 @@ from vla_finetuning.options.command_line import SERVE, parse_serve
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
 from vla_finetuning.serving.server import describe_service, resolve_service, serve_until_stopped
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(argv: list[str], stack: ExitStack) -> Work:
     """Resolve the policies."""
     service = resolve_service(parse_serve(argv))
-    tell(*describe_service(service))
+    print_safe(*describe_service(service))
 
     def work() -> int:
         cluster.connect()

@@ -44,7 +44,7 @@ from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.exported import LABELS_NAME, report_line
 from vla_finetuning.run.folder import checkpoint_to_resume, finish, own_folder, prepare_folder
-from vla_finetuning.terminal import tell, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_text
 from vla_finetuning.training.export import exported_checkpoint
 from vla_finetuning.training.fitting import fit
 from vla_finetuning.training.worker import RayWorker
@@ -73,8 +73,8 @@ def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | N
     run = resolve_value(config, cluster.gpus_found(config.scaling, config.preset), examined.datasets)
     job = run.training.job
     stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
-    tell_text(describe_value(run))
-    tell(*look_at_rows(run.training, examined.datasets))
+    print_safe_text(describe_value(run))
+    print_safe(*look_at_rows(run.training, examined.datasets))
     if config.dry_run:
         return None
     prepare_folder(config)
@@ -86,7 +86,7 @@ def work(run: ValueRun) -> int:
     """Train on the cluster, and label. Returns the exit status, see `main`."""
     job = run.training.job
     with contextlib.ExitStack() as stack:
-        tell("Starting     Ray and the workers; the first step takes about a minute")
+        print_safe("Starting     Ray and the workers; the first step takes about a minute")
         training, data_options = on_cluster(run.training)
         from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
@@ -98,11 +98,11 @@ def work(run: ValueRun) -> int:
         if steps_done < job.steps:  # otherwise it is to label anew
             steps_done = fit(job, lambda: vla.make_trainer(training, data_options, **options))
         if steps_done < job.steps:
-            tell(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
+            print_safe(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
             return 3
-        tell("Labels       what each frame is worth")
-        tell_text(label_frames(run, training, exported_checkpoint(job, best=False)))
-    tell(f"Labels       {address(job.output_dir / LABELS_NAME)}", report_line(job.output_dir))
+        print_safe("Labels       what each frame is worth")
+        print_safe_text(label_frames(run, training, exported_checkpoint(job, best=False)))
+    print_safe(f"Labels       {address(job.output_dir / LABELS_NAME)}", report_line(job.output_dir))
     finish(job.output_dir, job.steps)
     return 0
 

@@ -50,7 +50,7 @@ from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
 from vla_finetuning.run.folder import finish, own_folder, prepare_folder
 from vla_finetuning.run.push import check_push, push_all
-from vla_finetuning.terminal import tell, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_text
 from vla_finetuning.training import callbacks as attach
 from vla_finetuning.training.capacity import check_memory, rows_that_fit
 from vla_finetuning.training.coordinators import GroupedRanks
@@ -180,11 +180,11 @@ def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | N
     config, job = run.config, run.job
     stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     evaluator = Evaluator(run, policy_at) if config.env_type else None
-    tell_text(describe(run))
-    tell(*look_at_rows(run, examined.datasets))
+    print_safe_text(describe(run))
+    print_safe(*look_at_rows(run, examined.datasets))
     gpu_bytes = check_memory(run)
     for repo_id in run.repositories.values():
-        tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
+        print_safe(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
     if config.dry_run:
         return None
     prepare_folder(config)
@@ -196,7 +196,7 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
     """Train on the cluster, evaluate, push. Returns the exit status, see `main`."""
     config, job = run.config, run.job
     with contextlib.ExitStack() as stack:
-        tell("Starting     Ray and the workers; the first step takes about a minute")
+        print_safe("Starting     Ray and the workers; the first step takes about a minute")
         run, data_options = on_cluster(run, gpu_bytes)
         from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
@@ -207,14 +207,14 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
         with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
             steps_done = fit(job, lambda: make_trainer(run, data_options))
         if steps_done < job.steps:
-            tell(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
+            print_safe(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
             return 3
         status = evaluate_trained(run, rows_that_fit) if run.rows.any_held_out else 0
         status = (evaluator.finish() if evaluator is not None else 0) or status
     exported = job.output_dir / POLICY_DIR
     if problem := policy_problem(exported, [robot.name for robot in run.robots]):
         raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
-    tell(f"Policy       {address(exported)}{describe_exported(config, job)}", report_line(job.output_dir))
+    print_safe(f"Policy       {address(exported)}{describe_exported(config, job)}", report_line(job.output_dir))
     status = push_all(job.output_dir, run.repositories) or status
     if not status:
         finish(job.output_dir, job.steps)

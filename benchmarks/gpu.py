@@ -68,7 +68,7 @@ from vla_finetuning.run.checkpoint import (
     write_pieces,
 )
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
-from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training import model
 from vla_finetuning.training.capacity import fits
 from vla_finetuning.training.memory import GIB
@@ -456,14 +456,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="on a CPU, with sizes that say nothing about speed")
     options = parser.parse_args(argv)
     if not (options.tiny or torch.cuda.is_available()):
-        tell_error("benchmarks.gpu: no CUDA device is found; --tiny runs it on a CPU")
+        print_safe_error("benchmarks.gpu: no CUDA device is found; --tiny runs it on a CPU")
         return 2
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     sizes = TINY if options.tiny else Sizes()
     with own_ray():
         entries = run_sections(sections_of(sizes, device), options.json, options.minutes)
-    tell_text(table(entries))
-    tell(f"written to {options.json}")
+    print_safe_text(table(entries))
+    print_safe(f"written to {options.json}")
     return int(any("error" in entry for entry in entries.values()))
 
 

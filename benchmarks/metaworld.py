@@ -45,7 +45,7 @@ from vla_finetuning.rollouts.player import PolicySource, check_fits
 from vla_finetuning.rollouts.servers import play
 from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import EVALUATION_NAME
-from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 
 # Far from each other: initial states that are evaluated are in no demonstration.
 FIRST_RECORDED, FIRST_EVALUATED = 100_000, 1000
@@ -143,7 +143,7 @@ def evaluate(o: argparse.Namespace, env: Any, makers: Mapping[str, Any]) -> None
     episodes = episode_list(conditions, makers, o.eval_episodes, FIRST_EVALUATED)
     book = Book(o.folder / "evaluation", {}, episodes)
     if remaining := [episode for episode in episodes if not book.is_done(episode)]:
-        tell(f"Playing      {len(remaining)} episodes")
+        print_safe(f"Playing      {len(remaining)} episodes")
         cluster.connect()
         shared = {name: source.shared() for name, source in sources.items()}
         play(remaining, conditions, shared, makers, EvalOptions(), seed=o.seed, on_end=lambda line, _: book.write(line))
@@ -218,13 +218,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--tasks={options.tasks}: name at least two, so that language has something to tell")
         check_settings(options)
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         return 2
     if status := train(options):
         return status
     evaluate(options, env, makers)
     scores = result(options)
-    tell_text(table(scores["success"]))
+    print_safe_text(table(scores["success"]))
     if options.json is not None:
         write_json(options.json, scores)
     return 0

@@ -37,7 +37,7 @@ from vla_finetuning.plan.demo import (
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FINISHED_NAME
-from vla_finetuning.terminal import tell, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_text
 
 # Seed of the scenes that are played: in no demonstration.
 FIRST_EVALUATED = 1000
@@ -110,10 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stage in stages(options):
         if stage.done.is_file():
             continue
-        tell(f"Stage        {stage.name}")
+        print_safe(f"Stage        {stage.name}")
         if status := stage.program([f"--{flag}={value}" for flag, value in stage.flags.items()]):
             return status
-    tell_text(table(options.folder))
+    print_safe_text(table(options.folder))
     return 0
 
 

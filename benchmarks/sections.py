@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 # What a process that broke had said last, characters.
 TAIL = 4000
@@ -74,7 +74,7 @@ class Results:
     def write(self, name: str, entry: dict[str, Any]) -> None:
         write_json(self.path, {**self.found, name: entry})
         said = entry.get("error") or entry.get("left_out") or json.dumps(entry["result"])
-        tell(f"{name}: {said[:300]}")
+        print_safe(f"{name}: {said[:300]}")
 
 
 @dataclass(frozen=True)

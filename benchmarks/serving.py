@@ -36,7 +36,7 @@ import numpy as np
 from websockets.asyncio.client import connect
 
 from vla_finetuning.files import write_json
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 CLIENTS = (1, 8, 32)
 START_S = 300.0
@@ -147,7 +147,7 @@ def measure(folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
                 answers[name] += found
                 rates[name].append(len(found) / (time.perf_counter() - began))
                 seconds_of, rows = np.array(found).T
-                tell(
+                print_safe(
                     f"{name:26} {rates[name][-1]:7.1f} a second, median {1000 * np.median(seconds_of):6.1f} ms, "
                     f"in batches of {rows.mean():.1f}"
                 )
@@ -184,7 +184,7 @@ def main() -> None:
     }
     if options.json:
         write_json(options.json, result)
-    tell(f"together against one at a time: {result['together_against_one_at_a_time']:.2f} times the rate")
+    print_safe(f"together against one at a time: {result['together_against_one_at_a_time']:.2f} times the rate")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run import cluster
-from vla_finetuning.terminal import tell_error, tell_text
+from vla_finetuning.terminal import print_safe_error, print_safe_text
 from vla_finetuning.training import attempt, callbacks, feed, state
 from vla_finetuning.training.model import build_model
 from vla_finetuning.training.stream import RankSchedule
@@ -610,18 +610,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Audit the run that the flags describe, and print the result. Returns the exit status: see the module."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        tell_text(f"{__doc__}\n{VLA.help()}")
+        print_safe_text(f"{__doc__}\n{VLA.help()}")
         return 0
     try:
         config = parse_args(argv)
         found = audit(resolve(config, cluster.gpus_found(config.scaling, config.preset)))
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         return 2
     except (RuntimeError, NotImplementedError):
-        tell_error(f"the audit could not run this policy\n{traceback.format_exc()}")
+        print_safe_error(f"the audit could not run this policy\n{traceback.format_exc()}")
         return 2
-    tell_text(found.table())
+    print_safe_text(found.table())
     return 1 if found.syncs else 0
 
 

@@ -23,7 +23,7 @@ from vla_finetuning.plan.resolve import Run, resolve
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
-from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 
 Row = tuple[int, int]  # dataset_index, index
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the check's result. Returns the exit status: see the module."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
-        tell_text(str(__doc__))
+        print_safe_text(str(__doc__))
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     folder = as_path(argv[0]).absolute()
     try:
@@ -112,10 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = resolve(parse_args([f"--output_dir={address(folder)}", "--resume"]), gpus_found=0)
         epochs = check_rows(run)
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         return 2
     starts = attempts(folder)
-    tell(
+    print_safe(
         f"{address(folder)}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}"
     )
     for epoch in epochs:
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             if rows:
                 text += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
-        tell(f"{text}, as often as due" if epoch.ok else text)
+        print_safe(f"{text}, as often as due" if epoch.ok else text)
     return 0 if all(epoch.ok for epoch in epochs) else 1
 
 

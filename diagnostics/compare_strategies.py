@@ -36,7 +36,7 @@ from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.capacity import fits, planned_memory
 from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.memory import GIB, StepMemory
@@ -344,7 +344,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         raise ValueError(f"--scaling.num_workers={workers}: there is nothing to spread; give at least 2")
 
     def examine() -> Result:
-        tell(f"Running {', '.join(options.strategies)} on {workers} workers ...")
+        print_safe(f"Running {', '.join(options.strategies)} on {workers} workers ...")
         report = profile(run, options)
         return Result(report, table(report), charts(report))
 

@@ -23,7 +23,7 @@ from vla_finetuning.policies.loading import (
     save_pretrained,
 )
 from vla_finetuning.policies.pipelines import load_processors
-from vla_finetuning.terminal import tell, tell_error
+from vla_finetuning.terminal import print_safe, print_safe_error
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -52,7 +52,7 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
     PeftModel.from_pretrained(policy, str(adapter)).merge_and_unload()
     config.use_peft = False
     save_pretrained(policy, *load_processors(adapter, config), output, config)
-    tell(f"Policy       {output}: {adapter} merged into {source}")
+    print_safe(f"Policy       {output}: {adapter} merged into {source}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         merge_adapter(options.adapter, options.output, options.base)
     except (OSError, ValueError) as error:
-        tell_error(error)
+        print_safe_error(error)
         return 2
     return 0
 

@@ -42,7 +42,7 @@ from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.progress import log_to
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.feed import feed
 from vla_finetuning.training.stream import LazyPickle, RankSchedule, TrainingData
 from vla_finetuning.training.worker import RayWorker, Worker
@@ -433,7 +433,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 
     def examine() -> Result:
         batches = options.profile_warmup + options.profile_batches
-        tell(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...")
+        print_safe(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...")
         report = profile(run, options)
         text = "\n".join([table(report), "", *balance(report, step)]) if step is not None else table(report)
         return Result(report, text, charts(report))

@@ -41,7 +41,7 @@ from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
-from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training.model import build_optimizer
 from vla_finetuning.training.worker import RayWorker, Worker
 
@@ -172,7 +172,7 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
         prepare_folder(watched.config)
         watched, data_options = on_cluster(watched)
         ranks = run_workers(watched, data_options, RankProfile, profile_loop, settings=settings)
-        tell(*read_lines(folder / LOG_NAME), file=sys.stderr)
+        print_safe(*read_lines(folder / LOG_NAME), file=sys.stderr)
         if trace_path is not None:
             write_trace(folder / TRACE_NAME, ray.timeline(), trace_path)
         return summarise(run, settings, ranks)
@@ -206,10 +206,10 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         if options.profile_trace:
             os.environ.setdefault("RAY_PROFILING", "1")
         steps = len(settings.passes(run.config.scaling.num_workers))
-        tell(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...")
+        print_safe(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...")
         report = profile(run, settings, options.profile_trace)
         if options.profile_trace:
-            tell(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
+            print_safe(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
         return Result(report, table(report), charts(report))
 
     return examine
@@ -220,10 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if any(arg.partition("=")[0] == "--compare" for arg in argv):
         try:
-            tell_text(compare(*map(StepReport.read, parse_options(argv)[0].compare)))
+            print_safe_text(compare(*map(StepReport.read, parse_options(argv)[0].compare)))
             return 0
         except (ValueError, OSError) as error:
-            tell_error(error)
+            print_safe_error(error)
             return 2
     return run_tool(argv, __doc__, parse_options, prepare)
 

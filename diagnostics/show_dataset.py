@@ -57,7 +57,7 @@ from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
-from vla_finetuning.terminal import escape_warnings, escaped, tell, tell_error
+from vla_finetuning.terminal import escape_warnings, escaped, print_safe, print_safe_error
 
 # As a run's options say it.
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
@@ -85,11 +85,11 @@ def show_mixture(file: str, rename_map: dict[str, str]) -> int:
         config.dataset.mixture = read_mixture(file.removeprefix("@"))
         tables, misfits = look_at_mixture(config)
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         return 2
-    tell(*tables)
-    tell(*(f"does not fit: {misfit}" for misfit in misfits))
-    tell(f"{len(misfits) or 'no'} misfit{'s' * (len(misfits) != 1)}")
+    print_safe(*tables)
+    print_safe(*(f"does not fit: {misfit}" for misfit in misfits))
+    print_safe(f"{len(misfits) or 'no'} misfit{'s' * (len(misfits) != 1)}")
     return 0
 
 
@@ -139,20 +139,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         labels = None if options.labels is None else show_labels(options.labels, meta)
         page = write_dataset_page(look, options.output, scores, selection, labels)
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         return 2
     for finding in look.findings:
-        tell(f"warning [{finding.kind}] {finding.text}")
+        print_safe(f"warning [{finding.kind}] {finding.text}")
     for score in scores or []:
         if score.reasons:
-            tell(f"episode {score.episode}: {'; '.join(score.reasons)}")
-    tell(*selection)
+            print_safe(f"episode {score.episode}: {'; '.join(score.reasons)}")
+    print_safe(*selection)
     if labels is not None:
-        tell(*map(escaped, labels[0]))
-    tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
-    tell(*look.shares)
-    tell(*(f"not read: {what}" for what in meta.not_read))
-    tell(str(page))
+        print_safe(*map(escaped, labels[0]))
+    print_safe(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
+    print_safe(*look.shares)
+    print_safe(*(f"not read: {what}" for what in meta.not_read))
+    print_safe(str(page))
     return 0
 
 

@@ -27,7 +27,7 @@ from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training.feed import Collate, input_transforms, training_transforms
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import RankSchedule
@@ -74,25 +74,25 @@ def run_tool(
         config = parse_args(rest)
         examine = prepare(resolve(config, cluster.gpus_found(config.scaling, config.preset)), options)
     except Help as flags:
-        tell_text(f"{doc}\nOwn flags, each also an environment variable in capitals:\n\n{flags}\n\n{VLA.help()}")
+        print_safe_text(f"{doc}\nOwn flags, each also an environment variable in capitals:\n\n{flags}\n\n{VLA.help()}")
         return 0
     except (ValueError, OSError, RayError) as error:
-        tell_error(root_cause(error))
+        print_safe_error(root_cause(error))
         return 2
     try:
         result = examine()
     except (TrainingFailedError, RayError, ValueError, OSError, RuntimeError) as error:
-        tell_error(root_cause(error))
+        print_safe_error(root_cause(error))
         return 1
-    tell_text(result.table)
+    print_safe_text(result.table)
     if options.json:
         result.report.write(options.json)
-        tell(f"written to {options.json}")
+        print_safe(f"written to {options.json}")
     if options.html:
         title = f"{result.report.tool}: {doc.splitlines()[0] if doc else ''}"
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
-        tell(f"page written to {options.html}")
+        print_safe(f"page written to {options.html}")
     return result.status
 
 

@@ -73,7 +73,7 @@ def test_an_error_and_a_warning(setting, tmp_path, capsys):
     assert_shown(capsys.readouterr().err, f"error: dataset /{APART}: no such folder")
     assert show_dataset.main([setting[1][0].partition("=")[2], f"--output={tmp_path / PATH}.html"]) == 0
     assert_shown(capsys.readouterr().out, f"{terminal.escaped(PATH)}.html")
-    terminal.tell_error("of a library,\nwhich has lines\nerror: \x1b[2J")
+    terminal.print_safe_error("of a library,\nwhich has lines\nerror: \x1b[2J")
     assert capsys.readouterr().err == "error: of a library,\n    which has lines\n    error: \\x1b[2J\n"
 
 

@@ -8,7 +8,7 @@ ignored. `tests/test_lerobot_train.py` walks the options of LeRobot 0.6.1 and ho
 
 from __future__ import annotations
 
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 # Same name, same meaning. `.*`: all options of that group, as LeRobot's own classes have them.
 TAKEN = (
@@ -82,4 +82,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    tell(*page().split("\n"))
+    print_safe(*page().split("\n"))

@@ -13,7 +13,7 @@ from ray.train import TrainingFailedError
 from vla_finetuning.options.command_line import Program, asks_for_help
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.store import StorageError
-from vla_finetuning.terminal import escape_warnings, tell_error, tell_text
+from vla_finetuning.terminal import escape_warnings, print_safe_error, print_safe_text
 
 # Does what was prepared, on a cluster that it joins or starts, and returns the exit status.
 Work = Callable[[], int]
@@ -34,14 +34,14 @@ def run_program(
     argv = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
     if asks_for_help(argv):
-        tell_text(program.help())
+        print_safe_text(program.help())
         return 0
     try:
         with ExitStack() as held:
             try:
                 work = prepare(argv, held)
             except (ValueError, OSError) as error:
-                tell_error(error)
+                print_safe_error(error)
                 return 2
             if work is None:
                 return 0
@@ -50,8 +50,8 @@ def run_program(
             try:
                 return work()
             except (TrainingFailedError, RayError, RuntimeError, ValueError, OSError) as error:
-                tell_error(root_cause(error))
+                print_safe_error(root_cause(error))
                 return 1
     except StorageError as error:  # the last files of a run in a bucket
-        tell_error(f"not all files are in the bucket: {error}")
+        print_safe_error(f"not all files are in the bucket: {error}")
         return 1

@@ -497,7 +497,7 @@ def limited_patience(patience_s: float | None) -> float:
     return min(getattr(_limits, "patience_s", PATIENCE_S) if patience_s is None else patience_s, _longest_s)
 
 
-def hurry(longest_s: float = float("inf")) -> None:
+def limit_retries(longest_s: float = float("inf")) -> None:
     """Limit every later call of this process, whatever it says: of a process that only has to end."""
     global _longest_s
     _longest_s = longest_s

@@ -20,20 +20,20 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def tell(*lines: str, file: TextIO | None = None) -> None:
+def print_safe(*lines: str, file: TextIO | None = None) -> None:
     """Print lines, each of them one whatever is in it. Standard output by default."""
     for line in lines:
         print(escaped(line), file=file or sys.stdout, flush=True)
 
 
-def tell_text(text: str) -> None:
+def print_safe_text(text: str) -> None:
     """Print a text of several lines, in which untrusted text is escaped already."""
-    tell(*text.split("\n"))
+    print_safe(*text.split("\n"))
 
 
-def tell_error(error: object) -> None:
+def print_safe_error(error: object) -> None:
     """Print an error to standard error. What follows its first line, as others' errors may have it, is set apart."""
-    tell(*_set_apart(f"error: {error}"), file=sys.stderr)
+    print_safe(*_set_apart(f"error: {error}"), file=sys.stderr)
 
 
 class LogFormatter(logging.Formatter):

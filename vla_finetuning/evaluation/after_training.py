@@ -16,25 +16,25 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME
-from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 
 
 def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:
     """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
     if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
-        tell(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
+        print_safe(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
         return 0
     try:
         errors = cluster.run_remote(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
         for name, result in errors_by_robot(errors).items():
-            tell_text(f"{name}{': ' if name else ''}{error_table(result['trained'], result.get('untrained'))}")
+            print_safe_text(f"{name}{': ' if name else ''}{error_table(result['trained'], result.get('untrained'))}")
             for line in describe_tools(result["tools"]):
-                tell(f"On the robot {name}{': ' if name else ''}{line}")
+                print_safe(f"On the robot {name}{': ' if name else ''}{line}")
         if is_demo(run.config, run.policy):
             scores, films = try_demo(run.job, run.policy)
             write_json(run.job.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})
-            tell_text(success_table(scores))
+            print_safe_text(success_table(scores))
         return 0
     except (RayError, RuntimeError, ValueError, OSError) as error:
-        tell_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
+        print_safe_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
         return 5

@@ -45,7 +45,7 @@ from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
 from vla_finetuning.run.progress import success_of
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 logger = logging.getLogger(__name__)
 POLL_S = 1.0
@@ -87,7 +87,7 @@ class Evaluator:
         stages, lacks = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
         if lacks is not None:
             if run.config.env_eval_freq:
-                tell(f"Evaluation   at the end of the run: beside the training it {lacks}")
+                print_safe(f"Evaluation   at the end of the run: beside the training it {lacks}")
             yield
             return
         gpus = 1 if run.job.use_gpu else 0
@@ -125,7 +125,7 @@ class Evaluator:
         _tell_last(run.job.output_dir)
         done = {line["step"] for line in evaluations(run.job.output_dir)}
         for line in evaluations(run.job.output_dir):
-            tell(f"Success      step {line['step']}: {_share(line)}")
+            print_safe(f"Success      step {line['step']}: {_share(line)}")
         freq = run.config.env_eval_freq
         gone = (
             [step for step in range(freq, run.job.steps, freq) if step not in done | self._failed.keys()]
@@ -133,9 +133,9 @@ class Evaluator:
             else []
         )
         if gone:
-            tell(f"             not of step {', '.join(map(str, gone))}: no checkpoint is left", file=sys.stderr)
+            print_safe(f"             not of step {', '.join(map(str, gone))}: no checkpoint is left", file=sys.stderr)
         for step, problem in self._failed.items():
-            tell(f"             not of step {step}: {problem}; --resume tries again", file=sys.stderr)
+            print_safe(f"             not of step {step}: {problem}; --resume tries again", file=sys.stderr)
         return 5 if self._failed else 0
 
     # ---- one after the other ------------------------------------------------------------------------------------
@@ -286,4 +286,4 @@ def _tell_last(output_dir: Path) -> None:
 
 def _say(text: str) -> None:
     with tqdm.external_write_mode():
-        tell(text)
+        print_safe(text)

@@ -47,7 +47,7 @@ from vla_finetuning.rollouts.servers import play
 from vla_finetuning.run.cluster import find_gpus
 from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
-from vla_finetuning.terminal import escaped, tell
+from vla_finetuning.terminal import escaped, print_safe
 
 # Without a progress bar.
 TELL_EVERY_S = 10.0
@@ -226,7 +226,7 @@ class _Progress:
             self._bar.update()
         elif now - self._told >= TELL_EVERY_S:
             left_s = (self._total - self._done) * (now - self._since) / played
-            tell(
+            print_safe(
                 f"{self._done} of {self._total} episodes, {self._successes} of {played} succeeded, {left_s:.0f} s left"
             )
             self._told = now

@@ -39,7 +39,7 @@ from vla_finetuning.options.programs import (
     ServeConfig,
     ValueConfig,
 )
-from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text
 
 # Flags that set two options.
 PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_by"}
@@ -170,16 +170,16 @@ def check_command_line[C](program: Program[C], then: str = "checked; loading PyT
     escape_warnings()
     if asks_for_help(argv):
         try:
-            tell_text(program.help())
+            print_safe_text(program.help())
         except BrokenPipeError:  # the reader, `head` say, has enough; neither does the flush at the end matter
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     try:
         config = program.parse(argv)
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         sys.exit(2)
-    tell(f"Flags        {then}")
+    print_safe(f"Flags        {then}")
     return config
 
 
@@ -408,4 +408,4 @@ def _row(option: Option) -> str:
 
 
 if __name__ == "__main__":
-    tell_text(page())
+    print_safe_text(page())

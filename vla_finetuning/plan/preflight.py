@@ -20,7 +20,7 @@ from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.exported import result_of, result_problem
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, check_folder, is_finished, resumption
-from vla_finetuning.terminal import tell, tell_error
+from vla_finetuning.terminal import print_safe, print_safe_error
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def examine(config: JobOptions) -> Examined:
             more = "--resume with a larger --steps"
             if latest_checkpoint(config.folder / CHECKPOINTS_NAME) is None:
                 more = "a new run, because no checkpoint of this one can be used"
-            tell(f"{done}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")
+            print_safe(f"{done}: its {name}, {address(path)}; nothing is left to do. More steps: {more}")
             return Examined(config, finished=True)
-        tell(f"{done}, but {problem}: it is written again")
+        print_safe(f"{done}, but {problem}: it is written again")
     if config.resume:
-        tell(f"Resuming     {resumption(config.folder)}")
+        print_safe(f"Resuming     {resumption(config.folder)}")
     if isinstance(config, ValueConfig):
         training, datasets = find_datasets(config.training())
         return Examined(replace(config, dataset=training.dataset), datasets)
@@ -79,9 +79,9 @@ def examine_or_exit(config: JobOptions) -> Examined:
     try:
         examined = examine(config)
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         sys.exit(2)
     if examined.finished:
         sys.exit(0)
-    tell(f"Checked      {examined}; loading PyTorch, LeRobot and Ray")
+    print_safe(f"Checked      {examined}; loading PyTorch, LeRobot and Ray")
     return examined

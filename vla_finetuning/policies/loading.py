@@ -508,8 +508,10 @@ def match_features(
 
 def _tell_features(config: PreTrainedConfig, features: Mapping[str, DatasetFeature]) -> None:
     """Describe a dataset's features to a configuration that asks for them, as LeRobot's `make_policy` does."""
-    if callable(tell := getattr(config, "set_dataset_feature_metadata", None)):
-        tell({key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in features.items()})
+    if callable(set_features := getattr(config, "set_dataset_feature_metadata", None)):
+        set_features(
+            {key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in features.items()}
+        )
 
 
 def _check_rename_map(

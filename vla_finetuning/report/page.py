@@ -52,7 +52,7 @@ from vla_finetuning.run.folder import (
 )
 from vla_finetuning.run.polling import polling
 from vla_finetuning.store import StorageError
-from vla_finetuning.terminal import escape_warnings, tell, tell_error
+from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
 
 POLL_S = 2.0
 # A page stays readable, and small, whatever the run and the dataset are.
@@ -517,13 +517,15 @@ def main(
     escape_warnings()
     pull(folder)
     if not (folder / CONFIG_NAME).is_file():
-        tell_error(f"{url} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
+        print_safe_error(f"{url} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
         return 2
     if write is write_report and "grpo" in read_json(folder / CONFIG_NAME):
-        tell_error(f"{url} holds a run of grpo.py; `python -m vla_finetuning.rl.learning_page {url}` writes its page")
+        print_safe_error(
+            f"{url} holds a run of grpo.py; `python -m vla_finetuning.rl.learning_page {url}` writes its page"
+        )
         return 2
     with synced(folder):
-        tell(address(write(folder)))
+        print_safe(address(write(folder)))
     return 0
 
 

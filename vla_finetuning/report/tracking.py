@@ -34,7 +34,7 @@ from vla_finetuning.plan.record import code_revision
 from vla_finetuning.run.exported import held_out_errors
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.run.polling import polling
-from vla_finetuning.terminal import escape_warnings, tell_error
+from vla_finetuning.terminal import escape_warnings, print_safe_error
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"{address(args.output_dir)}: no run is there ({CONFIG_NAME} is missing)")
             Follower(args.output_dir, args.track, args.track_project).finish()
     except Exception as error:
-        tell_error(error)
+        print_safe_error(error)
         return 1
     return 0
 

@@ -29,7 +29,7 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.rollouts.episodes import PlayedEpisode
 from vla_finetuning.rollouts.replay import play_again
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 if TYPE_CHECKING:  # experts are recorded without PyTorch
     from vla_finetuning.rollouts.player import Eyes
@@ -129,7 +129,7 @@ def record_dataset(
         while running:
             (ready,), running = ray.wait(running)
             ray.get(ready)
-            tell(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written")
+            print_safe(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written")
         written = ray.get(pending)
         full = [folder for folder, flags in zip(folders, written, strict=True) if any(flags)]
         if not full:
@@ -203,4 +203,4 @@ def record_played(
     facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
     record_dataset(root, makers, partial(replay_frames, eyes), shares, form, lambda _: facts)
     succeeded = sum(line["success_once"] for line, _ in episodes)
-    tell(f"Dataset      {root}: {len(episodes)} episodes, {succeeded} succeeded")
+    print_safe(f"Dataset      {root}: {len(episodes)} episodes, {succeeded} succeeded")

@@ -24,7 +24,7 @@ from vla_finetuning.envs.protocol import Maker, Observation, concatenate
 from vla_finetuning.rollouts.episodes import Ended, Episode, Line, PlayedEpisode, Playing, line_of
 from vla_finetuning.rollouts.stage import Decision, Stage
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 # An episode is begun so often before what it died of is its result.
 ATTEMPTS = 3
@@ -299,7 +299,7 @@ class Scheduler:
         if self._told and not already_told and (lacks := self._what_lacks()):
             # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
             why = f"{lacks}, unless they are held by processes of this program that a busy machine is slow to start"
-            tell(f"waiting      for capacity, at most {ROOM_TIMEOUT_S:g} s: {why}", file=sys.stderr)
+            print_safe(f"waiting      for capacity, at most {ROOM_TIMEOUT_S:g} s: {why}", file=sys.stderr)
 
     def _what_lacks(self) -> str | None:
         """Return what a process that is to start waits for, in words; None if the cluster has it free."""

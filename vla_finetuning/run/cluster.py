@@ -36,7 +36,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.mirror import address, contents, mirror_of
 from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 if TYPE_CHECKING:
     from ray.data import ExecutionOptions
@@ -123,7 +123,7 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
     if before != {node["NodeID"] for node in nodes}:
         check_nodes(needs, output_dir)
     limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
-    tell(*limits.lines(nodes))
+    print_safe(*limits.lines(nodes))
     return limits
 
 
@@ -171,7 +171,7 @@ def _poll(demand: Wanted, limit_s: float) -> Iterator[None]:
             since = None
         elif since is None:
             since = time.monotonic()
-            tell(f"waiting      for capacity, at most {limit_s:g} s: {lacking}", file=sys.stderr)
+            print_safe(f"waiting      for capacity, at most {limit_s:g} s: {lacking}", file=sys.stderr)
         elif time.monotonic() - since > limit_s:
             raise ValueError(
                 f"{lacking}; none came for {limit_s:g} s (VLA_NODES_TIMEOUT_S); {FREE_CAPACITY}; --resume goes on"

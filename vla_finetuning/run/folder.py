@@ -78,8 +78,8 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.exported import RESULTS
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
-from vla_finetuning.store import ChangedError, StorageError, hurry
-from vla_finetuning.terminal import tell
+from vla_finetuning.store import ChangedError, StorageError, limit_retries
+from vla_finetuning.terminal import print_safe
 
 __all__ = ["ATTEMPTS_NAME", "attempts", "start_attempt"]
 
@@ -233,9 +233,9 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
         _try_conditions(config)
     with contextlib.nullcontext() if config.dry_run else claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
-        tell(*config.describe_lease())
+        print_safe(*config.describe_lease())
         for changed in changed_options(config):
-            tell(f"Changed      {changed}")
+            print_safe(f"Changed      {changed}")
         yield
 
 
@@ -245,7 +245,7 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
     folder = config.folder
     if mirror_of(folder):
         _try_conditions(config)
-        hurry()  # not any more, if a run before ended so
+        limit_retries()  # not any more, if a run before ended so
         lease = drive(folder) if config.lease else contextlib.nullcontext()
         with lease, synced(folder, lambda: not is_lost(folder)):
             yield

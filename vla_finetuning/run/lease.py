@@ -25,7 +25,7 @@ from pathlib import Path
 
 from vla_finetuning.mirror import address, remote
 from vla_finetuning.store import ChangedError
-from vla_finetuning.terminal import tell, tell_error
+from vla_finetuning.terminal import print_safe, print_safe_error
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ def drive(folder: Path, when_lost: Callable[[], None] = end_process) -> Iterator
         while not stop.wait(RENEW_S):
             if not lease.renew():
                 _lost.add(folder)
-                tell_error(f"{address(folder)}: another process drives this run now ({lease.holder()}); this one ends")
+                print_safe_error(
+                    f"{address(folder)}: another process drives this run now ({lease.holder()}); this one ends"
+                )
                 when_lost()
                 return
 
@@ -102,7 +104,9 @@ class _Lease:
         state, tag = self._read()
         if not state or state.get("released") or time.time() - self._store.head(self._key).written > LONG_AGO_S:
             return tag
-        tell(f"Waiting      the driver of this run ({_named(state)}) did not say that it ended; {LEASE_S:.0f} s show")
+        print_safe(
+            f"Waiting      the driver of this run ({_named(state)}) did not say that it ended; {LEASE_S:.0f} s show"
+        )
         deadline = time.monotonic() + LEASE_S
         while time.monotonic() < deadline:
             time.sleep(LOOK_S)

@@ -28,7 +28,7 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
-from vla_finetuning.terminal import LogFormatter, tell
+from vla_finetuning.terminal import LogFormatter, print_safe
 
 # How often the driver looks for news.
 POLL_S = 0.5
@@ -258,13 +258,15 @@ class _Follower:
             reported.warnings[path.name] = len(lines)
             for text in lines[count:]:
                 with tqdm.external_write_mode(file=sys.stderr):
-                    tell(text, file=sys.stderr)
+                    print_safe(text, file=sys.stderr)
         for line in skipped_episodes(output_dir):
             episode = (line["root"], line["episode_index"])
             if episode not in self._skipped:
                 self._skipped.add(episode)
                 with tqdm.external_write_mode(file=sys.stderr):
-                    tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
+                    print_safe(
+                        f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr
+                    )
         if len(starts := attempts(output_dir)) > reported.starts:
             reported.starts, self._starting = len(starts), True
             _say(
@@ -287,13 +289,13 @@ class _Follower:
                 # The first steps after a start also wait for the data engine to fill.
                 step_s = line["step_s"] - line.get("data_wait_s", 0.0) * self._starting
                 left_s = (steps - reported.step) * step_s
-                tell(f"step {reported.step}/{steps}  {line_text}, {_minutes(left_s)} left")
+                print_safe(f"step {reported.step}/{steps}  {line_text}, {_minutes(left_s)} left")
             self._starting = False
 
 
 def _say(text: str) -> None:
     with tqdm.external_write_mode():
-        tell(text)
+        print_safe(text)
 
 
 def _minutes(seconds: float) -> str:

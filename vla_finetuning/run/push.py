@@ -29,7 +29,7 @@ from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots, held_out_errors
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
-from vla_finetuning.terminal import escape_warnings, tell, tell_error
+from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
 
 logger = logging.getLogger(__name__)
 
@@ -278,11 +278,11 @@ def push_all(output_dir: Path, repository: Mapping[str, str]) -> int:
 def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
     """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
     try:
-        tell(f"Pushed       {push_policy(output_dir, repo_id, robot)}")
+        print_safe(f"Pushed       {push_policy(output_dir, repo_id, robot)}")
         return 0
     except Exception as error:  # whatever an upload may end with, the policy is there
-        tell_error(root_cause(error))
-        tell(
+        print_safe_error(root_cause(error))
+        print_safe(
             f"the policy is trained; `python -m vla_finetuning.run.push {address(output_dir)}` tries again to push it",
             file=sys.stderr,
         )
@@ -311,9 +311,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for robot, repository in targets.items():
             check_push(repository, args.private or config.get("policy_private"))
-            tell(f"Pushed       {push_policy(args.output_dir, repository, robot)}")
+            print_safe(f"Pushed       {push_policy(args.output_dir, repository, robot)}")
     except (ValueError, OSError) as error:
-        tell_error(error)
+        print_safe_error(error)
         return 1
     return 0
 

@@ -30,7 +30,7 @@ from vla_finetuning.run.checkpoint import (
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, file_digest, manifest, parsed
 from vla_finetuning.store import within
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,9 @@ def recover_local_checkpoints(job: Job, nodes: Iterable[str], on_nodes: OnNodes)
         sending = partial(send_local_checkpoint, folder, state, job.timeouts.store)
         on_nodes({node: sending for node, saved in having.items() if saved})
         commit(folder, Progress(**state["progress"]), state["files"], state["attempt"])
-        tell(f"Recovered    the state of step {chosen.step}, from the disk of {chosen.host}, is in the bucket now")
+        print_safe(
+            f"Recovered    the state of step {chosen.step}, from the disk of {chosen.host}, is in the bucket now"
+        )
     if candidates:
         on_nodes({node: partial(forget_unsent, checkpoints) for node in by_node})
     return None if chosen is None else chosen.step

@@ -33,7 +33,7 @@ from vla_finetuning.serving.batches import Batches
 from vla_finetuning.serving.gateway import Gateway
 from vla_finetuning.serving.observations import Interface
 from vla_finetuning.serving.replica import Replica
-from vla_finetuning.terminal import tell
+from vla_finetuning.terminal import print_safe
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ async def serve_until_stopped(service: Service) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     async with running(service) as addresses:
-        tell(
+        print_safe(
             *(f"openpi       ws://{addresses.host}:{addresses.port}/{robot}" for robot in service.interfaces),
             *([f"LeRobot      {addresses.host}:{addresses.grpc} (gRPC)"] if addresses.grpc else []),
             f"Health       http://{addresses.host}:{addresses.port}/healthz, and /metrics",

@@ -21,7 +21,7 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.cluster import is_local
-from vla_finetuning.terminal import tell_text
+from vla_finetuning.terminal import print_safe_text
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 
 # Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
@@ -179,7 +179,7 @@ def check_memory(run: Run) -> int:
     if needed is None:
         return 0
     if config.dry_run:
-        tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
+        print_safe_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
     check_capacity(config, needed, planned, _gpu_gib() if is_local() else None)
     return needed.needed
 

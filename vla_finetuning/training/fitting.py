@@ -20,7 +20,7 @@ from vla_finetuning.run.folder import checkpoint_to_resume, stopping_on_signals
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import Line, follow_progress, step_line
 from vla_finetuning.run.recovery import recover_local_checkpoints
-from vla_finetuning.store import StoreAwayError, hurry
+from vla_finetuning.store import StoreAwayError, limit_retries
 
 # Between looks at whether there is capacity for more workers of an elastic group.
 RESIZE_INTERVAL_S = 60.0
@@ -98,7 +98,7 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
             cluster.wait_for(trained, job.scaling)
         except Exception as error:
             if isinstance(cause_of(error), StoreAwayError):
-                hurry(NEARLY_NONE_S)  # the report and all else would each wait for the store once more
+                limit_retries(NEARLY_NONE_S)  # the report and all else would each wait for the store once more
             raise
     newest = checkpoint_to_resume(job.output_dir)
     return load_progress(newest).step if newest is not None else 0
