@@ -68,7 +68,7 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (RemoteVideo, "ask", "read"),
     (lerobot_rows, "_fill_numbers", "shuffle"),
     (lerobot_rows, "_fill_texts", "shuffle"),
-    (lerobot_rows, "_read_cameras", "shuffle"),
+    (lerobot_rows, "read_frames", "shuffle"),
     (parquet_columns, "read_groups", "read"),
     (parquet_columns, "_copied", "read"),
     (lerobot_videos, "decode_image", "decode"),

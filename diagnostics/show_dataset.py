@@ -47,7 +47,7 @@ from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import frame_ranges_of, movement_keys, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
-from vla_finetuning.mirror import as_path
+from vla_finetuning.mirror import as_file
 from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.labels import show_labels
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--augmentation", choices=AUGMENTATIONS, help="show what training would make of frames")
     parser.add_argument("--skip_idle", type=float, help="say what --dataset.skip_idle of so many seconds leaves out")
     parser.add_argument("--episode_weights", help="say what --dataset.episode_weights, a column or @FILE, makes of it")
-    parser.add_argument("--recap.labels", type=as_path, dest="labels", help="show how the labels of value.py fell")
+    parser.add_argument("--recap.labels", type=as_file, dest="labels", help="show how the labels of value.py fell")
     options = parser.parse_args(argv)
     escape_warnings()
     if (options.root or "").startswith("@"):

@@ -80,6 +80,12 @@ def as_path(name: str | Path) -> Path:
     return mirror.folder / url[len(mirror.url) :].lstrip("/")
 
 
+def as_file(name: str | Path) -> Path:
+    """Return the path of a file by name, as `as_path`: of one in a bucket in this process's copy of its folder."""
+    folder, _, file = str(name).rstrip("/").rpartition("/")
+    return as_path(folder) / file if "://" in folder else as_path(name)
+
+
 def mirror_of(path: Path) -> tuple[Mirror, str] | None:
     """Return the mirror that a path is in, and its name there ("" for the whole); None on a disk."""
     for mirror in list(_mirrors):

@@ -18,7 +18,7 @@ from tests.in_process import train
 from tests.tiny import make_base
 from vla_finetuning import mirror
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.mirror import address, as_path, push
+from vla_finetuning.mirror import address, as_file, as_path, push
 from vla_finetuning.options.command_line import parse_args, parse_value
 from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.labels import read_labels, show_labels
@@ -253,7 +253,7 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
         label_frames(run, run.training, finished)
         push(as_path("s3://runs/value"))
         forget()
-        there = as_path(f"s3://runs/value/{LABELS_NAME}")
+        there = as_file(f"s3://runs/value/{LABELS_NAME}")
         meta, everything = run.training.rows.metas[0], np.arange(len(EPISODES))
         (found,), _ = read_labels(there, [meta], [everything])
         assert found.tolist() == pq.read_table(tmp_path / "disk" / LABELS_NAME)["positive"].to_pylist()
@@ -267,7 +267,7 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
         np.testing.assert_array_equal(learns.rows.positive(frames), found)
         assert sum(name.startswith("films/value-0-") for name in Bucket("s3://runs/value").names()) == 6
         with pytest.raises(FileNotFoundError, match="s3://runs/none/labels.parquet: no such file; python value.py"):
-            read_labels(as_path("s3://runs/none/labels.parquet"), [meta], [everything])
+            read_labels(as_file("s3://runs/none/labels.parquet"), [meta], [everything])
 
 
 def test_the_report_shows_curves_beside_frames(finished):

@@ -23,7 +23,7 @@ from typing import Any
 
 from vla_finetuning.files import MAX_JSON_BYTES, read_regular
 from vla_finetuning.lerobot_train import answer
-from vla_finetuning.mirror import as_path, pull
+from vla_finetuning.mirror import as_file, as_path, pull
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import Option, check, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.options.job import CONFIG_NAME, OF_A_START
@@ -229,7 +229,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     ):
         defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
     config = program.config_type()
-    for path, value in _saved_options(as_path(config_path), program.config_type) if config_path else ():
+    for path, value in _saved_options(as_file(config_path), program.config_type) if config_path else ():
         set_option(config, path, value)
     started: Any = config
     if resumed and names.get("preset", started.preset) != started.preset:
@@ -302,6 +302,7 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
 
 def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     """Options of a config.json, by their paths; but not those of one start."""
+    pull(path)
     text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
     refuse_credentials(text, str(path))
     try:

@@ -10,7 +10,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
-from vla_finetuning.mirror import as_path
+from vla_finetuning.mirror import as_file
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import ChosenEpisodes
@@ -169,6 +169,6 @@ def _with_labels(config: Config, rows: Rows) -> Rows:
     """Return the rows with the advantages that their prompts name (--recap.labels)."""
     if config.recap.labels is None:
         return rows
-    labels, digest = read_labels(as_path(config.recap.labels), rows.metas, rows.episodes)
+    labels, digest = read_labels(as_file(config.recap.labels), rows.metas, rows.episodes)
     identity = {**rows.identity, "labels": digest, "label_dropout": config.recap.dropout}
     return replace(rows, positive=PerFrame(labels), label_dropout=config.recap.dropout, identity=identity)

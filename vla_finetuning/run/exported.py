@@ -31,7 +31,7 @@ def result_problem(config: JobOptions) -> str | None:
     """Return what is missing or damaged of what a finished run leaves, in words; None where nothing is."""
     name, path = result_of(config)
     if name == "labels":
-        return None if sizes(path.parent).get(path.name) else f"{address(path)} is missing"
+        return None if path.name in sizes(path.parent) else f"{address(path)} is missing"
     return policy_problem(path, robots(members(config.dataset.mixture)) if isinstance(config, Config) else ())
 
 
