@@ -157,7 +157,12 @@ def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkey
     clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0] + 1e9)
     monkeypatch.setattr(checkpoint_writer, "time", clock)
     run = resolved(setting)
-    second = SimpleNamespace(rank=1, world=1, storage="", report=lambda *_, **__: saved.append(now[0] - 1000))
+
+    def report(*_, **__):
+        saved.append(now[0] - 1000)
+        writer._idle.set()  # as when it is written
+
+    second = SimpleNamespace(rank=1, world=1, storage="/tmp", report=report)
     writer = checkpoint_writer.CheckpointWriter(run.job, SimpleNamespace(params=[]), second, attempt=0)
     writer.save(run.job.start)
     writer.ends_at(0 if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
