@@ -97,7 +97,7 @@ def mirror_of(path: Path) -> tuple[Mirror, str] | None:
 def address(path: Path) -> str:
     """Return what users call a path: the address that a local copy is of, or the path itself."""
     located = mirror_of(path)
-    return str(path) if located is None else "/".join(filter(None, (located[0].url, located[1])))
+    return str(path) if located is None else _joined(located[0].url, located[1])
 
 
 def remote(path: Path) -> tuple[Store, str] | None:
@@ -145,7 +145,7 @@ class Mirror:
         self._is_failing = False
 
     def key_of(self, name: str) -> str:
-        return "/".join(filter(None, (self._key, name)))
+        return _joined(self._key, name)
 
     def objects(self, name: str) -> dict[str, Content]:
         """Return the objects of this name and below, by their names in the mirror."""
@@ -154,7 +154,7 @@ class Mirror:
                 return {name: self.store.head(self.key_of(name))}
         with contextlib.suppress(FileNotFoundError):
             below = self.store.below(self.key_of(name))
-            return {"/".join(filter(None, (name, inside))): content for inside, content in below.items()}
+            return {_joined(name, inside): content for inside, content in below.items()}
         return {}
 
     def pull(self, name: str, is_wanted: Callable[[str], bool]) -> None:
@@ -323,6 +323,10 @@ def _stat(file: Path) -> tuple[int, int] | None:
         status = file.stat()
         return status.st_mtime_ns, status.st_size
     return None
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder and name else folder or name
 
 
 def _below(name: str, folder: str) -> str:
@@ -496,8 +500,7 @@ def fetched(
         yield path
         return
     mirror, name = located
-    listed = {_below(entry, name): content for entry, content in mirror.objects(name).items()}
-    objects = {entry: content for entry, content in listed.items() if is_wanted(entry)}
+    objects = {entry: content for entry, content in mirror.objects(name).items() if is_wanted(_below(entry, name))}
     hashed = hashlib.sha256("\n".join(sorted(objects)).encode()).hexdigest()[:8]
     folder = scratch(path) / f"fetched-{hashed}" / (path.name or "folder")
 
@@ -509,9 +512,9 @@ def fetched(
                 "free some or set TMPDIR to a larger disk on every node"
             )
         for entry, content in objects.items():
-            target = _inside(folder, entry, address(path))
+            target = _inside(folder, _below(entry, name), address(path))
             target.parent.mkdir(parents=True, exist_ok=True)
-            mirror.store.download(mirror.key_of("/".join(filter(None, (name, entry)))), content, target)
+            mirror.store.download(mirror.key_of(entry), content, target)
         check(folder)
 
     with _shared(folder, fetch):

@@ -15,27 +15,11 @@ from lerobot.transport.utils import send_bytes_in_chunks
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
 from tests.serving.gantry import SIZES, STATE, Gantry, GantryConfig, camera_image
-from tests.serving.servers import InProcess, make_export, make_service, served
+from tests.serving.servers import make_service, served
 from vla_finetuning.serving.pickles import read_pickle
 
 TASK = "go to the red bin"
 TOKEN = "0123456789abcdef"
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    return make_service(make_export(tmp_path_factory.mktemp("serving")))
-
-
-@pytest.fixture(scope="module")
-def handle(service):
-    return InProcess(service)
-
-
-@pytest.fixture(scope="module")
-def addresses(service, handle):
-    with served(service, handle) as addresses:
-        yield addresses
 
 
 @pytest.fixture(scope="module")

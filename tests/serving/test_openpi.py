@@ -28,22 +28,6 @@ def without(name, **others):
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    return make_service(make_export(tmp_path_factory.mktemp("serving")))
-
-
-@pytest.fixture(scope="module")
-def handle(service):
-    return InProcess(service)
-
-
-@pytest.fixture(scope="module")
-def addresses(service, handle):
-    with served(service, handle) as addresses:
-        yield addresses
-
-
-@pytest.fixture(scope="module")
 def openpi():
     return pytest.importorskip("openpi_client.websocket_client_policy", reason="openpi's client: make openpi")
 
