@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
 
@@ -12,3 +13,10 @@ def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Double precision, where rounding hides no mistake: casts to float32 in anybody's code become casts to float64."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

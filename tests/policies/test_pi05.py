@@ -63,13 +63,6 @@ def loss_and_gradients(policy, mode, batch, noise, time, **options):
     return loss, gradients(policy), expected, gradients(theirs)
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    """Double precision, where rounding hides no mistake: casts to float32 in anybody's code become casts to float64."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
 def to_float64(batch, noise, time):
     batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
     return batch, noise.double(), time.double()

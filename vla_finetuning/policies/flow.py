@@ -129,13 +129,22 @@ class FlowLoss(PolicyLoss):
         actions = repeat_rows(actions, draws)
         mix = time[:, None, None]
         noisy_actions = mix * noise + (1 - mix) * actions
-        velocity = self.velocity(noisy_actions, time, self.prefix(batch))
+        prefix = self.prefix(batch)
+        velocity = self.velocity(noisy_actions, time, self.prefix_of_flow(prefix))
         losses = F.mse_loss(noise - actions, velocity, reduction="none")
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
         if self.metrics is not None and self.robots and not per_row:
             by_row = self.reduce(losses.detach(), batch, draws, per_row=True)
             add_by_robot(self.metrics.sums("loss_by_robot", self.robots), by_row, batch, draws)
+        return self.combine(losses, prefix, batch, draws, per_row)
+
+    def combine(self, losses: Tensor, prefix: Any, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
+        """Return the loss, by `reduce`; a policy that learns something else of the same prefix adds it here."""
         return self.reduce(losses, batch, draws, per_row)
+
+    def prefix_of_flow(self, prefix: Any) -> Any:
+        """Return what `velocity` gets of a prefix in training."""
+        return prefix
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the policy computes with: floats in place of uint8 cameras."""

@@ -95,7 +95,7 @@ class PI05Loss(LayeredLoss):
             )
         )
         self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(_prefix_layer)
-        self._suffix_layer = self._compiled(_suffix_layer)
+        self._suffix_layer = self._compiled(suffix_layer)
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
         """Compute what the action expert needs of images (floats, as `images` makes them) and language."""
@@ -249,7 +249,7 @@ def _prefix_layer(
     return _finish_layer(layer, hidden, attended, gate, None, again), key, value
 
 
-def _suffix_layer(
+def suffix_layer(
     layer: Any,
     hidden: Tensor,
     condition: Tensor | None,
@@ -260,7 +260,12 @@ def _suffix_layer(
     attention: Kernel,
     again: bool,
 ) -> Tensor:
-    """A layer of the action expert: hidden (B*K, T, width) to hidden, attending to prefix (B rows) and action steps."""
+    """Compute a layer for tokens after the prefix: hidden (B*K, T, width) to hidden, attending to it and each other.
+
+    Args:
+        condition: of the norms of the action expert, (B*K, width); None in the language model.
+        prefix_key, prefix_value: of B rows.
+    """
     normed, gate = norm(layer.input_layernorm, hidden, condition)
     normed = as_multiplied(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)

@@ -1,0 +1,235 @@
+"""Knowledge insulation against one plain forward a part, of LeRobot's own modules."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
+from scipy.fft import dct
+
+from tests.tiny import ACTION_DIM, make_batch, make_policy, reference
+from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.families.insulation import (
+    TOKENS,
+    TOKENS_MASK,
+    InsulatedPI05,
+    WithActionTokens,
+    token_columns,
+)
+from vla_finetuning.policies.families.pi05 import PI05Loss
+from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.trainable import choose_trainable
+
+VOCABULARY, FLOW_WEIGHT = 270, 0.7
+EXPERT = ("gemma_expert", "action_in_proj", "action_out_proj", "time_mlp")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def policy():
+    words = [f"<action{number}>" for number in range(VOCABULARY + 2)]
+    policy = make_policy(2, vocabulary=["go", "to", "the", "red", "bin", *words]).double()
+    for parameter in policy.parameters():
+        parameter.requires_grad_(True)
+    return policy
+
+
+def make_tokens(policy, rows=4):
+    """Rows with 1, 4, 7, ... action tokens, the last of which is that of the end."""
+    columns = token_columns(policy.config)
+    tokens = torch.randint(0, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(1))
+    counts = torch.arange(rows) * 3 + 1
+    tokens[torch.arange(rows), counts - 1] = VOCABULARY
+    return {TOKENS: tokens, TOKENS_MASK: torch.arange(columns)[None] < counts[:, None]}
+
+
+def make_inputs(policy, **options):
+    batch, noise, time = make_batch(policy, **options)
+    batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    return batch | make_tokens(policy, len(time)), noise.double(), time.double()
+
+
+def family_of_tests(**options):
+    return InsulatedPI05("pi05", vocabulary=VOCABULARY, flow_weight=FLOW_WEIGHT, **options)
+
+
+def make_loss(policy, **options):
+    parts = family_of_tests().parts(policy)
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(parts[name] != "unused in training")
+    return family_of_tests().make_loss(policy, **options)
+
+
+def plain_token_losses(policy, batch):
+    """The whole sequence through LeRobot's language model, with a mask of all pairs: losses (B, F)."""
+    core = policy.model
+    images, image_masks = policy._preprocess_images(batch)
+    words, counts = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    prefix, prefix_counts, prefix_blocks = core.embed_prefix(images, image_masks, words, counts)
+    language_model = core.paligemma_with_expert.paligemma.model.language_model
+    language_model.config._attn_implementation = "eager"  # as LeRobot has it before it samples
+    last = language_model.embed_tokens.num_embeddings - 1
+    inputs = F.pad(batch[TOKENS], (1, 0), value=VOCABULARY + 1)[:, :-1]
+    tokens = core.paligemma_with_expert.embed_language_tokens(last - inputs)
+    counts = torch.cat([prefix_counts, torch.ones_like(inputs, dtype=torch.bool)], dim=1)
+    blocks = torch.cat([prefix_blocks, torch.ones_like(inputs, dtype=torch.bool)], dim=1)  # each its own: causal
+    mask = prepare_attention_masks_4d(make_att_2d_masks(counts, blocks))
+    (hidden, _), _ = core.paligemma_with_expert.forward(
+        attention_mask=mask,
+        position_ids=torch.cumsum(counts, dim=1) - 1,
+        inputs_embeds=[torch.cat([prefix, tokens], 1), None],
+    )
+    logits = hidden[:, prefix.shape[1] :] @ language_model.embed_tokens.weight.T
+    logits = logits[..., last - VOCABULARY : last + 1].flip(-1)  # the word of token t is the t-th from the end
+    return F.cross_entropy(logits.transpose(1, 2), batch[TOKENS], reduction="none")
+
+
+def gradients(policy):
+    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+@pytest.mark.parametrize("attention, checkpointing", [("eager", False), ("sdpa", True)])
+@pytest.mark.parametrize("missing", [(), ("observation.images.1",)])
+def test_loss_and_gradients_are_those_of_a_forward_for_each_part(policy, attention, checkpointing, missing, in_float64):
+    batch, noise, time = make_inputs(policy, missing=missing)
+    plain, flow = copy.deepcopy(policy), reference(policy, noise, time)
+    expected_tokens = (plain_token_losses(plain, batch) * batch[TOKENS_MASK]).sum() / batch[TOKENS_MASK].sum()
+    expected_tokens.backward()
+    expected_flow, _ = flow.forward(batch)
+    (FLOW_WEIGHT * expected_flow).backward()
+
+    loss = make_loss(policy, attention=attention, checkpointing=checkpointing)(batch, noise, time)
+    loss.backward()
+
+    assert loss.item() == pytest.approx((expected_tokens + FLOW_WEIGHT * expected_flow).item(), rel=1e-12)
+    found, of_tokens, of_flow = gradients(policy), gradients(plain), gradients(flow)
+    experts = {name for name in of_flow if any(part in name for part in EXPERT)}
+    backbone = of_tokens.keys() - {name for name in of_tokens if "lm_head" in name}
+    assert found.keys() == experts | backbone and experts and backbone
+    for name, gradient in found.items():
+        wanted = (of_flow if name in experts else of_tokens)[name]
+        # A vector added to all keys changes no attention: the true gradient of that bias is zero.
+        scale = policy.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
+        assert (gradient - wanted).norm() <= 1e-9 * scale, name
+
+
+def test_no_gradient_of_the_flow_reaches_the_backbone_and_the_experts_is_plain(policy, in_float64):
+    batch, noise, time = make_inputs(policy)
+    batch[TOKENS_MASK] = torch.zeros_like(batch[TOKENS_MASK])
+    plain = copy.deepcopy(policy)
+    (FLOW_WEIGHT * PI05Loss(plain)(batch, noise, time)).backward()
+    loss = make_loss(policy)
+    loss(batch, noise, time).backward()
+    found, wanted = gradients(policy), gradients(plain)
+    assert found.keys() == {name for name in wanted if any(part in name for part in EXPERT)}
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
+
+
+def test_the_mean_of_a_step_is_over_all_its_tokens(policy, in_float64):
+    batch, noise, time = make_inputs(policy)
+    batch["row_weight"] = torch.tensor([1.0, 0.0, 0.5, 1.0], dtype=torch.float64)
+    loss = make_loss(policy)
+    whole = loss(batch, noise, time)
+    count = loss.count(batch) / 2
+    halves = [
+        loss({key: value[rows] for key, value in batch.items()} | {MEAN_COUNT: count}, noise[rows], time[rows])
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    assert whole.item() == pytest.approx(sum(halves).item() / 2, rel=1e-12)
+    tokens = plain_token_losses(policy, batch) * batch[TOKENS_MASK] * batch["row_weight"][:, None]
+    by_row = loss.token_losses(loss.prefix(batch), batch) * batch["row_weight"][:, None]
+    assert torch.allclose(by_row, tokens, rtol=1e-10)
+
+
+def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
+    choose_trainable(policy, "full")
+    plain = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    loss = make_loss(policy.float())
+    batch, noise, time = make_batch(policy)
+    loss(batch | make_tokens(policy), noise, time).backward()
+    named = dict(policy.named_parameters())
+    training = {name for name, parameter in named.items() if parameter.requires_grad}
+    assert training == {name for name, parameter in named.items() if parameter.grad is not None}
+    more = training - plain
+    assert plain < training and all("language_model.norm" in name or "language_model.layers.2" in name for name in more)
+
+
+def test_too_few_words_for_the_tokens_are_refused(policy):
+    with pytest.raises(ValueError, match="271 action tokens need 273 words, and .* has 272"):
+        InsulatedPI05("pi05", vocabulary=VOCABULARY + 1).make_loss(policy)
+
+
+# ---- the tokenizer ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chunks():
+    steps = np.random.default_rng(0).normal(size=(300, 20, ACTION_DIM)) * 0.1
+    return np.cumsum(steps, axis=1).clip(-1, 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chunks):
+    return ActionTokenizer.fit(chunks, 400)
+
+
+def test_a_chunk_comes_back_within_half_a_step_of_each_coefficient(chunks, tokenizer):
+    tokens = tokenizer.encode(chunks)
+    back = tokenizer.decode(tokens, chunks.shape[1:])
+    apart = dct(back - chunks, axis=1, norm="ortho") * tokenizer.scale
+    assert np.abs(apart).max() <= 0.5 + 1e-9
+    assert max(map(len, tokens)) < chunks[0].size
+    assert all(0 <= token < tokenizer.vocabulary for ids in tokens for token in ids)
+
+
+def test_values_beyond_those_of_the_fit_are_tokens_too(tokenizer):
+    far = np.full((2, 20, ACTION_DIM), [[[1e7]], [[-1e7]]])
+    assert [len(ids) > 0 for ids in tokenizer.encode(far)] == [True, True]
+    assert np.isfinite(tokenizer.decode(tokenizer.encode(far), far.shape[1:])).all()
+
+
+def test_the_same_chunks_give_the_same_tokenizer_and_its_files_bring_it_back(chunks, tokenizer, tmp_path):
+    assert ActionTokenizer.fit(chunks, 400) == tokenizer
+    tokenizer.save(tmp_path / "tokenizer")
+    assert ActionTokenizer.load(tmp_path / "tokenizer") == tokenizer
+
+
+def test_encoding_is_fasts_own_definition(chunks, tokenizer):
+    """Section III of the paper, a chunk at a time: transform, scale, round, lowest frequencies of all entries first."""
+    for chunk, ids in zip(chunks[:20], tokenizer.encode(chunks[:20]), strict=True):
+        entries = [dct(chunk[:, entry], norm="ortho") for entry in range(ACTION_DIM)]
+        wanted = [round(float(entries[e][f]) * tokenizer.scale) for f in range(len(chunk)) for e in range(ACTION_DIM)]
+        decoded = tokenizer._bpe.decode(ids, skip_special_tokens=False)
+        assert [ord(letter) + tokenizer.lowest for letter in decoded] == wanted
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"processor_config.json": "{}"},
+        {"processor_config.json": '{"scale": 10, "min_token": 0}', "tokenizer.json": "[]"},
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="is no action tokenizer"):
+        ActionTokenizer.load(tmp_path)
+
+
+def test_rows_carry_their_tokens_and_the_first_ones_of_long_chunks(chunks, tokenizer):
+    prepare = WithActionTokens(lambda batch: {"action": batch["action"]}, tokenizer, 32)
+    loud = np.random.default_rng(1).uniform(-1, 1, (1, 20, ACTION_DIM))
+    columns = prepare({"action": np.concatenate([chunks[:3], loud])})
+    ids = tokenizer.encode(np.concatenate([chunks[:3], loud]))
+    assert len(ids[3]) > 32 > len(ids[0])
+    assert columns[TOKENS_MASK].sum(axis=1).tolist() == [len(row) + 1 for row in ids[:3]] + [32]
+    assert columns[TOKENS][0, : len(ids[0]) + 1].tolist() == [*ids[0], tokenizer.vocabulary]
+    assert columns[TOKENS][3].tolist() == ids[3][:32]

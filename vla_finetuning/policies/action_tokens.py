@@ -1,0 +1,136 @@
+"""FAST (arXiv 2501.09747): chunks of actions as few tokens. Cosine transform, round, byte-pair encoding.
+
+The transform and the files are those of the published tokenizer: `tokenizer.json` and `processor_config.json` of a
+folder or a Hub repository are read as data; its Python is never run.
+
+Legend: N chunks, T actions of a chunk, A entries of an action.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from scipy.fft import dct, idct
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+MODEL_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
+SCALE = 10.0
+# Bytes, of which every text is made.
+LEAST_VOCABULARY = len(pre_tokenizers.ByteLevel.alphabet())
+# Unicode's letters are without a gap up to here.
+LAST_LETTER = 0xD7FF
+
+
+@dataclass(frozen=True)
+class ActionTokenizer:
+    """Tokens of chunks whose entries are normalised, about -1 to 1.
+
+    Attributes:
+        model: of the byte-pair encoding, as `tokenizers` writes it.
+        scale: of coefficients before they are rounded: an entry is exact to about 0.5 / scale.
+        lowest: the least coefficient; those below it count as it.
+    """
+
+    model: str = field(repr=False)
+    scale: float = SCALE
+    lowest: int = 0
+
+    @cached_property
+    def _bpe(self) -> Tokenizer:
+        return Tokenizer.from_str(self.model)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ActionTokenizer, (self.model, self.scale, self.lowest)
+
+    @property
+    def vocabulary(self) -> int:
+        """Return how many tokens there are: 0 to this minus 1."""
+        return self._bpe.get_vocab_size()
+
+    @classmethod
+    def fit(cls, chunks: np.ndarray, vocabulary: int, scale: float = SCALE) -> ActionTokenizer:
+        """Learn an encoding of chunks, float (N, T, A). The same chunks in the same order give the same one.
+
+        Raises:
+            ValueError: a vocabulary of fewer tokens than there are bytes; no chunk, or values that are not finite.
+        """
+        if vocabulary < LEAST_VOCABULARY:
+            raise ValueError(f"an action tokenizer of {vocabulary} tokens: at least {LEAST_VOCABULARY} are needed")
+        if not len(chunks) or not np.isfinite(chunks).all():
+            raise ValueError(
+                f"an action tokenizer is fitted to finite chunks, not to {len(chunks)} with NaN or infinity"
+            )
+        coefficients = _coefficients(chunks, scale)
+        lowest = int(coefficients.min())
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        )
+        bpe.train_from_iterator(_texts(coefficients, lowest), trainer)
+        return cls(bpe.to_str(), scale, lowest)
+
+    @classmethod
+    def load(cls, folder: Path) -> ActionTokenizer:
+        """Read the data of a tokenizer that `save` or FAST's authors wrote.
+
+        Raises:
+            ValueError: a file is missing, or holds something else.
+        """
+        try:
+            settings = json.loads((folder / SETTINGS_FILE).read_text())
+            tokenizer = cls((folder / MODEL_FILE).read_text(), float(settings["scale"]), int(settings["min_token"]))
+            vocabulary = tokenizer.vocabulary
+        except Exception as error:  # `tokenizers` raises plain ones
+            raise ValueError(
+                f"{folder} is no action tokenizer ({type(error).__name__}: {error}): {MODEL_FILE} and {SETTINGS_FILE} "
+                "with scale and min_token are expected, as of physical-intelligence/fast"
+            ) from error
+        if not (vocabulary and math.isfinite(tokenizer.scale) and tokenizer.scale > 0):
+            raise ValueError(f"{folder}: an action tokenizer of {vocabulary} tokens and scale {tokenizer.scale:g}")
+        return tokenizer
+
+    def save(self, folder: Path) -> None:
+        """Write what `load` and FAST's own code read."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MODEL_FILE).write_text(self.model)
+        settings = {"scale": self.scale, "vocab_size": self.vocabulary, "min_token": self.lowest}
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+
+    def encode(self, chunks: np.ndarray) -> list[list[int]]:
+        """Return the tokens of chunks, float (N, T, A): each coefficient of the lowest frequency first."""
+        texts = _texts(_coefficients(chunks, self.scale), self.lowest)
+        return [encoding.ids for encoding in self._bpe.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]) -> np.ndarray:
+        """Return the chunks that tokens stand for, float64 (N, T, A).
+
+        Args:
+            shape: T and A.
+        Raises:
+            ValueError: tokens that are no chunk of that shape.
+        """
+        texts = [self._bpe.decode(list(ids), skip_special_tokens=False) for ids in tokens]
+        wrong = next((text for text in texts if len(text) != math.prod(shape)), None)
+        if wrong is not None:
+            raise ValueError(f"tokens of {len(wrong)} coefficients are no chunk of {shape[0]} x {shape[1]}")
+        codes = np.array([[ord(letter) for letter in text] for text in texts], np.int64).reshape(-1, *shape)
+        return np.asarray(idct((codes + self.lowest) / self.scale, axis=1, norm="ortho"))
+
+
+def _coefficients(chunks: np.ndarray, scale: float) -> np.ndarray:
+    """Transform chunks over time, int64 (N, T, A)."""
+    return np.around(dct(np.asarray(chunks, np.float64), axis=1, norm="ortho") * scale).astype(np.int64)
+
+
+def _texts(coefficients: np.ndarray, lowest: int) -> list[str]:
+    """Write chunks as texts, a letter for each coefficient; all entries' lowest frequency comes first."""
+    letters = np.clip(coefficients - lowest, 0, LAST_LETTER).reshape(len(coefficients), -1)
+    return ["".join(map(chr, chunk)) for chunk in letters]

@@ -1,0 +1,205 @@
+"""Knowledge insulation (arXiv 2505.23705): PI0.5's backbone learns actions as tokens, its expert learns the flow.
+
+One forward over [images, prompt] [action tokens] [noisy actions]. Action tokens see the prefix and those before them;
+noisy actions see the prefix and each other. The expert attends to keys and values of the prefix from which no gradient
+returns, so that the backbone learns from the cross-entropy of tokens alone.
+
+Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, P prefix tokens, V their words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION, OPENPI_ATTENTION_MASK_VALUE
+from torch import Tensor, nn
+
+from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.attention import Shape
+from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
+from vla_finetuning.policies.family import MEAN_COUNT, PolicyLoss, require
+from vla_finetuning.policies.flow import ROW_FACTORS
+
+FAMILIES = ()
+
+# Columns of a row: its action tokens, and which of them there are.
+TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
+# PaliGemma's last words are of image segments; LeRobot's PI0-FAST leaves them alone, too.
+LAST_WORDS = 128
+# Words of a tiny PI0.5 that stand for action tokens begin so.
+SPARE_WORD = "<action"
+
+
+class InsulatedLoss(PI05Loss):
+    """Cross-entropy of action tokens, plus `flow_weight` times PI0.5's loss, whose gradient ends at the expert.
+
+    The cross-entropy is a mean over the tokens of the batch, or over those of the whole step with MEAN_COUNT. Logits
+    are of the words that stand for action tokens alone; the head is tied to the embedding of words, as in PaliGemma.
+
+    Args: as for `PI05Loss`. vocabulary: number of action tokens. flow_weight: see above.
+    """
+
+    def __init__(self, policy: PreTrainedPolicy, *, vocabulary: int, flow_weight: float, **options: Any):
+        super().__init__(policy, **options)
+        self._end, self._flow_weight = vocabulary, flow_weight
+        self._token_layer = self._compiled(suffix_layer)
+
+    def prefix_of_flow(self, prefix: Prefix) -> Prefix:
+        return replace(prefix, keys_values=[(key.detach(), value.detach()) for key, value in prefix.keys_values])
+
+    def combine(self, losses: Tensor, prefix: Prefix, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
+        flow = super().combine(losses, prefix, batch, draws, per_row)
+        by_token = self.token_losses(prefix, batch)
+        for factor in batch.keys() & ROW_FACTORS:
+            by_token = by_token * batch[factor][:, None]
+        if per_row:
+            counts = batch[TOKENS_MASK].sum(dim=1).clamp_min(1)
+            return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
+        total = batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
+        cross_entropy = by_token.sum() / total
+        self.note({"flow_loss": flow, "token_loss": cross_entropy})
+        return cross_entropy + self._flow_weight * flow
+
+    def count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch[TOKENS_MASK].sum()
+
+    def token_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the cross-entropy of each action token, float32 (B, F); 0 where there is none."""
+        targets, counts = batch[TOKENS], batch[TOKENS_MASK]
+        language_model = self.policy.model.paligemma_with_expert.paligemma.model.language_model
+        embedding = language_model.embed_tokens
+        # Behind the tokens: that of the end, which is a target, and that of the beginning, which is not.
+        words = (
+            embedding.num_embeddings
+            - 1
+            - last_words(self.policy.config)
+            - torch.arange(self._end + 1, device=targets.device)
+        )
+        inputs = torch.cat([targets.new_full((len(targets), 1), self._end + 1), targets[:, :-1]], dim=1)
+        hidden = embedding(words[0] - inputs)
+        hidden = hidden.to(self._prefix_dtype or hidden.dtype)
+        steps = hidden.shape[1]
+        rotation = self._rotation(hidden, prefix.length + torch.arange(steps, device=hidden.device))
+        later = torch.full((steps, steps), OPENPI_ATTENTION_MASK_VALUE, device=hidden.device).triu(1)
+        bias = torch.cat([prefix.bias.expand(-1, -1, steps, -1), later.expand(len(hidden), 1, -1, -1)], dim=-1)
+        settings = self.attention, not self._checkpointing
+        for layer, (key, value) in zip(language_model.layers, prefix.keys_values, strict=True):
+            hidden = self._run(self._token_layer, layer, hidden, None, rotation, bias, key, value, *settings)
+        hidden, _ = norm(language_model.norm, hidden)
+        head = embedding(words) / embedding.embed_scale
+        logits = F.linear(hidden, head.to(hidden.dtype)).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view_as(targets).masked_fill(~counts, 0.0)
+
+    def layers(self) -> tuple[nn.Module, ...]:
+        last = self.policy.model.paligemma_with_expert.paligemma.model.language_model.layers[-1]
+        return (*super().layers(), last)
+
+    def attentions(self, cameras: int, prompts: Any) -> list[tuple[nn.Module, Shape]]:
+        prompts = tuple(prompts)
+        language = self.policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0]
+        images, tokens = cameras * image_tokens(self.policy.config), token_columns(self.policy.config)
+        own = [Shape("tokens", tokens, images, prompt, tokens, backward=True, causal=True) for prompt in prompts]
+        return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in own)]
+
+
+@dataclass(frozen=True)
+class InsulatedPI05(PI05):
+    """PI0.5 with --train.knowledge_insulation.
+
+    Attributes:
+        tokenizer: of actions; None before it is fitted to the run's rows.
+        flow_weight: of PI0.5's loss, beside the cross-entropy.
+        vocabulary: of the tokenizer, also of one that is yet to be fitted.
+    """
+
+    tokenizer: ActionTokenizer | None = None
+    flow_weight: float = 1.0
+    vocabulary: int = 0
+
+    train_options = PI05.train_options | {"exact_mean"}
+
+    def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
+        """As PI0.5's, but for the language model: action tokens go through all of it, and come out of its embedding."""
+        language = "model.paligemma_with_expert.paligemma.model.language_model."
+        parts = super().parts(policy)
+        return {name: "language model" if name.startswith(language) else part for name, part in parts.items()}
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        spare = spare_words(policy.config)
+        if spare is not None and spare < self.vocabulary + 2:
+            raise ValueError(
+                f"{self.vocabulary} action tokens need {self.vocabulary + 2} words, and the policy's vocabulary has "
+                f"{spare} that begin with {SPARE_WORD!r}"
+            )
+        return InsulatedLoss(policy, vocabulary=self.vocabulary, flow_weight=self.flow_weight, **options)
+
+    def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
+        """Also expects action tokens int64 (B, F) and their mask bool (B, F)."""
+        super().check_batch(batch, config)
+        shape = len(batch[ACTION]), token_columns(config)
+        for key, dtype in ((TOKENS, torch.int64), (TOKENS_MASK, torch.bool)):
+            if key not in batch:
+                raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
+            require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
+
+    def prepared(self, prepare: Callable[[Any], Any], config: Any) -> Callable[[Any], Any]:
+        assert self.tokenizer is not None, "the tokenizer is fitted before rows are read"
+        return WithActionTokens(prepare, self.tokenizer, token_columns(config))
+
+    def empty_inputs(
+        self, config: Any, rows: int, draws: int, device: torch.device | str
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        batch, noise, time = super().empty_inputs(config, rows, draws, device)
+        shape = rows, token_columns(config)
+        batch[TOKENS] = torch.empty(shape, dtype=torch.int64, device=device)
+        batch[TOKENS_MASK] = torch.empty(shape, dtype=torch.bool, device=device)
+        return batch, noise, time
+
+    def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
+        return super().tokens(config, cameras, draws, prompt) + token_columns(config)
+
+
+@dataclass(frozen=True)
+class WithActionTokens:
+    """`prepare`, and the action tokens of each row: TOKENS int64 (N, F), ending with that of the end, and TOKENS_MASK.
+
+    Of a chunk with more than F tokens, the first count, which are of the lowest frequencies.
+    """
+
+    prepare: Callable[[Any], Any]
+    tokenizer: ActionTokenizer
+    columns: int
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        prepared = self.prepare(batch)
+        rows = [[*ids, self.tokenizer.vocabulary][: self.columns] for ids in self.tokenizer.encode(prepared[ACTION])]
+        tokens, mask = np.zeros((len(rows), self.columns), np.int64), np.zeros((len(rows), self.columns), bool)
+        for number, ids in enumerate(rows):
+            tokens[number, : len(ids)], mask[number, : len(ids)] = ids, True
+        return {**prepared, TOKENS: tokens, TOKENS_MASK: mask}
+
+
+def token_columns(config: Any) -> int:
+    """Return F: a token for every two entries of a chunk, in steps of 32. FAST makes one of three to thirteen."""
+    entries = config.chunk_size * config.output_features[ACTION].shape[0]
+    return 32 * math.ceil((entries / 2 + 1) / 32)
+
+
+def spare_words(config: PreTrainedConfig) -> int | None:
+    """Return how many words of a policy's own vocabulary stand for action tokens; None of PaliGemma's."""
+    own = getattr(config, "vocabulary", None)
+    return None if own is None else sum(word.startswith(SPARE_WORD) for word in own)
+
+
+def last_words(config: PreTrainedConfig) -> int:
+    """Return how many words at the end of the vocabulary are left alone."""
+    return LAST_WORDS if spare_words(config) is None else 0
