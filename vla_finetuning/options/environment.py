@@ -43,9 +43,6 @@ class EvalOptions:
         "on CPUs.",
         min=1,
     )
-    videos: int = option(
-        10, "Failed episodes that the page shows at most, and half as many of the others; 0: none.", min=0
-    )
 
 
 def describe_trial(environment: EnvironmentOptions, options: EvalOptions, every: int) -> list[str]:

@@ -41,9 +41,6 @@ class JobOptions:
     seed: int = option(1000, "Seed of everything that is drawn at random.", min=0, max=MAX_SEED)
     track: TrackerName | None = option(None, "Draw the curves in a tracker, besides metrics.jsonl.")
     track_project: str = option("vla-fine-tuning", "The tracker's project.")
-    price_per_gpu_hour: float | None = option(
-        None, "What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.", above=0
-    )
 
     def check(self, config: Any) -> None:
         check_output(self.output_dir)

@@ -57,6 +57,12 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
         "lerobot-rollout and PolicyServer play, or by the current one, as lerobot-eval. Others are played alike.",
         flag="eval.controller",
     )
+    videos: int = option(
+        10,
+        "Failed episodes that the page shows at most, and half as many of the others; 0: none.",
+        flag="eval.videos",
+        min=0,
+    )
     record_dataset: str | None = option(
         None,
         "Write what the policy did, failures included, as a LeRobot dataset with next.success, next.reward and "

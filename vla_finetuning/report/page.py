@@ -201,7 +201,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         title=output_dir.name,
         subtitle=_subtitle(done, total),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        key_figures=_key_figures(config, metrics, evaluation, done, total),
+        key_figures=_key_figures(metrics, evaluation, done, total),
         facts=_facts(config, facts, metrics),
         missing=[
             name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not content
@@ -228,7 +228,7 @@ def _subtitle(done: int, total: int | None) -> str:
 
 
 def _key_figures(
-    config: Mapping[str, Any], metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
+    metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
 ) -> list[tuple[str, str]]:
     """Return the figures that a reader looks for first: (name, value)."""
     entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
@@ -247,13 +247,11 @@ def _key_figures(
     if metrics:
         seconds, samples, waited = _totals(metrics)
         entries += [("samples / s", _g(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
-        if cost := _cost(config, samples / seconds):
-            entries.append(("cost of 1000 samples", _g(cost, 3)))
     return entries
 
 
 def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
-    """Return what the plan could not say: on which hardware and versions it ran, how long it took, what it cost."""
+    """Return what the plan could not say: on which hardware and versions it ran, and how long it took."""
     lines, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
     if hardware := facts.get("hardware"):
         device = "GPU" if facts["use_gpu"] else "CPU"
@@ -272,13 +270,6 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
     if metrics:
         seconds, samples, _ = _totals(metrics)
         lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
-        price = config.get("price_per_gpu_hour")
-        if price and (cost := _cost(config, samples / seconds)):
-            lines.append(("Cost", f"{_g(cost, 3)} per 1000 samples, at {price:g} per hour of each of {workers} GPUs"))
-        elif price:
-            lines.append(("Cost", "not known: the run has a price per GPU hour and no GPU"))
-        else:
-            lines.append(("Cost", "give --price_per_gpu_hour to have it computed"))
     return lines
 
 
@@ -287,14 +278,6 @@ def _totals(metrics: Metrics) -> tuple[float, float, float]:
     steps = np.diff(metrics["step"], prepend=0)
     seconds = float((metrics["step_s"] * steps).sum())
     return seconds, float(metrics["samples"][-1]), float((metrics["data_wait_s"] * steps).sum())
-
-
-def _cost(config: Mapping[str, Any], samples_per_s: float) -> float | None:
-    """Return the cost of 1000 samples; None without a price or without GPUs."""
-    price, scaling = config.get("price_per_gpu_hour"), config.get("scaling") or {}
-    if not price or not scaling.get("use_gpu"):
-        return None
-    return price * scaling["num_workers"] / 3600 / samples_per_s * 1000
 
 
 def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -45,7 +45,7 @@ POLICY_FILES = re.compile(
 # Options that name places on the user's machines, and what is nobody else's business, which are not published.
 PRIVATE = {
     *("root", "mixture", "cache_dir", "frame_cache", "feature_cache", "output_dir", "policy_path", "policy_options"),
-    *("labels", "episode_weights", "progress_path", "env_options", "price_per_gpu_hour", "track_project"),
+    *("labels", "episode_weights", "progress_path", "env_options", "track_project"),
 }
 
 

@@ -46,7 +46,7 @@ def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
     """The policy of a checkpoint, on the CPU, as it is exported and as it plays: the base with what trained put in.
 
     Runs in any process. The base is read anew, because what is frozen may have been rounded to bf16 for training. With
-    --ema.enable it is the average of what trained, unless --ema.export=false. Adapters are merged into it.
+    --ema.enable it is the average of what trained. Adapters are merged into it.
 
     Raises:
         ValueError, OSError: the checkpoint cannot be read, or is of another policy.
@@ -75,7 +75,7 @@ def _policy_from(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, 
         return {name: tensors[name.removeprefix(prefix)] for name in names}
 
     load_checkpoint(checkpoint, held(TRAINABLE))
-    if spec.ema.is_exported:  # of parameters; buffers are as they were
+    if spec.ema.enable:  # of parameters; buffers are as they were
         load_checkpoint(checkpoint, None, average=held(AVERAGE, "average."))
     return policy, adapted
 
@@ -194,7 +194,7 @@ def exported_checkpoint(job: Job, best: bool) -> Path:
 
 def describe_exported(config: Config, job: Job) -> str:
     """Say which weights were exported, if not the last step's."""
-    average = ", averaged weights (--ema.enable)" if config.ema.is_exported else ""
+    average = ", averaged weights (--ema.enable)" if config.ema.enable else ""
     if config.export == "last":
         return average
     best = load_progress(exported_checkpoint(job, best=True))

@@ -65,7 +65,7 @@ class HeldOut(Callback):
         if not self.wants_log(state) or (asked_to_stop and not state.finished):
             return
         state.clock.mark("evaluation")
-        with state.optimizer.averaged() if state.run.policy.ema.is_exported else contextlib.nullcontext():
+        with state.optimizer.averaged() if state.run.policy.ema.enable else contextlib.nullcontext():
             line |= self._held_out.evaluate(state.loss, state.autocast)
         state.metrics.restart()  # the evaluation belongs to no step
 
