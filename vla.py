@@ -57,7 +57,7 @@ from vla_finetuning.training.coordinators import GroupedRanks
 from vla_finetuning.training.export import describe_exported, export, exported_checkpoint, policy_at
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOut
-from vla_finetuning.training.model import make_prepare
+from vla_finetuning.training.model import fit_to_rows, make_prepare
 from vla_finetuning.training.state import Callback, LoopState, TrainState
 from vla_finetuning.training.stream import LazyPickle, TrainingData
 from vla_finetuning.training.vision_features import CachedFeatures
@@ -198,6 +198,7 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
     with contextlib.ExitStack() as stack:
         print_safe("Starting     Ray and the workers; the first step takes about a minute")
         run, data_options = on_cluster(run, gpu_bytes)
+        run = fit_to_rows(run)
         from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
         record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)

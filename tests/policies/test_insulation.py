@@ -161,7 +161,7 @@ def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
 
 
 def test_too_few_words_for_the_tokens_are_refused(policy):
-    with pytest.raises(ValueError, match="271 action tokens need 273 words, and .* has 272"):
+    with pytest.raises(ValueError, match="271 action tokens need as many words and two more, and .* has 272"):
         InsulatedPI05("pi05", vocabulary=VOCABULARY + 1).make_loss(policy)
 
 

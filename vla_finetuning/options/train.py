@@ -83,6 +83,28 @@ class TrainOptions(StepOptions):
         "draws; rows are still batch_size.",
         min=1,
     )
+    # arXiv 2505.23705. The loss is a mean over the tokens of the whole step, as with exact_mean.
+    knowledge_insulation: bool = option(
+        False,
+        "PI0.5: the backbone learns actions as tokens, by cross-entropy, and the action expert the flow, whose "
+        "gradients end before the backbone.",
+        requires={"train.mode=full": "the backbone is to learn from action tokens"},
+        conflicts={
+            "peft.method_type": "the head of action tokens is the embedding of words, which adapters leave as it is",
+        },
+    )
+    flow_weight: float = option(
+        1.0,
+        "With it: what the flow's loss is multiplied by, beside the cross-entropy.",
+        above=0,
+        only_with="train.knowledge_insulation",
+    )
+    action_tokenizer: str = option(
+        "fit",
+        "With it: the tokenizer of actions (FAST), a folder or a Hub id, of which only data is read; fit: learned from "
+        "the run's own rows before the first step.",
+        only_with="train.knowledge_insulation",
+    )
     # Its vision tower is four fifths of a step.
     feature_cache: str | None = option(
         None,

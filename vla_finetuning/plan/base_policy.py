@@ -18,13 +18,14 @@ from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.train import TrainOptions
+from vla_finetuning.policies.families.insulation import insulated
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
 )
-from vla_finetuning.policies.registry import family_of, require_trained, types_that
+from vla_finetuning.policies.registry import family_of, require_trained, train_as, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
 from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
@@ -71,6 +72,9 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
         )
     config = replace(config, policy_path=path, policy_revision=base.identity["revision"])
     check_policy_options(config, base.config)
+    if config.train.knowledge_insulation and "knowledge_insulation" in family.train_options:
+        train_as(base.config, insulated(family, base.config, config.train))
+        config = replace(config, train=replace(config.train, exact_mean=True))
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
         config = replace(config, train=replace(config.train, precision="fp32"))  # as LeRobot trains it on GPUs, too
     return config, base

@@ -24,6 +24,8 @@ from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Scene, draw
 from vla_finetuning.envs.writing import writing_videos
 
 # Where the demo keeps its datasets and the policies that it makes.
+# Words of a tiny policy for 512 tokens of actions, their end and their beginning.
+ACTION_WORDS = 514
 DEMO_CACHE = CACHE_DIR / "demo"
 DEMO_PAIRS = 40  # of episodes
 DEMO_SEED = 7
@@ -140,7 +142,13 @@ def prepare_dataset(cache_dir: Path) -> Path:
 
 
 def prepare_base(
-    cache_dir: Path, *, features: Mapping[str, Any], tasks: Sequence[str], fps: float, labelled: bool = False
+    cache_dir: Path,
+    *,
+    features: Mapping[str, Any],
+    tasks: Sequence[str],
+    fps: float,
+    labelled: bool = False,
+    insulated: bool = False,
 ) -> Path:
     """A LeRobot pretrained folder of a tiny PI0.5 for a run's data, made now or reused from an earlier run.
 
@@ -149,6 +157,7 @@ def prepare_base(
     Args:
         cache_dir: of the base policies. features, tasks, fps: as `make_tiny_base`.
         labelled: whether instructions may end with an advantage, for which the policy needs the words.
+        insulated: whether it is to learn tokens of actions, which need words too.
     Raises:
         ValueError: PI0.5 cannot use the data (`make_tiny_base`).
     """
@@ -161,6 +170,7 @@ def prepare_base(
         "tasks": [f"{task}{ending}" for task in tasks for ending in endings],
         "stats": None,
         "fps": fps,
+        **({"spare_words": ACTION_WORDS} if insulated else {}),
     }
     base = Path(cache_dir) / f"base-{_cache_key([tiny.CODE], description)}"
     if not base.exists():

@@ -167,7 +167,7 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
 
 def _what_trains(config: Config, policy: PolicySpec) -> str:
     named = config.peft.enabled or policy.value is not None
-    return policy.what_trains if named else f"--train.mode {config.train.mode}"
+    return policy.what_trains if named else f"--train.mode {policy.what_trains}"
 
 
 def _steps(config: Config, steps: int, rows: Rows) -> list[str]:

@@ -212,7 +212,8 @@ def _policy_path(config: Config, datasets: Datasets) -> str | None:
         return None
     data = policy_data(config, datasets, [episodes for episodes, _ in choose(config, datasets)])
     labelled = config.recap.labels is not None
-    return absolute(demo.prepare_base(demo.DEMO_CACHE, **vars(data), labelled=labelled))
+    insulated = config.train.knowledge_insulation
+    return absolute(demo.prepare_base(demo.DEMO_CACHE, **vars(data), labelled=labelled, insulated=insulated))
 
 
 def _check_checkpoint(config: Config, spec: PolicySpec) -> None:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from huggingface_hub import snapshot_download
 from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -123,6 +124,23 @@ class ActionTokenizer:
             raise ValueError(f"tokens of {len(wrong)} coefficients are no chunk of {shape[0]} x {shape[1]}")
         codes = np.array([[ord(letter) for letter in text] for text in texts], np.int64).reshape(-1, *shape)
         return np.asarray(idct((codes + self.lowest) / self.scale, axis=1, norm="ortho"))
+
+
+def fetch_tokenizer(name: str) -> Path:
+    """Return the folder of a tokenizer by its path, or of its two files on the Hub.
+
+    Raises:
+        ValueError: neither a folder nor a repository with these files.
+    """
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(name, allow_patterns=[MODEL_FILE, SETTINGS_FILE]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--train.action_tokenizer={name}: no folder, and the Hub gives none of that name ({error}); give fit, a "
+            "folder or physical-intelligence/fast"
+        ) from error
 
 
 def _coefficients(chunks: np.ndarray, scale: float) -> np.ndarray:

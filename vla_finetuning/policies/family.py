@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
@@ -31,7 +33,9 @@ UNUSED = "unused in training"
 # Options of `--train.*` that a family must know how to compute (`Family.train_options`).
 TRAIN_OPTIONS = (
     *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
+    "knowledge_insulation",
 )
+Columns = dict[str, np.ndarray]
 # A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
 MEAN_COUNT = "mean_count"
 # The embedding of words: a sixth of what trains of PI0.5 in full.
@@ -262,6 +266,19 @@ class Family:
         exported.
         """
         return {}
+
+    def prepared(self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig) -> Callable[[Columns], Columns]:
+        """Return what prepares rows, of what its processors do: with the columns that its loss takes besides."""
+        return prepare
+
+    def fit_to_rows(self, chunks: Callable[[], np.ndarray], folder: Path) -> Family:
+        """Return the family with what it learns of a run's rows before training. Called on the driver, at each start.
+
+        Args:
+            chunks: some of the run's action chunks, prepared, float32 (N, T, A); always the same ones.
+            folder: of the run, for what was learned.
+        """
+        return self
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         """Draw what the loss needs in a step of so many rows, a function of (seed, step, rows); None: it draws itself.

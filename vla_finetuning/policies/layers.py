@@ -81,6 +81,10 @@ class LayeredLoss(FlowLoss):
         """Call for a layer; with checkpointing, keep only the arguments and call again in backward."""
         if self._checkpointing and torch.is_grad_enabled():
             function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        return self._call(function, layer, *arguments)
+
+    def _call(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
+        """Call for a layer, whose weights are gathered meanwhile where they are sharded."""
         unit = self._units.get(layer)
         return unit(function, layer, *arguments) if unit else function(layer, *arguments)
 

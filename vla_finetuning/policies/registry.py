@@ -13,6 +13,9 @@ from vla_finetuning.policies import (
 )
 from vla_finetuning.policies.family import Family
 
+# An attribute of a configuration that is no option of the policy, and in no file.
+CHOSEN = "_family"
+
 FAMILIES: dict[str, Family] = {
     family.type: family
     for file in pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
@@ -21,8 +24,16 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a policy by its configuration, or of what its configuration derives from; else a plain one."""
-    return _family_of(type(config), config.type)
+    """The family of a policy by its configuration, or of what its configuration derives from; else a plain one.
+
+    Of a run that `train_as` has chosen one for, that one.
+    """
+    return getattr(config, CHOSEN, None) or _family_of(type(config), config.type)
+
+
+def train_as(config: PreTrainedConfig, family: Family) -> None:
+    """Have `family_of` return a family for a configuration and its copies; files of it do not say so."""
+    setattr(config, CHOSEN, family)
 
 
 def _family_of(config_class: type, policy_type: str) -> Family:

@@ -58,6 +58,8 @@ PROMPT_WORDS = ("task", "state", "action", ":", ",", ";")
 STATE_BINS = range(-1, 256)
 PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
 MAX_VOCABULARY = 4096
+# What words begin with that are in no prompt, and stand for tokens of actions.
+SPARE_WORD = "<action"
 # Room in the prompt for instructions longer than any in the dataset.
 SPARE_WORDS = 4
 
@@ -300,6 +302,7 @@ def make_tiny_base(
     fps: float,
     chunk_size: int | None = None,
     seed: int = 0,
+    spare_words: int = 0,
     **sizes: Any,
 ) -> Path:
     """Write a randomly initialised tiny PI0.5 for a dataset's cameras, state and action as a LeRobot pretrained folder.
@@ -318,6 +321,7 @@ def make_tiny_base(
         fps: frames per second of the dataset.
         chunk_size: actions per prediction; None is one second of them, at most PI0.5's 50.
         seed: of the initial weights. The process's random state is left alone.
+        spare_words: how many words there are besides for tokens of actions.
         sizes: further fields of `TinyPI05Config`.
     Returns:
         `folder`.
@@ -343,7 +347,7 @@ def make_tiny_base(
         output_features=output_features,
         chunk_size=chunk_size,
         n_action_steps=chunk_size,
-        vocabulary=_vocabulary(prompts),
+        vocabulary=[*_vocabulary(prompts), *(f"{SPARE_WORD}{number}>" for number in range(spare_words))],
         tokenizer_max_length=_prompt_length(prompts),
         action_feature_names=_flat_names(features[ACTION]),
         device="cpu",  # the one device that every machine has; may be overridden on loading

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,14 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor, nn
 
-from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.options.train import TrainOptions
+from vla_finetuning.policies.action_tokens import LEAST_VOCABULARY, MODEL_FILE, ActionTokenizer, fetch_tokenizer
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
-from vla_finetuning.policies.family import MEAN_COUNT, PolicyLoss, require
+from vla_finetuning.policies.family import MEAN_COUNT, Columns, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import ROW_FACTORS
+from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
+from vla_finetuning.terminal import print_safe
 
 FAMILIES = ()
 
@@ -34,8 +38,8 @@ FAMILIES = ()
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
 # PaliGemma's last words are of image segments; LeRobot's PI0-FAST leaves them alone, too.
 LAST_WORDS = 128
-# Words of a tiny PI0.5 that stand for action tokens begin so.
-SPARE_WORD = "<action"
+# Of a tokenizer that is fitted, as in the paper. In a run's folder it is here.
+VOCABULARY, TOKENIZER_FOLDER = 1024, "action_tokenizer"
 
 
 class InsulatedLoss(PI05Loss):
@@ -116,12 +120,12 @@ class InsulatedPI05(PI05):
     """PI0.5 with --train.knowledge_insulation.
 
     Attributes:
-        tokenizer: of actions; None before it is fitted to the run's rows.
+        action_tokenizer: None before it is fitted to the run's rows.
         flow_weight: of PI0.5's loss, beside the cross-entropy.
         vocabulary: of the tokenizer, also of one that is yet to be fitted.
     """
 
-    tokenizer: ActionTokenizer | None = None
+    action_tokenizer: ActionTokenizer | None = None
     flow_weight: float = 1.0
     vocabulary: int = 0
 
@@ -133,13 +137,18 @@ class InsulatedPI05(PI05):
         parts = super().parts(policy)
         return {name: "language model" if name.startswith(language) else part for name, part in parts.items()}
 
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        spare = spare_words(policy.config)
-        if spare is not None and spare < self.vocabulary + 2:
+    def check_words(self, config: PreTrainedConfig) -> None:
+        """Refuse a policy with too few words for action tokens, their end and their beginning."""
+        words = spare_words(config)
+        if words is not None and not LEAST_VOCABULARY <= self.vocabulary <= words - 2:
             raise ValueError(
-                f"{self.vocabulary} action tokens need {self.vocabulary + 2} words, and the policy's vocabulary has "
-                f"{spare} that begin with {SPARE_WORD!r}"
+                f"--train.knowledge_insulation: {max(self.vocabulary, LEAST_VOCABULARY)} action tokens need as many "
+                f"words and two more, and the policy's vocabulary has {words} that begin with {SPARE_WORD!r}: those of "
+                "`python vla.py --preset demo --train.knowledge_insulation true` have them"
             )
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        self.check_words(policy.config)
         return InsulatedLoss(policy, vocabulary=self.vocabulary, flow_weight=self.flow_weight, **options)
 
     def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
@@ -151,9 +160,35 @@ class InsulatedPI05(PI05):
                 raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
             require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
 
-    def prepared(self, prepare: Callable[[Any], Any], config: Any) -> Callable[[Any], Any]:
-        assert self.tokenizer is not None, "the tokenizer is fitted before rows are read"
-        return WithActionTokens(prepare, self.tokenizer, token_columns(config))
+    def prepared(self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig) -> Callable[[Columns], Columns]:
+        """Return what prepares rows with their action tokens, once there is a tokenizer."""
+        tokenizer = self.action_tokenizer
+        return prepare if tokenizer is None else WithActionTokens(prepare, tokenizer, token_columns(config))
+
+    def fit_to_rows(self, chunks: Callable[[], np.ndarray], folder: Path) -> InsulatedPI05:
+        """Read the tokenizer that an earlier start has written into the run's folder, or write it there.
+
+        Raises:
+            ValueError: a Hub repository or a folder holds no tokenizer, or one of more tokens than the policy has words
+                for.
+        """
+        folder = folder / TOKENIZER_FOLDER
+        if (folder / MODEL_FILE).is_file():
+            return replace(self, action_tokenizer=ActionTokenizer.load(folder))
+        sample = chunks()
+        tokenizer = self.action_tokenizer or ActionTokenizer.fit(sample, self.vocabulary)
+        tokens = tokenizer.encode(sample)
+        apart = np.abs(tokenizer.decode(tokens, sample.shape[1:3]) - sample).max(axis=(1, 2))
+        counts = np.array([len(ids) for ids in tokens])
+        columns = _columns(sample[0].size)
+        cut = f"; the last ones of {(counts >= columns).mean():.1%} do not count" if (counts >= columns).any() else ""
+        print_safe(
+            f"Actions      as {tokenizer.vocabulary} tokens: {np.median(counts):.0f} a chunk of {sample[0].size} "
+            f"entries (at most {counts.max()}) in {len(sample)} chunks{cut}",
+            f"             normalised entries come back within {np.median(apart):.3f} (at most {apart.max():.3f})",
+        )
+        tokenizer.save(folder)
+        return replace(self, action_tokenizer=tokenizer)
 
     def empty_inputs(
         self, config: Any, rows: int, draws: int, device: torch.device | str
@@ -175,11 +210,11 @@ class WithActionTokens:
     Of a chunk with more than F tokens, the first count, which are of the lowest frequencies.
     """
 
-    prepare: Callable[[Any], Any]
+    prepare: Callable[[Columns], Columns]
     tokenizer: ActionTokenizer
     columns: int
 
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def __call__(self, batch: Columns) -> Columns:
         prepared = self.prepare(batch)
         rows = [[*ids, self.tokenizer.vocabulary][: self.columns] for ids in self.tokenizer.encode(prepared[ACTION])]
         tokens, mask = np.zeros((len(rows), self.columns), np.int64), np.zeros((len(rows), self.columns), bool)
@@ -188,9 +223,35 @@ class WithActionTokens:
         return {**prepared, TOKENS: tokens, TOKENS_MASK: mask}
 
 
+def insulated(plain: Family, config: PreTrainedConfig, train: TrainOptions) -> InsulatedPI05:
+    """Return the family of a run with --train.knowledge_insulation.
+
+    Args:
+        plain: the family of the configuration without it.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or has more tokens than the policy has words for.
+    """
+    words, tokenizer = spare_words(config), None
+    if train.action_tokenizer != "fit":
+        tokenizer = ActionTokenizer.load(fetch_tokenizer(train.action_tokenizer))
+    vocabulary = VOCABULARY if words is None else min(VOCABULARY, words - 2)
+    family = InsulatedPI05(
+        **{item.name: getattr(plain, item.name) for item in fields(plain)},
+        action_tokenizer=tokenizer,
+        flow_weight=train.flow_weight,
+        vocabulary=vocabulary if tokenizer is None else tokenizer.vocabulary,
+    )
+    family.check_words(config)
+    return family
+
+
 def token_columns(config: Any) -> int:
     """Return F: a token for every two entries of a chunk, in steps of 32. FAST makes one of three to thirteen."""
-    entries = config.chunk_size * config.output_features[ACTION].shape[0]
+    return _columns(config.chunk_size * config.output_features[ACTION].shape[0])
+
+
+def _columns(entries: int) -> int:
     return 32 * math.ceil((entries / 2 + 1) / 32)
 
 

@@ -59,6 +59,7 @@ class PI0(PI05):
     before_actions = 1
     # An action chunk's probability, values and guidance would need the state beside images and prompt.
     flow = False
+    train_options = PI05.train_options - {"knowledge_insulation"}
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         return PI0Loss(policy, **options)

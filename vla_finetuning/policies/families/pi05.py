@@ -164,9 +164,7 @@ class PI05Loss(LayeredLoss):
         for layer in language_model.layers[:-1]:
             hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention, again)
             keys_values.append((key, value))
-        last = language_model.layers[-1]
-        normed = as_multiplied(norm(last.input_layernorm, hidden)[0], last.self_attn.k_proj)
-        keys_values.append(_keys_values(last.self_attn, normed, rotation))
+        keys_values.append(self._call(_last_keys_values, language_model.layers[-1], hidden, rotation))
         return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
@@ -247,6 +245,12 @@ def _prefix_layer(
     key, value = _keys_values(layer.self_attn, normed, rotation)
     attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
     return _finish_layer(layer, hidden, attended, gate, None, again), key, value
+
+
+def _last_keys_values(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute what is used of the language model's last layer: keys and values of hidden (B, P, width)."""
+    normed = as_multiplied(norm(layer.input_layernorm, hidden)[0], layer.self_attn.k_proj)
+    return _keys_values(layer.self_attn, normed, rotation)
 
 
 def suffix_layer(
@@ -354,7 +358,9 @@ class PI05(Family):
         "expert": frozenset({"heads", "action expert"}),
         "full": frozenset({"heads", "action expert", "language model", "vision"}),
     }
-    train_options = frozenset({"mask_padding", "noise_draws", "activation_checkpointing", "compile"})
+    train_options = frozenset(
+        {"mask_padding", "noise_draws", "activation_checkpointing", "compile", "knowledge_insulation"}
+    )
     without_effect = {
         "train_expert_only": "--train.mode expert",
         "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",
