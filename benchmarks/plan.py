@@ -44,6 +44,7 @@ from tests.memory import Growth
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.files import write_json
+from vla_finetuning.plan.shuffle_quality import episodes_in_a_batch
 
 INSTRUCTIONS = 10_000
 # Of files as LeRobot limits them: data of 100 MB, videos of 200 MB, metadata of 100 MB with the statistics of each.
@@ -158,7 +159,7 @@ def metadata(folder: Path) -> dict[str, Any]:
 def plan(folder: Path) -> dict[str, Any]:
     metas = load(folder, "metas")
     source = source_of(metas, (0, 2 * sum(meta.total_frames for meta in metas)))
-    mixed = source.plan.expected_episodes(256)
+    mixed = episodes_in_a_batch(source.plan, 256)
     source.plan.identity()
     return {
         "travels": {"source": source},

@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from scipy.special import binom
 
 from vla_finetuning.data import plan as data_plan
 from vla_finetuning.data.plan import Episodes, StreamPlan, evenly_spaced, task_bounds, window_and_segment
@@ -17,24 +16,6 @@ from vla_finetuning.data.shares import Dealer, apportion, fair_share
 def episodes(*lengths: int, dataset: int = 0) -> Episodes:
     length = np.array(lengths, np.int64)
     return Episodes(np.full(len(length), dataset, np.int32), np.arange(len(length)), np.cumsum(length) - length, length)
-
-
-def distinct_episodes(plan: StreamPlan, batch_rows: int, batches: int) -> float:
-    """Episodes in a batch of consecutive stream rows, on average over the run's first `batches`. Pure."""
-    episodes = np.concatenate([s.episode[s.rows()[0]] for s in plan.slices(0, batches * batch_rows)])
-    return float(np.mean([len(np.unique(batch)) for batch in episodes.reshape(batches, batch_rows)]))
-
-
-def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
-    """Return what `distinct_episodes` is expected to be when rows are drawn from all of an epoch: episodes of `length`
-    (E,).
-
-    An episode of n of the N rows is absent from a batch of B with probability C(N - n, B) / C(N, B).
-    """
-    total = int(length.sum())
-    drawn = np.arange(batch_rows)
-    left = np.maximum(total - length[:, None] - drawn, 0) / (total - drawn)
-    return float((1 - left.prod(axis=1)).sum())
 
 
 def read(plan: StreamPlan, first: int, last: int) -> list[tuple[int, int, int]]:
@@ -209,7 +190,7 @@ def test_later_epochs_of_single_rows_are_shuffled_as_a_whole():
         index = np.array([i for _, _, i in read(plan, epoch * 5000, (epoch + 1) * 5000)])
         # Of a window, as many episodes as of 100 rows drawn from all.
         found = np.mean([len(np.unique(window // 100)) for window in index.reshape(50, 100)])
-        assert found == pytest.approx(as_ever.expected_episodes(100, window_rows=5000, segment_rows=1), abs=0.8)
+        assert found == pytest.approx(50 * (1 - (1 - 1 / 50) ** 100), abs=0.8)
         # And no row follows its neighbour more often than by chance.
         assert (np.diff(index) == 1).sum() < 8
     assert plan.identity() == as_ever.identity() | {"later_epochs": {"segment_rows": 1, "parts_of_epoch": [1]}}
@@ -282,69 +263,6 @@ def test_bad_arguments():
         StreamPlan(episodes(3), seed=0, segment_rows=1, window_rows=8, weights=[1, 1])
 
 
-def test_the_mixing_statistic():
-    lengths = [50] * 20 + [5, 1, 200]
-    everything = episodes(*lengths)
-    expected = distinct_episodes_at_random(np.array(lengths), 16)
-    rng, owner = np.random.default_rng(0), np.repeat(np.arange(len(lengths)), lengths)
-    drawn = [len(np.unique(owner[rng.permutation(len(owner))[:16]])) for _ in range(4000)]
-    assert expected == pytest.approx(np.mean(drawn), rel=0.01)
-
-    def measured(segment, window):
-        plan = StreamPlan(everything, seed=0, segment_rows=segment, window_rows=window)
-        return distinct_episodes(plan, 16, 10 * plan.rows_per_epoch // 16)
-
-    assert measured(1, 10**6) == pytest.approx(expected, rel=0.02)  # single rows, all shuffled: a global shuffle
-    assert 1 <= measured(8, 16) < measured(8, 64) < measured(8, 256) < expected
-    assert measured(8, 64) < measured(4, 64)
-
-
-@pytest.mark.parametrize("lengths", [(300,) * 200, (50,) * 20 + (5, 1, 200), (10,) * 300 + (1000,) * 5])
-@pytest.mark.parametrize(("segment", "window"), [(16, 288), (9, 288), (2, 64), (1, 32)])
-@pytest.mark.parametrize("batch", [8, 64, 200])
-def test_the_expected_episodes_of_a_batch(lengths, segment, window, batch):
-    plans = [StreamPlan(episodes(*lengths), seed=s, segment_rows=segment, window_rows=window) for s in range(3)]
-    found = np.mean([distinct_episodes(plan, batch, 20_000 // batch) for plan in plans])
-    assert plans[0].expected_episodes(batch) == pytest.approx(found, rel=0.12)
-
-
-@pytest.mark.parametrize(
-    ("batch", "window", "segment"), [(8, 32, 4), (12, 32, 4), (40, 32, 16), (64, 32, 1), (7, 7, 3)]
-)
-@pytest.mark.parametrize("weights", [None, [3, 1]])
-@pytest.mark.parametrize("often", [None, 0.5])
-def test_the_expected_episodes_are_those_of_the_formula(batch, window, segment, weights, often):
-    """As `StreamPlan.expected_episodes` describes it, for each place in a window that a batch begins at."""
-    parts = [episodes(*[90] * 20, dataset=0), episodes(*[25] * 8, dataset=1)]
-    together = Episodes(*(np.concatenate([getattr(p, name) for p in parts]) for name in Episodes.__annotations__))
-    options = {} if often is None else {"episode_weights": np.full(28, often)}
-    plan = StreamPlan(together, seed=0, segment_rows=segment, window_rows=window, weights=weights, **options)
-    often = often or 1.0
-    shares = np.array(plan.rows_per_source) / plan.rows_per_epoch
-    expected = []
-    for begin in range(0, np.lcm(batch, window), batch):
-        from_window = np.bincount(np.arange(begin, begin + batch) // window)
-        expected.append(0.0)
-        for number, (length, count) in enumerate(((90, 20), (25, 8))):
-            share, rows = (1.0, 2000 * often) if weights is None else (shares[number], length * count * often)
-            size = length / (1 + (length - 1) / segment)
-            here = size * window * share / (window * share + size - 1)
-            drawn = sum(1 - binom(window - here, b) / binom(window, b) if b < window else 1.0 for b in from_window if b)
-            absent = 1 - min(1.0, size * window * share / (here * rows) * drawn)
-            expected[-1] += count * (1 - absent ** (often * length / size))
-    assert len(expected) <= 8 and plan.expected_episodes(batch) == pytest.approx(np.mean(expected), rel=1e-9)
-
-
-def test_the_expected_episodes_of_a_shuffle_of_all_rows():
-    lengths = [300] * 200
-    plan = StreamPlan(episodes(*lengths), seed=0, segment_rows=16, window_rows=288)
-    assert plan.expected_episodes(64, window_rows=10**9, segment_rows=1) == pytest.approx(
-        distinct_episodes_at_random(np.array(lengths), 64), rel=0.01
-    )
-    with pytest.raises(ValueError, match="stored order"):
-        StreamPlan(episodes(4), seed=None, segment_rows=1, window_rows=8).expected_episodes(2)
-
-
 @pytest.mark.parametrize("asked", [1, 16, 512, 4096])
 @pytest.mark.parametrize("fitting", [0, 3, 33, 64, 288, 10**6])
 def test_a_window_mixes_as_many_segments_as_are_wanted(asked, fitting):
@@ -389,7 +307,6 @@ def mixture(weights, seed=0, window=64):
 def test_a_mixture_gives_each_dataset_its_share_of_every_epoch(weights):
     plan = mixture(weights)
     assert plan.rows_per_epoch == 410
-    assert plan.expected_episodes(32) == pytest.approx(distinct_episodes(plan, 32, 2000), rel=0.12)
     for epoch in range(4):
         rows = read(plan, epoch * 410, (epoch + 1) * 410)
         found = Counter(d for _, d, _ in rows)
@@ -558,22 +475,16 @@ def test_how_often_rows_of_a_mixture_came_anywhere_in_a_stream(window):
     assert not plan.times(0)[1].any()
 
 
-def test_episode_weights_are_part_of_the_identity_and_of_the_mixing_statistic():
+def test_episode_weights_are_part_of_the_identity():
     assert weighted().identity() == weighted().identity() != weighted((1.0, *WEIGHTS[1:])).identity()
     assert weighted([1.0] * 6).identity().keys() - {"episode_weights"} == weighted(seed=4).identity().keys() - {
         "episode_weights"
     }
-    rng = np.random.default_rng(0)
-    plan = StreamPlan(
-        episodes(*rng.integers(20, 80, 120)), seed=0, segment_rows=8, window_rows=128,
-        episode_weights=rng.choice([0.2, 1.0, 3.0, 1.7], 120),
-    )  # fmt: skip
-    assert plan.expected_episodes(32) == pytest.approx(distinct_episodes(plan, 32, 2000), rel=0.12)
     with pytest.raises(ValueError, match="weighted episodes have no stored order.*give a shuffle seed"):
         weighted(seed=None)
 
 
-def test_stretches_of_an_episode_are_read_as_such_and_counted_as_one():
+def test_stretches_of_an_episode_are_read_as_such():
     number = np.repeat(np.arange(60), 5)
     start = np.arange(300) * 12  # of 12 frames each, 3 are left out
     plan = StreamPlan(
@@ -581,10 +492,6 @@ def test_stretches_of_an_episode_are_read_as_such_and_counted_as_one():
     )
     rows = read(plan, 0, plan.rows_per_epoch)
     assert sorted(i for _, _, i in rows) == [i for i in range(3600) if i % 12 < 9]
-    episode_of = np.repeat(np.arange(60), 60)
-    batches = [len({episode_of[i] for _, _, i in rows[a : a + 32]}) for a in range(0, 2688, 32)]
-    assert plan.expected_episodes(32) == pytest.approx(np.mean(batches), rel=0.12)
-    assert distinct_episodes(plan, 32, 80) > 0
 
 
 def test_shares_that_cannot_be():

@@ -199,7 +199,7 @@ def test_cameras_of_different_sizes_go_together_when_the_policy_fits_them(settin
 def test_what_a_batch_is_mixed_of(setting, large, monkeypatch):
     run = plan(setting, f"--dataset.root={large}", root=False)
     assert run.rows.mixing.window_rows / run.rows.mixing.segment_rows >= 32 and run.rows.mixing.advice is None
-    expected = run.rows.source(stream=(0, 8)).plan.expected_episodes(4)
+    expected = shuffle_quality.episodes_in_a_batch(run.rows.source(stream=(0, 8)).plan, run.config.global_batch_size)
     assert run.rows.mixing.episodes == expected and f"rows of about {expected:.1f} episodes" in describe(run)
     assert "POORLY" not in describe(run)
     monkeypatch.setattr(shuffle_quality, "POORLY_MIXED", 1.1)  # so that any order is poor

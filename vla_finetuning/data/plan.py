@@ -149,15 +149,6 @@ class Plan(abc.ABC):
         """Return what must not change for a position in this stream to keep its meaning."""
 
     @abc.abstractmethod
-    def expected_episodes(
-        self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
-    ) -> float:
-        """Return how many episodes `batch_rows` consecutive rows of the shuffled stream come from, on average.
-
-        `window_rows` and `segment_rows` stand in for the plan's own.
-        """
-
-    @abc.abstractmethod
     def begin(self, epoch: int) -> int:
         """Return where an epoch begins in the stream."""
 
@@ -304,59 +295,6 @@ class StreamPlan(Plan):
             parts = [source.of_epoch(1).parts_of_epoch for source in self._sources]
             identity["later_epochs"] = {"segment_rows": self.later_segment_rows, "parts_of_epoch": parts}
         return identity
-
-    def expected_episodes(
-        self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
-    ) -> float:
-        """Return the number of episodes, as for any plan.
-
-        An episode of L rows is cut into 1 + (L - 1) / S segments of s rows; a window of W of a source's N rows
-        holds s' = s W / (W + s - 1), as its ends cut some. So a segment is there with probability s W / (s' N), and
-        then none of it is among b rows of the window with probability C(W - s', b) / C(W, b). Segments are taken for
-        independent.
-        """
-        if self.seed is None:
-            raise ValueError("in stored order a batch is no sample; expected_episodes is of a shuffled plan")
-        rows, segment = self.rows_per_epoch, segment_rows or self.segment_rows
-        window = min(window_rows or self.window_rows, rows)
-        # Batches begin at these places of a window in turn.
-        cycle = window // math.gcd(window, batch_rows)
-        sizes = [list(self._sizes(source, segment)) for source in self._sources]
-        estimates = []
-        for nth in range(0, cycle, max(1, cycle // 8)):
-            head = min(batch_rows, window - nth * batch_rows % window)
-            whole_windows, tail = divmod(batch_rows - head, window)
-            expected = 0.0
-            for source, count, source_sizes in zip(self._sources, self._dealer.counts, sizes, strict=True):
-                share = window * count / rows
-                for length, segments, episodes in source_sizes:
-                    size = length / segments
-                    piece = max(1.0, size * share / (share + size - 1))
-                    draws = sum(1 - _none_drawn(window, piece, b) for b in (head, tail)) + whole_windows
-                    in_batch = min(1.0, size * share / piece / source.rows * draws)
-                    expected += episodes * (1 - (1 - in_batch) ** segments)
-            estimates.append(expected)
-        return float(np.mean(estimates))
-
-    def _sizes(self, source: _Source, segment: int) -> Iterator[tuple[float, float, int]]:
-        """(rows, segments) of a source's episodes in its mean epoch, and how many have them.
-
-        Of episodes in frame_ranges, or with weights, those are taken together whose numbers differ by less than 5 %.
-        """
-        members, length = source.members, source.length
-        number = np.stack([self.episodes.dataset_index[members], self.episodes.episode_index[members]])
-        first = np.flatnonzero(np.concatenate([[True], np.diff(number).any(axis=0)]))
-        if self.episode_weights is None and len(first) == len(members):
-            for rows, episodes in zip(*np.unique(length, return_counts=True), strict=True):
-                yield rows, 1 + (rows - 1) / segment, episodes
-            return
-        weight = np.ones(len(length)) if self.episode_weights is None else self.episode_weights[members]
-        rows = np.add.reduceat(weight * length, first)
-        segments = np.add.reduceat(weight * (1 + (length - 1) / segment), first)
-        steps = [np.rint(np.log(values) / 0.05).astype(np.int64) for values in (rows, segments)]
-        _, group = np.unique(steps[0] * 2**32 + steps[1], return_inverse=True)
-        episodes = np.bincount(group)
-        yield from zip(*(np.bincount(group, values) / episodes for values in (rows, segments)), episodes, strict=True)
 
     def begin(self, epoch: int) -> int:
         return self._sources[0].begin(epoch) if len(self._sources) == 1 else epoch * self.rows_per_epoch
@@ -659,18 +597,6 @@ class _Source:
         begin += start
         end += start
         return (members[episode], begin, end), position
-
-
-def _none_drawn(window: int, size: float, draws: int) -> float:
-    """Probability that none of `size` rows of a window (on average, so not whole) is among `draws` of its rows."""
-    if draws == 0:
-        return 1.0
-    if size + draws > window:
-        return 0.0
-    gamma = math.lgamma
-    return math.exp(
-        gamma(window - size + 1) + gamma(window - draws + 1) - gamma(window - size - draws + 1) - gamma(window + 1)
-    )
 
 
 def window_and_segment(

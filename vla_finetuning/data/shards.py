@@ -172,14 +172,6 @@ class ShardedPlan(Plan):
             "shards": {"count": self.sharding.count, "turn_rows": self.sharding.turn_rows, "episodes": shards},
         }
 
-    def expected_episodes(
-        self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
-    ) -> float:
-        """Count episodes as a `StreamPlan`, shard by shard. An episode that two of them have part of counts twice."""
-        rows = max(1, batch_rows // self.sharding.count)
-        counts = [s.expected_episodes(rows, window_rows=window_rows, segment_rows=segment_rows) for s in self._shards]
-        return float(np.mean(counts)) * min(batch_rows, len(counts))
-
     def begin(self, epoch: int) -> int:
         return sum(shard.begin(epoch) for shard in self._shards)
 
