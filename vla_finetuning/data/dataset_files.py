@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import struct
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from vla_finetuning.data.dataset import DatasetMetadata, select_episodes, shorten
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.data.metadata import load_metadata, unreachable
+from vla_finetuning.data.mp4 import boxes
 from vla_finetuning.files import LFS_POINTER
 
 # Local files whose ends are looked at; a dataset with more is looked at in places.
@@ -203,16 +204,7 @@ def _is_whole(path: Path, size: int) -> bool:
         if path.suffix == ".parquet":
             file.seek(max(0, size - 4))
             return size >= 12 and file.read(4) == b"PAR1"
-        # Boxes, one after the other (ISO/IEC 14496-12): bytes in it, kind; 1: bytes in 8 more; 0: up to the end.
-        at, kinds = 0, set()
-        for _ in range(_MAX_BOXES if path.suffix == ".mp4" else 0):
-            file.seek(at)
-            header = file.read(16)
-            length, box_type = struct.unpack_from(">I4s", header.ljust(16, b"\0"))
-            if length == 1:
-                (length,) = struct.unpack_from(">Q", header.ljust(16, b"\0"), 8)
-            kinds.add(box_type)
-            at = size if length == 0 else at + max(length, 8)
-            if at >= size:
-                return at == size and b"moov" in kinds
-    return True
+        found = list(itertools.islice(boxes(file, 0, size if path.suffix == ".mp4" else 0), _MAX_BOXES))
+    if path.suffix != ".mp4" or len(found) == _MAX_BOXES:
+        return True
+    return bool(found) and size - 8 < found[-1][-1] <= size and any(box_type == b"moov" for box_type, *_ in found)

@@ -18,6 +18,7 @@ from av.video.reformatter import VideoReformatter
 from kornia_rs.io import decode_image_png_u8
 from PIL import ExifTags, Image, ImageOps
 
+from vla_finetuning.data.mp4 import inner_boxes
 from vla_finetuning.files import refuse_pointer
 
 # What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
@@ -34,54 +35,32 @@ SEEK_AFTER_FRAMES = 8
 # What a decoder may allocate for a frame: more than frames have, as codecs pad their buffers by blocks and edges, for
 # small frames by more than a hundred times. The size of frames is checked one by one.
 MAX_BUFFER_PIXELS = 2**20
-# Of one level of an mp4: a handful, or two for each fragment.
-MAX_BOXES = 100_000
 
 _TimedFrame = tuple[float, av.VideoFrame]  # when it is shown, in seconds
 
 
 def check_samples(source: Any, name: str) -> None:
-    """Refuse a local mp4 that claims more samples of one constant size than it has bytes for: FFmpeg would list them.
+    """Refuse an mp4 that claims more samples of one constant size than it has bytes for: FFmpeg would list them.
 
     Layout: ISO/IEC 14496-12, 8.7.3. Other tables hold an entry for each sample, so that their size bounds them.
 
     Raises:
         ValueError: names the file.
     """
-    if not isinstance(source, (str, Path)):
-        return  # of an object store: `video_index` reads its tables
-    try:
-        with open(source, "rb") as file:
-            refuse_pointer(name, file.read(64))
-            size = os.fstat(file.fileno()).st_size
-            for first, last in _boxes(file, [b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz"], 0, size):
-                file.seek(first)
-                _, sample_bytes, count = struct.unpack(">III", file.read(min(12, last - first)).ljust(12, b"\0"))
-                if sample_bytes * count > size:
-                    raise ValueError(
-                        f"{name}: claims {count:,} frames of {sample_bytes:,} bytes in a file of {size:,}: it is "
-                        "damaged; copy it again"
-                    )
-    except OSError:
-        return  # what is wrong with the file is said where it is opened
-
-
-def _boxes(file: Any, kinds: list[bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges [begin, end) of the contents of the boxes at a path of kinds, within [first, last) of the file."""
-    for _ in range(MAX_BOXES):
-        if last - first < 8:
-            return
-        file.seek(first)
-        size, box_type = struct.unpack(">I4s", file.read(8))
-        begin = first + 8
-        if size == 1:
-            size, begin = struct.unpack(">Q", file.read(8).ljust(8, b"\0"))[0], first + 16
-        end = last if size == 0 else min(last, first + size)
-        if end < begin:
-            return
-        if box_type == kinds[0]:
-            yield from [(begin, end)] if len(kinds) == 1 else _boxes(file, kinds[1:], begin, end)
-        first = end
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:  # what cannot be read is said where it is read
+        file = opened.enter_context(open(source, "rb")) if isinstance(source, (str, Path)) else source
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        refuse_pointer(name, file.read(64))
+        for _, first, last in inner_boxes(file, 0, size, b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz"):
+            file.seek(first)
+            _, sample_bytes, count = struct.unpack(">III", file.read(min(12, last - first)).ljust(12, b"\0"))
+            if sample_bytes * count > size:
+                raise ValueError(
+                    f"{name}: claims {count:,} frames of {sample_bytes:,} bytes in a file of {size:,}: it is "
+                    "damaged; copy it again"
+                )
+        file.seek(0)
 
 
 class VideoReader:

@@ -146,13 +146,6 @@ class DiskCache:
             return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self.checksum(path, out)
         return False
 
-    def load(self, path: Path) -> bytes | None:
-        """Return a file's bytes; None if it is not there."""
-        with self.doing_without(), self.opened(path) as descriptor:
-            out = bytearray(max(0, os.fstat(descriptor).st_size - _CHECKSUM_BYTES))
-            return bytes(out) if self.read(path, out) else None
-        return None
-
     def map(self, path: Path) -> pa.Buffer | None:
         """Return a file's bytes, mapped, after all of them were read and checked; None if it is not there."""
         with self.doing_without(), self.opened(path) as descriptor:

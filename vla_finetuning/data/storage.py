@@ -247,6 +247,10 @@ def _identity(fs: RemoteFileSystem, path: str, content: Content) -> str | None:
     return f"{fs.protocol}\0{path}\0{content.size}\0{content.tag}" if content.tag else None
 
 
+# A cache, and the folder in it that has the blocks of a file's content, each under its number.
+CachedBlocks = tuple[DiskCache, Path]
+
+
 @functools.cache
 def _requests() -> ThreadPoolExecutor:
     """Return the threads of this process that make requests."""
@@ -256,6 +260,8 @@ def _requests() -> ThreadPoolExecutor:
 class RemoteFile(io.RawIOBase):
     """A file in a store, for reading, in blocks: those that were asked for beforehand, or else what is around.
 
+    `cached_blocks`: where those are stored that are fetched from now on; None for nowhere. It is looked in first.
+
     Raises FileNotFoundError when opened, or at the first read where it had been listed; `StorageError` from then on.
     """
 
@@ -263,7 +269,7 @@ class RemoteFile(io.RawIOBase):
         self.fs, self.path, self._content = fs, path, fs.content(path)
         self.size = self._content.size
         identity = _identity(fs, path, self._content)
-        self._cache = None if identity is None else _blocks_cache(fs, path, identity)
+        self.cached_blocks = None if identity is None else _blocks_cache(fs, path, identity)
         self._blocks: dict[int, bytes] = {}
         self._coming: dict[int, tuple[int, Future[list[bytes]]]] = {}  # a request, and the first block of it
         self._at = 0
@@ -276,9 +282,6 @@ class RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def print_safe(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence])
@@ -309,17 +312,8 @@ class RemoteFile(io.RawIOBase):
         """
         missing = self._numbers(ranges) - self._blocks.keys() - self._coming.keys()
         for first, last in _runs(sorted(missing)):
-            request = _requests().submit(self._get, first, last)
+            request = _requests().submit(self._get, first, last, self.cached_blocks)
             self._coming |= dict.fromkeys(range(first, last), (first, request))
-
-    def know(self, blocks: Mapping[int, bytes]) -> None:
-        """Take cached blocks."""
-        self._blocks |= blocks
-
-    def blocks(self, ranges: Sequence[tuple[int, int]]) -> dict[int, bytes]:
-        """The blocks, by number, that some [start, end) lie in."""
-        self.ask(ranges)
-        return {number: self._block(number, number + 1) for number in sorted(self._numbers(ranges))}
 
     def _numbers(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
         blocks: set[int] = set()
@@ -332,7 +326,6 @@ class RemoteFile(io.RawIOBase):
             request.cancel()
         self._coming.clear()
         self._blocks.clear()
-        self._cache = None  # requests that are under way still store what they get
         super().close()
 
     def _block(self, number: int, until: int) -> bytes:
@@ -343,7 +336,7 @@ class RemoteFile(io.RawIOBase):
             block = request.result()[number - first]
         if block is None:
             first, last = self._around(number, until)
-            for n, fetched in zip(range(first, last), self._get(first, last), strict=True):
+            for n, fetched in zip(range(first, last), self._get(first, last, self.cached_blocks), strict=True):
                 self._keep(n, fetched)
             block = self._blocks.pop(number)
         self._keep(number, block)
@@ -364,10 +357,9 @@ class RemoteFile(io.RawIOBase):
         while len(self._blocks) > KEPT_BLOCKS:
             del self._blocks[next(iter(self._blocks))]  # the one used longest ago
 
-    def _get(self, first: int, last: int) -> list[bytes]:
+    def _get(self, first: int, last: int, cache: CachedBlocks | None) -> list[bytes]:
         """Blocks [first, last), from the disk those that it has; the others in one request. In any thread."""
         blocks: dict[int, bytes | None] = dict.fromkeys(range(first, last))
-        cache = self._cache
         if cache is not None:
             for n in blocks:
                 cached = bytearray(self._end(n) - n * BLOCK_BYTES)
@@ -407,7 +399,7 @@ class RemoteFile(io.RawIOBase):
         return min((number + 1) * BLOCK_BYTES, self.size)
 
 
-def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> tuple[DiskCache, Path] | None:
+def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> CachedBlocks | None:
     """Return where a file's blocks are cached on this node's disk, by number; None for nowhere."""
     if fs.policy.cache_dir is None:
         return None

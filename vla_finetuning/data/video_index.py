@@ -6,15 +6,16 @@ keeps it on its own disk. What is found here only saves requests: FFmpeg reads t
 
 from __future__ import annotations
 
+import io
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vla_finetuning.data.decode import SEEK_AFTER_FRAMES
 from vla_finetuning.data.disk_cache import numbers_cache
+from vla_finetuning.data.mp4 import Box, boxes, inner_boxes
 from vla_finetuning.data.storage import BLOCK_BYTES, RemoteFile, RemoteFileSystem, file_identity
 
 # An index beyond this is no dataset's: of a day at 60 Hz it has 60 MB.
@@ -76,106 +77,46 @@ class RemoteVideo:
 
     def __init__(self, fs: RemoteFileSystem, path: str, dataset: str):
         self.file: RemoteFile = fs.open(path)
-        self._copy = _copy_of(fs, path, dataset)
-        self._blocks = None if self._copy is None else _read_blocks(self._copy)
-        if self._blocks is not None:
-            self.file.know(self._blocks)
-        else:
-            # One of the two has the index, or all there is to know about where it is.
-            self.file.ask([(0, BLOCK_BYTES), (self.file.size - 2 * BLOCK_BYTES, self.file.size)])
+        self._blocks = self.file.cached_blocks
+        identity = file_identity(fs, path)
+        if self._blocks is None and identity is not None:
+            # Of a dataset whose blocks are not cached, those of the index are, among its numbers.
+            cache = numbers_cache()
+            folder = cache.content(dataset, path, f"{identity}\0{BLOCK_BYTES}")
+            self.file.cached_blocks = None if folder is None else (cache, folder)
+        # One of the two has the index, or all there is to know about where it is.
+        self.file.ask([(0, BLOCK_BYTES), (self.file.size - 2 * BLOCK_BYTES, self.file.size)])
 
     def ask(self, times_s: np.ndarray, fps: float) -> None:
         """Have the frames at `times_s` (float64, ascending) fetched, while other things are done."""
         index, ranges = _index_of(self.file)
-        if index is None:
-            return
-        if self._copy is not None and self._blocks is None:
-            _write_blocks(self._copy, self.file.blocks(ranges))
-        self.file.ask(index.ranges(times_s, fps))
+        self.file.ask(ranges)
+        self.file.cached_blocks = self._blocks
+        if index is not None:
+            self.file.ask(index.ranges(times_s, fps))
 
 
-def _copy_of(fs: RemoteFileSystem, path: str, dataset: str) -> Path | None:
-    """Return where the blocks of a file that opening it takes are on this node's disk; None if nowhere."""
-    identity = file_identity(fs, path)
-    folder = None if identity is None else numbers_cache().content(dataset, path, f"{identity}\0{BLOCK_BYTES}")
-    return None if folder is None else folder / "index"
-
-
-def _read_blocks(copy: Path) -> dict[int, bytes] | None:
-    """Return blocks by number, as `_write_blocks` wrote them."""
-    stored = numbers_cache().load(copy)
-    if stored is None:
-        return None
-    count = struct.unpack_from("<q", stored)[0]
-    first = 8 + 8 * count
-    return {
-        n: stored[first + i * BLOCK_BYTES :][:BLOCK_BYTES]
-        for i, n in enumerate(struct.unpack_from(f"<{count}q", stored, 8))
-    }
-
-
-def _write_blocks(copy: Path, blocks: dict[int, bytes]) -> None:
-    """Write how many blocks there are, their numbers, they."""
-    numbers_cache().write(copy, struct.pack(f"<{1 + len(blocks)}q", len(blocks), *blocks) + b"".join(blocks.values()))
-
-
-_Box = tuple[bytes, int, int]  # kind; its content's first byte and the one after
-
-
-def _index_of(file: RemoteFile) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
+def _index_of(file: Any) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
     """The index, and the bytes that opening the file reads. None of what is no mp4 with frames, as far as is known."""
+    moov = next((box for box in boxes(file, 0, file.size) if box[0] == b"moov"), None)
+    if moov is None or moov[2] - moov[1] > min(MAX_INDEX_BYTES, file.size - moov[1]):
+        return None, []
+    _, start, end = moov
+    file.seek(start)
     try:
-        moov = _moov(file)
-        if moov is None:
-            return None, []
-        start, data = moov
-        index = _parsed(data)
-        head = int(index.offset[0])
+        index = _parsed(file.read(end - start))
     except (struct.error, ValueError, IndexError, OverflowError):
         return None, []  # FFmpeg opens it, and says what is wrong
-    return index, [(0, 1), (start, start + len(data)), (head, head + FIRST_BYTES)]
+    head = int(index.offset[0])
+    return index, [(0, 1), (start - 16, end), (head, head + FIRST_BYTES)]
 
 
-def _moov(file: RemoteFile) -> tuple[int, bytes] | None:
-    at = 0
-    while at + 8 <= file.size:
-        file.seek(at)
-        head = file.read(16)
-        size, box_type = struct.unpack_from(">I4s", head)
-        size = struct.unpack_from(">Q", head, 8)[0] if size == 1 else size or file.size - at
-        if size < 8:
-            break
-        if box_type == b"moov":
-            if size > min(MAX_INDEX_BYTES, file.size - at):
-                break
-            file.seek(at)
-            return at, file.read(size)
-        at += size
-    return None
-
-
-def _boxes(data: bytes, start: int, end: int) -> Iterator[_Box]:
-    while start + 8 <= end:
-        size, box_type = struct.unpack_from(">I4s", data, start)
-        head = 8
-        if size == 1:
-            size, head = struct.unpack_from(">Q", data, start + 8)[0], 16
-        size = size or end - start
-        if size < head or start + size > end:
-            raise ValueError("a box that is longer than the one it is in")
-        yield box_type, start + head, start + size
-        start += size
-
-
-def _inner(data: bytes, box: _Box, *kinds: bytes) -> _Box | None:
+def _inner(data: bytes, box: Box | None, *kinds: bytes) -> Box | None:
     """The first box of a kind inside another, and so on inwards."""
-    inner: _Box | None = box
-    for box_type in kinds:
-        inner = None if inner is None else next((b for b in _boxes(data, *inner[1:]) if b[0] == box_type), None)
-    return inner
+    return None if box is None else next(inner_boxes(io.BytesIO(data), *box[1:], *kinds), None)
 
 
-def _table(data: bytes, box: _Box | None, columns: int, dtype: str = ">i4", skip: int = 4) -> np.ndarray:
+def _table(data: bytes, box: Box | None, columns: int, dtype: str = ">i4", skip: int = 4) -> np.ndarray:
     """A table of some columns behind the number of its entries: int64 (entries, columns); `skip` bytes before that."""
     if box is None:
         raise ValueError("a table is missing")
@@ -192,7 +133,7 @@ def _spread(runs: np.ndarray, total: int) -> np.ndarray:
     return np.repeat(runs[:, 1], runs[:, 0])
 
 
-def _scale(data: bytes, box: _Box | None) -> int:
+def _scale(data: bytes, box: Box | None) -> int:
     """Units per second, which mvhd and mdhd have in the same place."""
     if box is None:
         raise ValueError("a header is missing")
@@ -203,12 +144,12 @@ def _scale(data: bytes, box: _Box | None) -> int:
 
 
 def _parsed(data: bytes) -> VideoIndex:
-    """Raises ValueError, IndexError and struct.error for what makes no sense."""
-    moov = next(_boxes(data, 0, len(data)))
-    tracks = [box for box in _boxes(data, *moov[1:]) if box[0] == b"trak"]
+    """Return the index of a moov box's content. Raises ValueError, IndexError, struct.error for what makes no sense."""
+    moov = b"moov", 0, len(data)
+    tracks = inner_boxes(io.BytesIO(data), 0, len(data), b"trak")
     handlers = ((track, _inner(data, track, b"mdia", b"hdlr")) for track in tracks)
     track = next((t for t, h in handlers if h and data[h[1] + 8 : h[1] + 12] == b"vide"), None)
-    stbl = None if track is None else _inner(data, track, b"mdia", b"minf", b"stbl")
+    stbl = _inner(data, track, b"mdia", b"minf", b"stbl")
     if track is None or stbl is None:
         raise ValueError("no table of frames")
 
@@ -243,7 +184,7 @@ def _parsed(data: bytes) -> VideoIndex:
     return VideoIndex(offset, size, shown_s - _edited_s(data, moov, track), key)
 
 
-def _edited_s(data: bytes, moov: _Box, track: _Box) -> float:
+def _edited_s(data: bytes, moov: Box, track: Box) -> float:
     """Return how much earlier frames are shown than the tables say."""
     edits = _inner(data, track, b"edts", b"elst")
     if edits is None:
