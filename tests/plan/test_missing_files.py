@@ -87,6 +87,11 @@ def test_of_a_mixture_each_dataset_is_named(setting, root):
     whole, holes = resolved([*argv, *proposed]).rows.train_episodes
     assert whole.tolist() == list(range(6))
     assert holes.tolist() == sorted(set(range(6)) - set(lost(load_metadata(root))))
+    # Where a member says what it leaves out, the flag that would contradict it is not proposed.
+    mixture = {str(setting[1]): {"exclude_episodes": [1]}, str(root): 1}
+    argv = [a for a in argv if "dataset.root" not in a] + [f"--dataset.mixture={json.dumps(mixture)}"]
+    message = refused(argv, resolved)
+    assert f"exclude_episodes of {root} in the mixture: " in message and "--dataset.exclude" not in message
 
 
 def test_skipping_covers_missing_files_up_to_its_limit(setting, root):

@@ -8,7 +8,6 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import cast
 
@@ -124,25 +123,35 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
     ]
     for number, (meta, member) in enumerate(zip(datasets.metas, datasets.members, strict=True)):
         cameras = d.camera_keys if member.camera_keys is None else member.camera_keys
-        check_readable(meta, chosen[number][0], cameras, partial(exclusion, config, datasets, number))
+
+        def remedy(episodes: list[int], number: int = number) -> str:
+            return exclusion(config, datasets, {number: episodes})
+
+        check_readable(meta, chosen[number][0], cameras, remedy)
     return chosen
 
 
-def exclusion(config: Config, datasets: Datasets, number: int, episodes: Sequence[int]) -> str:
-    """Return the option that leaves out these episodes of dataset `number`, besides what is left out already."""
-    excluded = datasets.members[number].exclude_episodes
-    if excluded:
-        return (
-            f"exclude_episodes of {datasets.roots[number]} in the mixture: "
-            f"{episode_ranges(sorted({*excluded, *episodes}))}"
+def exclusion(config: Config, datasets: Datasets, broken: Mapping[int, Sequence[int]]) -> str:
+    """Return the option that leaves out episodes, besides those that are left out already.
+
+    Args:
+        broken: episodes by the number of their dataset.
+    """
+    roots, members = datasets.roots, datasets.members
+    if any(member.exclude_episodes for member in members):
+        excluded = {number: {*(members[number].exclude_episodes or ()), *broken[number]} for number in broken}
+        return "; ".join(
+            f"exclude_episodes of {roots[number]} in the mixture: {episode_ranges(sorted(episodes))}"
+            for number, episodes in excluded.items()
         )
     flag = "--dataset.exclude_episodes"
-    before = of_each(cast(Choice, config.dataset.exclude_episodes), datasets.roots, flag)
-    out = {root: sorted(numbers or ()) for root, numbers in zip(datasets.roots, before, strict=True)}
-    out[datasets.roots[number]] = sorted({*out[datasets.roots[number]], *episodes})
-    several = len(out) > 1
-    value = json.dumps({root: numbers for root, numbers in out.items() if numbers}) if several else ""
-    return f"{flag}={shlex.quote(value or episode_ranges(next(iter(out.values()))))}"
+    before = of_each(cast(Choice, config.dataset.exclude_episodes), roots, flag)
+    out = {
+        root: sorted({*(numbers or ()), *broken.get(number, ())})
+        for number, (root, numbers) in enumerate(zip(roots, before, strict=True))
+    }
+    several = json.dumps({root: numbers for root, numbers in out.items() if numbers}) if len(out) > 1 else ""
+    return f"{flag}={shlex.quote(several or episode_ranges(*out.values()))}"
 
 
 def _split(

@@ -135,6 +135,6 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
         assert datasets is not None  # a run that trains on rows has them
         raise ValueError(
             f"{example}. Of {len(episodes)} episodes {look.episodes} were looked at, and {len(broken)} are so or "
-            f"alike; to go on without them: {exclusion(config, datasets, number, broken)}"
+            f"alike; to go on without them: {exclusion(config, datasets, {number: broken})}"
         )
     return lines

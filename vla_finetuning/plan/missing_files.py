@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 
 from vla_finetuning.data.dataset_files import MissingFiles, find_missing_files
-from vla_finetuning.data.metadata import DatasetMetadata, episode_ranges
-from vla_finetuning.data.selection import Choice, of_each
+from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets
-from vla_finetuning.plan.episodes import ChosenEpisodes
+from vla_finetuning.plan.episodes import ChosenEpisodes, exclusion
 
 # A longer list of episodes is no flag to paste.
 _MAX_FLAG = 2_000
@@ -34,32 +31,28 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
         find_missing_files(meta, episodes=numbers, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
         for meta, numbers in zip(metas, episodes, strict=True)
     ]
-    if not any(holes):
+    missing = [(meta, hole) for meta, hole in zip(metas, holes, strict=True) if hole]
+    if not missing:
         return []
-    lost = sum(int(meta.episode_length[hole.episodes].sum()) for meta, hole in zip(metas, holes, strict=True))
+    lost = sum(int(meta.episode_length[hole.episodes].sum()) for meta, hole in missing)
     share = lost / sum(int(meta.episode_length[numbers].sum()) for meta, numbers in zip(metas, episodes, strict=True))
-    d = config.dataset
-    if d.on_error == "skip" and share <= d.max_skipped and not any(hole.without_folder for hole in holes):
-        return [
-            f"{meta.root}: the rows of {len(hole.episodes)} episodes are skipped, by --dataset.on_error: {hole}"
-            for meta, hole in zip(metas, holes, strict=True)
-            if hole
-        ]
-    missing = "; ".join(f"dataset {meta.root}: {hole}" for meta, hole in zip(metas, holes, strict=True) if hole)
-    remedy = _remedy(config, datasets, holes, episodes, share)
+    d, not_skipped = config.dataset, ""
+    if d.on_error == "skip":
+        if gone := [path for _, hole in missing for path in hole.without_folder]:
+            not_skipped = (
+                f" (--dataset.on_error=skip is for folders that lack some files, not all, as that of {gone[0]})"
+            )
+        elif share > d.max_skipped:
+            not_skipped = f" (--dataset.max_skipped={d.max_skipped:g} is less than their {share:.0%} of the frames)"
+        else:
+            return [
+                f"{meta.root}: the rows of {len(hole.episodes)} episodes are skipped, by --dataset.on_error: {hole}"
+                for meta, hole in missing
+            ]
     raise FileNotFoundError(
-        f"{missing}. Copy or download the dataset again, or {remedy}{_not_skipped(config, holes, share)}"
+        f"{'; '.join(f'dataset {meta.root}: {hole}' for meta, hole in missing)}. Copy or download the dataset again, "
+        f"or {_remedy(config, datasets, holes, episodes, share)}{not_skipped}"
     )
-
-
-def _not_skipped(config: Config, holes: Sequence[MissingFiles], share: float) -> str:
-    """Why --dataset.on_error skip does not cover it."""
-    d = config.dataset
-    if d.on_error != "skip":
-        return ""
-    if gone := [path for hole in holes for path in hole.without_folder]:
-        return f" (--dataset.on_error=skip is for folders that lack some files, not all, as that of {gone[0]})"
-    return f" (--dataset.max_skipped={d.max_skipped:g} is less than their {share:.0%} of the frames)"
 
 
 def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
@@ -74,22 +67,15 @@ def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
 def _remedy(
     config: Config, datasets: Datasets, holes: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
 ) -> str:
-    d, metas, roots = config.dataset, datasets.metas, datasets.roots
+    metas = datasets.metas
     if any(hole and len(hole.episodes) == len(numbers) for hole, numbers in zip(holes, episodes, strict=True)):
         intact = [key for key in metas[0].camera_keys if not any(key in hole.cameras for hole in holes)]
         data = any(path in meta.data_files for meta, hole in zip(metas, holes, strict=True) for path in hole.problems)
         if data or not intact:
             return "train on another: every episode needs such files"
         return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(intact))}"
-    before = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
-    out = {
-        root: np.union1d(hole.episodes, np.asarray(already or [], np.int64)).tolist()
-        for root, hole, already in zip(roots, holes, before, strict=True)
-    }
-    value = (
-        json.dumps({root: ids for root, ids in out.items() if ids}) if len(roots) > 1 else episode_ranges(*out.values())
-    )
-    flag = f"--dataset.exclude_episodes={shlex.quote(value)}"
+    broken = {number: hole.episodes.tolist() for number, hole in enumerate(holes) if hole}
+    flag = exclusion(config, datasets, broken)
     if len(flag) > _MAX_FLAG:
         flag = f"--dataset.on_error=skip --dataset.max_skipped={min(1, np.ceil(share * 100) / 100):g}"
     count = sum(len(hole.episodes) for hole in holes)
