@@ -50,10 +50,6 @@ CONFIG_PATH = Option(
     default=None,
     help="A run's config.json, whose options come before the preset's and those given.",
     form="a file",
-    min=None,
-    above=None,
-    max=None,
-    below=None,
     section="The run and its folder",
 )
 
@@ -90,12 +86,10 @@ class Program[C]:
         flags = self.flags
         for name in self.first:
             lines += _help_lines(flags[name])
+        if self.presets:
+            lines += ["", "Presets: sets of flags that come before those given"]
         for name, preset in self.presets.items():
-            lines += (
-                ["", "Presets: sets of flags that come before those given"] if name == next(iter(self.presets)) else []
-            )
-            settings = " ".join(f"--{flag} {value}" for flag, value in preset.items())
-            lines += _wrapped(f"--preset {name}: {settings}", "  ", "      ")
+            lines += _wrapped(f"--preset {name}: {_settings(preset)}", "  ", "      ")
         rest = [flags[name] for name in flags if name not in self.first]
         for section in dict.fromkeys(option.section for option in rest):
             lines += ["", *_wrapped(section, "", "  ")]
@@ -189,7 +183,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 def lerobots(flags: Mapping[str, Option]) -> dict[str, Option]:
     """Groups of LeRobot's own flags by their prefix; each is stored as a list of flags as given, `--chunk_size=20`."""
-    return {name.removesuffix("*"): option for name, option in flags.items() if name.endswith(".*")}
+    return {name.removesuffix("*"): option for name, option in flags.items() if option.is_group}
 
 
 # ---- parsing ------------------------------------------------------------------------------------------------------
@@ -212,7 +206,12 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     resumed = "resume" in names and flags["resume"].read(names["resume"])
     if resumed:
         # What the run was started with stands; only flags given now change it.
-        config_path, preset = str(_saved_config(names, presets)), None
+        config_path, preset = str(path := _config_of_run(names, presets)), None
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"--resume: {path} does not exist, so {path.parent} holds no run; start one without --resume, or let "
+                "--resume auto see"
+            )
     defaults = dict(presets.get(preset or "", {}))
     # As in lerobot-train, where any option of adapters asks for LoRA, and any of row weights for RA-BC.
     for option, value in (("peft.method_type", "lora"), ("sample_weighting.type", "rabc"), ("ema.enable", "true")):
@@ -289,7 +288,7 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
             raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
         if name not in flags and program.config_type is Config and (hint := answer(name)):
             raise ValueError(f"command line: lerobot-train has --{name}; here: {hint}")
-        is_option = name in flags and not name.endswith("*")
+        is_option = name in flags and not flags[name].is_group
         is_lerobots = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])
         if not (is_option or is_lerobots):
             meant = did_you_mean(name, [*(n for n in flags if not n.endswith("*")), "env.task"], "--")
@@ -327,18 +326,8 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{path}: {error}") from None
 
 
-def _saved_config(names: Mapping[str, str], presets: Mapping[str, Mapping[str, str]]) -> Path:
-    """The configuration of the run to go on with."""
-    path = _config_of_run(names, presets)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"--resume: {path} does not exist, so {path.parent} holds no run; start one without --resume, or let "
-            "--resume auto see"
-        )
-    return path
-
-
 def _config_of_run(names: Mapping[str, str], presets: Mapping[str, Mapping[str, str]]) -> Path:
+    """Return where the configuration of the run in --output_dir is, if there is one."""
     folder = names.get("output_dir") or presets.get(names.get("preset", ""), {}).get("output_dir")
     if folder is None:
         raise ValueError("--resume: say which run, --output_dir FOLDER")
@@ -352,12 +341,12 @@ def _config_of_run(names: Mapping[str, str], presets: Mapping[str, Mapping[str, 
 
 def _help_lines(option: Option) -> list[str]:
     title = f"  --{(option.name or '').replace('*', 'OPTION')} VALUE"
-    text = option.help if option.name and option.name.endswith("*") else f"{option.help} {_sentence(option)}"
-    return [title, *_wrapped(text, "      ", "      ")]
+    values = "" if option.is_group else f" ({option.expected}; default {_default(option)})"
+    return [title, *_wrapped(f"{option.help}{values}", "      ", "      ")]
 
 
-def _sentence(option: Option) -> str:
-    return f"({option.expected}; default {_default(option)})"
+def _settings(preset: Mapping[str, str]) -> str:
+    return " ".join(f"--{flag} {value}" for flag, value in preset.items())
 
 
 def _default(option: Option) -> str:
@@ -389,10 +378,7 @@ def page() -> str:
         lines += ["", f"## python {program.command}", "", program.summary]
         if program.presets:
             lines += ["", "Presets: flags that come before those given.", "", "| `--preset` | flags |", "|---|---|"]
-            lines += [
-                f"| `{name}` | `{' '.join(f'--{flag} {value}' for flag, value in preset.items())}` |"
-                for name, preset in program.presets.items()
-            ]
+            lines += [f"| `{name}` | `{_settings(preset)}` |" for name, preset in program.presets.items()]
         if shared:
             lines += ["", f"As above: {', '.join(f'`--{name}`' for name in shared)}."]
         for section in dict.fromkeys(option.section for option in new):
@@ -403,8 +389,7 @@ def page() -> str:
 
 
 def _row(option: Option) -> str:
-    is_group = option.name is not None and option.name.endswith("*")
-    cells = ["" if is_group else option.expected, "" if is_group else _default(option), option.help]
+    cells = [*(("", "") if option.is_group else (option.expected, _default(option))), option.help]
     return f"| `--{option.name}` | {' | '.join(cell.replace('*', chr(92) + '*') for cell in cells)} |"
 
 

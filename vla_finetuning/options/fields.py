@@ -46,12 +46,12 @@ class Option:
     annotation: Any
     default: Any
     help: str
-    form: str | None
-    min: float | None
-    above: float | None
-    max: float | None
-    below: float | None
     section: str
+    form: str | None = None
+    min: float | None = None
+    above: float | None = None
+    max: float | None = None
+    below: float | None = None
     requires: Mapping[str, str] = field(default_factory=dict)
     conflicts: Mapping[str, str] = field(default_factory=dict)
     only_with: str | None = None
@@ -62,10 +62,15 @@ class Option:
 
     def shown(self, value: Any) -> str:
         """The flag with a value, as it is typed."""
-        if self.name and self.name.endswith(".*"):
+        if self.name and self.is_group:
             return value[0].replace("--", f"--{self.name[:-1]}", 1) if value else f"--{self.name}"
         text = value if isinstance(value, str) else json.dumps(value)
         return f"--{self.name or self.path}={f'{value:.10g}' if isinstance(value, float) else text}"
+
+    @property
+    def is_group(self) -> bool:
+        """Return whether it stands for all flags with its prefix."""
+        return self.name is not None and self.name.endswith(".*")
 
     @property
     def is_bool(self) -> bool:
@@ -101,28 +106,18 @@ class Option:
         return value
 
     def _refused(self, text: str) -> str:
-        choices = [choice for member in (self.annotation, *get_args(self.annotation)) for choice in _choices(member)]
+        annotations = (self.annotation, *get_args(self.annotation))
+        choices = [choice for kind in annotations if get_origin(kind) is Literal for choice in get_args(kind)]
         return f"--{self.name or self.path}={text}: expected {self.expected}{did_you_mean(text, choices)}"
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = "",
-    form: str | None = None,
-    min: float | None = None,
-    above: float | None = None,
-    max: float | None = None,
-    below: float | None = None,
-    requires: Mapping[str, str] | None = None,
-    conflicts: Mapping[str, str] | None = None,
-    only_with: str | None = None,
-) -> Any:
-    """A dataclass field that is an option; see `Option`. `flag`: its name where that is not the field's."""
-    bounds = {"min": min, "above": above, "max": max, "below": below}
-    rules = {"requires": requires or {}, "conflicts": conflicts or {}, "only_with": only_with}
-    metadata = {"help": help, "flag": flag, "form": form, **bounds, **rules}
+def option(default: Any, help: str, *, flag: str | None = "", **attributes: Any) -> Any:
+    """Return a dataclass field that is an option.
+
+    Args:
+        flag: its name where that is not the field's. attributes: of `Option`, from `form` on.
+    """
+    metadata = {"help": help, "flag": flag, **attributes}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -300,10 +295,6 @@ def form_of(annotation: Any) -> str:
     if origin is dict:
         return """JSON, as '{"a": ...}'"""
     return NAMED.get(annotation, "a value")
-
-
-def _choices(annotation: Any) -> Sequence[str]:
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
