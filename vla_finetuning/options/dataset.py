@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.fields import option
@@ -235,44 +235,6 @@ class DatasetOptions:
         listed = [part.strip() for part in (self.root or "").split(",")]
         return list(self.mixture or ()) or [root for root in listed if root]
 
-    def describe_shuffling(self, mixing: Mixing, segment_rows: int, shards: int | None) -> list[str]:
-        """The plan's lines about shuffling. `segment_rows`: the most of a segment. `shards`: None: there is one."""
-        bounded = mixing.window_rows <= self.shuffle_window - segment_rows
-        lines = [
-            f"Shuffling    windows of {mixing.window_rows} rows"
-            + (f" (of {self.shuffle_window} asked for, as many as memory is meant for)" if bounded else "")
-            + f", {mixing.window_bytes / 2**20:.0f} MiB; segments of at most {mixing.segment_rows}",
-            f"             a global batch has rows of about {mixing.episodes:.1f} episodes; of "
-            f"{mixing.episodes_at_random:.1f} if all rows were shuffled",
-        ]
-        if shards is not None:
-            lines.append(
-                f"             {shards} shards, equally many rows of each in a batch: each node reads one, "
-                "for its own workers"
-            )
-        if self.global_shuffle:
-            lines.append("             from the second epoch on, all rows are shuffled (--dataset.global_shuffle)")
-        if mixing.advice:
-            lines.append(f"             POORLY MIXED: {mixing.advice}")
-        return lines
-
-
-class Mixing(Protocol):
-    """How well batches are mixed; see plan/shuffle_quality.py."""
-
-    @property
-    def window_rows(self) -> int: ...
-    @property
-    def window_bytes(self) -> int: ...
-    @property
-    def segment_rows(self) -> int: ...
-    @property
-    def episodes(self) -> float: ...
-    @property
-    def episodes_at_random(self) -> float: ...
-    @property
-    def advice(self) -> str | None: ...
-
 
 def describe_image_size(size: Sequence[int] | None, row_bytes: int, stored_bytes: int | None) -> list[str]:
     """The plan's lines about the size of frames; None: as stored. `row_bytes`, `stored_bytes`: of a row, and before."""
@@ -286,21 +248,3 @@ def describe_image_size(size: Sequence[int] | None, row_bytes: int, stored_bytes
         "             what the policy would do itself, within one level of uint8 (--dataset.image_size=stored leaves "
         "it to the policy)",
     ]
-
-
-def describe_padding(chunk: int, short: int, episodes: int, share: float) -> list[str]:
-    """The plan's lines about padded action chunks, where `short` of the episodes are shorter than a chunk."""
-    if not short:
-        return []
-    return [
-        f"             an action chunk spans {chunk} frames, and {short} of {episodes} episodes are shorter: "
-        f"{share:.0%} of the steps of all chunks are padding"
-    ]
-
-
-def describe_share(weight: float, weights: float, rows: int, per_epoch: int, frames: int) -> str:
-    """The plan's line about a dataset of a mixture: `rows` of an epoch, of its own `frames`."""
-    return (
-        f"             weight {weight:g} of {weights:g}: {rows} of an epoch's {per_epoch} rows, "
-        f"{rows / frames:.2f} times its frames"
-    )

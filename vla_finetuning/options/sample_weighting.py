@@ -36,9 +36,9 @@ class SampleWeightingOptions:
             raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
 
 
-def describe_weights(frames: int, without: int, full: int) -> list[str]:
-    """The plan's lines. `frames`: those with a weight, of which so many weigh 0 (`without`) and 1 (`full`)."""
+def describe_weights(weights: Any) -> list[str]:
+    """Return the plan's lines. `weights`: of frames, an array."""
     return [
-        f"Weighted     rows in the loss, by RA-BC: of {frames} frames {without} weigh 0 and {full} weigh 1; each "
-        "micro-batch for itself, as lerobot-train"
+        f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {(weights == 0).sum()} weigh 0 and "
+        f"{(weights == 1).sum()} weigh 1; each micro-batch for itself, as lerobot-train"
     ]

@@ -111,19 +111,3 @@ WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
 REHEARSAL_STEPS, REHEARSAL_EPOCHS = (300, 1_000), 2.0
 # Rows per second of a rehearsal, by which its plan says about how long it takes: one camera of 480x640, 2 CPUs.
 REHEARSAL_ROWS_PER_S = 150
-
-
-def describe_rehearsal(rows: int) -> list[str]:
-    """The plan's lines about how long a rehearsal takes that trains on so many rows."""
-    return [
-        f"             about {rows / REHEARSAL_ROWS_PER_S / 60:.0f} minutes at the {REHEARSAL_ROWS_PER_S} rows/s of 2 "
-        "CPUs and a 480x640 camera; each line says what is left"
-    ]
-
-
-def describe_epochs(rows_per_epoch: int, batch: int, equal_epochs: bool) -> list[str]:
-    """The plan's lines about where epochs meet, in steps of `batch` rows."""
-    text = "             epochs follow each other without a gap"
-    if equal_epochs:
-        return [f"{text}: the last {rows_per_epoch % batch} rows of one share a step with the first of the next"]
-    return [f"{text}; a weight of 0.5 is every other epoch, so they are not equally long"]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lerobot_datasource import SEGMENT_ROWS
 from vla_finetuning.data.disk_cache import describe_numbers, has_capacity
 from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.mirror import address
-from vla_finetuning.options.dataset import describe_image_size, describe_padding, describe_share
+from vla_finetuning.options.dataset import describe_image_size
 from vla_finetuning.options.environment import describe_trial
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import describe_weights
-from vla_finetuning.options.schedule import describe_epochs, describe_rehearsal
+from vla_finetuning.options.schedule import REHEARSAL_ROWS_PER_S
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
@@ -32,7 +31,7 @@ VECTORS = ("observation.state", "action")
 def describe(run: Run) -> str:
     """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
     config, job, rows, policy = run.config, run.job, run.rows, run.policy
-    cache, sharding, positive = rows.reading.frame_cache, rows.order.sharding, rows.positive_share
+    cache, positive = rows.reading.frame_cache, rows.positive_share
     lines = [
         *_datasets(config, rows),
         *_indented("Mixture", _mixture(run)),
@@ -51,8 +50,8 @@ def describe(run: Run) -> str:
         describe_numbers(),
         *_steps(config, job.steps, rows),
         *_indented("Learning", policy.recipe.describe(job.steps)),
-        *config.dataset.describe_shuffling(rows.mixing, SEGMENT_ROWS, sharding.count if sharding else None),
-        *_weighted(rows),
+        *rows.mixing.describe(config.dataset),
+        *([] if rows.weights is None else describe_weights(rows.weights)),
         *([] if positive is None else config.recap.describe(positive, rows.label_dropout)),
         *config.ema.describe(),
         *_held_out(config, rows),
@@ -155,9 +154,11 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
                 for joint, dimensions in absolute_dimensions(robot.config).items()
             ]
     if policy.parameters is not None:
+        is_named = config.peft.enabled or policy.value is not None
+        what_trains = policy.what_trains if is_named else f"--train.mode {policy.what_trains}"
         lines.append(
             f"             {policy.parameters.total:,} parameters, {policy.parameters.trainable:,} of them train "
-            f"({_what_trains(config, policy)})" + _flops(policy)
+            f"({what_trains})" + _flops(policy)
         )
         lines += [f"             {line}" for line in policy.parameters.adapted]
     if policy.trusted and (brought := brought_along(policy.config)):
@@ -165,19 +166,24 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
     return lines
 
 
-def _what_trains(config: Config, policy: PolicySpec) -> str:
-    named = config.peft.enabled or policy.value is not None
-    return policy.what_trains if named else f"--train.mode {policy.what_trains}"
-
-
 def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
     batch, equal_epochs = config.global_batch_size, not rows.epoch_ends
-    return [
-        *config.describe_steps(config.scaling, steps, rows.per_epoch, config.log_freq, equal_epochs),
-        *(describe_rehearsal(steps * batch) if config.is_rehearsal else []),
-        *describe_padding(*rows.padding()),
-        *describe_epochs(rows.per_epoch, batch, equal_epochs),
-    ]
+    lines = config.describe_steps(config.scaling, steps, rows.per_epoch, config.log_freq, equal_epochs)
+    if config.is_rehearsal:
+        lines.append(
+            f"             about {steps * batch / REHEARSAL_ROWS_PER_S / 60:.0f} minutes at the {REHEARSAL_ROWS_PER_S} "
+            "rows/s of 2 CPUs and a 480x640 camera; each line says what is left"
+        )
+    chunk, short, episodes, share = rows.padding()
+    if short:
+        lines.append(
+            f"             an action chunk spans {chunk} frames, and {short} of {episodes} episodes are shorter: "
+            f"{share:.0%} of the steps of all chunks are padding"
+        )
+    meeting = f": the last {rows.per_epoch % batch} rows of one share a step with the first of the next"
+    if not equal_epochs:
+        meeting = "; a weight of 0.5 is every other epoch, so they are not equally long"
+    return [*lines, f"             epochs follow each other without a gap{meeting}"]
 
 
 def _held_out(config: Config, rows: Rows) -> list[str]:
@@ -200,12 +206,6 @@ def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str
     if rows.last_row <= rows.per_epoch:
         lines.append("             none are used twice in this run, but by later ones that start from the same weights")
     return lines
-
-
-def _weighted(rows: Rows) -> list[str]:
-    if (weights := rows.weights) is None:
-        return []
-    return describe_weights(len(weights), int((weights == 0).sum()), int((weights == 1).sum()))
 
 
 def _nodes(rows: Rows) -> str:
@@ -232,8 +232,11 @@ def _flops(policy: PolicySpec) -> str:
 
 def _share(config: Config, rows: Rows, number: int) -> str:
     weights = [member.weight for member in members(config.dataset.mixture)]
-    count = rows.identity["rows_per_source"][number]
-    return describe_share(weights[number], sum(weights), count, rows.per_epoch, rows.per_dataset[number])
+    count, frames = rows.identity["rows_per_source"][number], rows.per_dataset[number]
+    return (
+        f"             weight {weights[number]:g} of {sum(weights):g}: {count} of an epoch's {rows.per_epoch} rows, "
+        f"{count / frames:.2f} times its frames"
+    )
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

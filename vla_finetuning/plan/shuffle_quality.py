@@ -8,6 +8,7 @@ import numpy as np
 
 from lerobot_datasource import SEGMENT_ROWS, LeRobotDatasource
 from vla_finetuning.data.plan import Plan
+from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import Config
 
 # A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
@@ -31,6 +32,27 @@ class Mixing:
     episodes: float
     episodes_at_random: float
     advice: str | None
+
+    def describe(self, options: DatasetOptions) -> list[str]:
+        """Return the plan's lines about shuffling."""
+        bounded = self.window_rows <= options.shuffle_window - SEGMENT_ROWS
+        lines = [
+            f"Shuffling    windows of {self.window_rows} rows"
+            + (f" (of {options.shuffle_window} asked for, as many as memory is meant for)" if bounded else "")
+            + f", {self.window_bytes / 2**20:.0f} MiB; segments of at most {self.segment_rows}",
+            f"             a global batch has rows of about {self.episodes:.1f} episodes; of "
+            f"{self.episodes_at_random:.1f} if all rows were shuffled",
+        ]
+        if options.shards > 1:
+            lines.append(
+                f"             {options.shards} shards, equally many rows of each in a batch: each node reads one, "
+                "for its own workers"
+            )
+        if options.global_shuffle:
+            lines.append("             from the second epoch on, all rows are shuffled (--dataset.global_shuffle)")
+        if self.advice:
+            lines.append(f"             POORLY MIXED: {self.advice}")
+        return lines
 
 
 def mixing_of(config: Config, source: LeRobotDatasource) -> Mixing:
