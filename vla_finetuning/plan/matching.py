@@ -8,9 +8,8 @@ vectors as long as the widest (`data.options.Features.padded`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
@@ -19,7 +18,7 @@ from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
 from vla_finetuning.data.selection import tasks_of
-from vla_finetuning.options.mixture import Member, robots
+from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.base_policy import Base
 from vla_finetuning.plan.datasets import Datasets
@@ -32,7 +31,7 @@ from vla_finetuning.plan.mixture import (
     ordered_alike,
     ordered_by,
 )
-from vla_finetuning.plan.names import check_camera_keys, observations_renamed
+from vla_finetuning.plan.names import observations_renamed
 from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
@@ -65,56 +64,88 @@ class Matched:
         return self.robots[0].rename_map
 
 
+@dataclass(frozen=True)
+class RobotDatasets:
+    """The datasets of one robot: features called as the first calls them, dimensions as the mixture orders them.
+
+    Attributes:
+        robot: its name; None where datasets name none. numbers: of its datasets in the run.
+        rename_map: the policy's names for observations of any of them. camera_keys: those chosen; None: all.
+    """
+
+    robot: str | None
+    numbers: tuple[int, ...]
+    metas: tuple[DatasetMetadata, ...]
+    rename_map: dict[str, str]
+    camera_keys: list[str] | None
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """Return the features of the first dataset that a policy may get."""
+        meta, chosen = self.metas[0], self.camera_keys
+        dropped = set() if chosen is None else set(meta.camera_keys) - set(chosen)
+        return {key: feature for key, feature in meta.features.items() if key not in dropped and not feature.is_depth}
+
+
+def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
+    """Yield the datasets of each robot, in the order in which robots first come.
+
+    Raises:
+        ValueError: datasets of one robot with other cameras, an order of other dimensions, two features of one name.
+    """
+    for robot in dict.fromkeys(member.robot for member in datasets.members):
+        numbers = tuple(number for number, member in enumerate(datasets.members) if member.robot == robot)
+        metas, members = [datasets.metas[n] for n in numbers], [datasets.members[n] for n in numbers]
+        maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in members]
+        camera_keys = config.dataset.camera_keys if members[0].camera_keys is None else members[0].camera_keys
+        _check_one_choice(metas, members, maps, camera_keys)
+        ordered = (
+            ordered_by(meta, member.orders()) if member.orders() else meta
+            for meta, member in zip(named_alike(metas, maps), members, strict=True)
+        )
+        rename_map = {key: name for names in reversed(maps) for key, name in names.items()}
+        yield RobotDatasets(robot, numbers, tuple(ordered), rename_map, camera_keys)
+
+
 def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
     """Match a run's datasets with its policy, whose configuration is fitted to them in place.
 
     Raises:
         ValueError: datasets, rates or robots that do not go together, or not with the policy.
     """
-    metas, members = datasets.metas, datasets.members
-    steps = [window_step(meta, member.fps) for meta, member in zip(metas, members, strict=True)]
-    maps = [_names_of(config, member) for member in members]
+    steps = [window_step(meta, member.fps) for meta, member in zip(datasets.metas, datasets.members, strict=True)]
+    groups = list(by_robot(config, datasets))
     if config.dataset.dimension_map:
-        groups = [
-            [n for n, member in enumerate(members) if member.robot == robot]
-            for robot in {member.robot for member in members}
-        ]
-        alike = [named_alike([metas[n] for n in numbers], [maps[n] for n in numbers]) for numbers in groups]
-        check_dimension_map(alike, config.dataset.dimension_map)
-    if len(names := robots(members)) == 1:
+        check_dimension_map([group.metas for group in groups], config.dataset.dimension_map)
+    for group in groups if config.dataset.mixture else ():
+        check_rates(group.metas, [steps[number] for number in group.numbers])
+    if len(groups) == 1:
+        (group,) = groups
         if config.dataset.robot_in_prompt:
             raise ValueError(
                 "--dataset.robot_in_prompt=true: instructions name their robot in a mixture of robots that differ, and "
-                f"this run has {'one' if members[0].robot else 'none'} by name; leave it out, or begin the dataset's "
-                "own instructions with the name"
+                f"this run has {'one' if group.robot else 'none'} by name; leave it out, or begin the dataset's own "
+                "instructions with the name"
             )
-        if config.dataset.mixture:
-            check_rates(metas, steps)
-        metas, match, rename_map = _match_robot(config, metas, members, maps, base.config, base.name)
+        metas, match = _match_robot(config, group, base.config, base.name)
         check_images(config, base.config)
-        robot = Robot("", base.config, match, rename_map, datasets=tuple(range(len(metas))))
+        robot = Robot("", base.config, match, group.rename_map, datasets=group.numbers)
         return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
-    data, policy_metas = [], list(metas)
-    for name in names:
-        numbers = tuple(number for number, member in enumerate(members) if member.robot == name)
-        fitted = copy.deepcopy(base.config)
-        own_metas, own_members, own_maps = (
-            [metas[n] for n in numbers],
-            [members[n] for n in numbers],
-            [maps[n] for n in numbers],
-        )
-        check_rates(own_metas, [steps[n] for n in numbers])
-        lenient = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
+    lenient = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
+    data, policy_metas = [], list(datasets.metas)
+    for group in sorted(groups, key=lambda group: str(group.robot)):
+        name, fitted = str(group.robot), copy.deepcopy(base.config)
         try:
-            named, match, rename_map = _match_robot(lenient, own_metas, own_members, own_maps, fitted, base.name)
+            named, match = _match_robot(lenient, group, fitted, base.name)
         except ValueError as error:
             raise ValueError(f"robot {name}: {error}") from error
-        used = {key: name for key, name in rename_map.items() if key in match.dataset_keys}
+        fitted.input_features = {key: value for key, value in fitted.input_features.items() if key in match.trained}
+        used = {key: name for key, name in group.rename_map.items() if key in match.dataset_keys}
         own_names = {name: key for key, name in used.items()}
         opening = f"{name}: " if config.dataset.robot_in_prompt else ""
-        data.append(Robot(name, _of_its_own(fitted, match), match, {}, own_names, numbers, opening=opening))
-        for number, meta in zip(numbers, named, strict=True):
+        data.append(Robot(name, fitted, match, {}, own_names, group.numbers, opening=opening))
+        for number, meta in zip(group.numbers, named, strict=True):
             policy_metas[number] = _with_policy_names(meta, match, used)
     match = _join(config, base, data, policy_metas)
     check_images(config, base.config)
@@ -125,24 +156,24 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
 
 
 def _match_robot(
-    config: Config,
-    metas: Metas,
-    members: Sequence[Member],
-    maps: Sequence[Mapping[str, str]],
-    policy_config: PreTrainedConfig,
-    policy_name: str,
-) -> tuple[tuple[DatasetMetadata, ...], FeatureMatch, dict[str, str]]:
-    """The datasets with one name and order for everything, how they are the policy's, and which names it renames."""
-    camera_keys = _camera_keys(config, members[0])
-    _check_one_choice(metas, members, maps, camera_keys)
-    metas, together, rename_map = _named_alike(metas, maps)
-    metas = tuple(
-        ordered_by(meta, member.orders()) if member.orders() else meta
-        for meta, member in zip(metas, members, strict=True)
-    )
-    match = _match(config, metas[0], camera_keys, rename_map, policy_config, policy_name)
-    check_alike(metas, match.dataset_keys, together)
-    metas = ordered_alike(metas, match.dataset_keys, config.dataset.dimension_map)
+    config: Config, group: RobotDatasets, policy_config: PreTrainedConfig, policy_name: str
+) -> tuple[tuple[DatasetMetadata, ...], FeatureMatch]:
+    """Return the datasets with one order of dimensions, and how the first one's features are the policy's."""
+    meta = group.metas[0]
+    try:
+        match = match_features(
+            policy_config,
+            group.features,
+            names_of_first(group.metas, group.rename_map),
+            missing_cameras=config.dataset.missing_cameras,
+            fps=meta.fps,
+            left_out=sorted(set(meta.camera_keys) - set(group.camera_keys or meta.camera_keys)),
+        )
+    except ValueError as error:
+        not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
+        raise ValueError(f"dataset {meta.root} and {policy_name}: {error}{not_read}") from error
+    check_alike(group.metas, match.dataset_keys, group.rename_map)
+    metas = ordered_alike(group.metas, match.dataset_keys, config.dataset.dimension_map)
     relative = relative_actions(policy_config)
     for meta in metas:
         if relative is not None and any(meta.features[key].order is not None for key in match.dataset_keys):
@@ -151,26 +182,7 @@ def _match_robot(
                 "statistics of relative actions cannot be joined: convert it to that order, or train with absolute "
                 "actions, --policy.use_relative_actions=false"
             )
-    return tuple(metas), match, together
-
-
-def _names_of(config: Config, member: Member) -> dict[str, str]:
-    """The policy's names for observations of a dataset."""
-    return observations_renamed({**config.rename_map, **member.rename_map})
-
-
-def _camera_keys(config: Config, member: Member) -> list[str] | None:
-    """The cameras chosen of a dataset; None: all."""
-    return config.dataset.camera_keys if member.camera_keys is None else member.camera_keys
-
-
-def _named_alike(
-    metas: Metas, maps: Sequence[Mapping[str, str]]
-) -> tuple[tuple[DatasetMetadata, ...], dict[str, str], dict[str, str]]:
-    """A robot's datasets with the names of the first, the policy's names for all of them, and for the first."""
-    metas = named_alike(metas, maps)
-    together = {key: name for names in reversed(maps) for key, name in names.items()}
-    return metas, together, names_of_first(metas, together)
+    return metas, match
 
 
 def _check_one_choice(
@@ -189,35 +201,6 @@ def _check_one_choice(
                 f"{sorted(first)}: datasets of one robot have the same cameras; give all the same camera_keys, or name "
                 "another robot"
             )
-
-
-def _match(
-    config: Config,
-    meta: DatasetMetadata,
-    camera_keys: list[str] | None,
-    rename_map: dict[str, str],
-    policy_config: PreTrainedConfig,
-    policy_name: str,
-) -> FeatureMatch:
-    """Return how the (first) dataset's features are the policy's; what the policy cannot take is refused."""
-    check_camera_keys(meta, camera_keys)
-    try:
-        return match_features(
-            policy_config,
-            _selected_features(meta, camera_keys),
-            rename_map,
-            missing_cameras=config.dataset.missing_cameras,
-            fps=meta.fps,
-            left_out=sorted(set(meta.camera_keys) - set(camera_keys or meta.camera_keys)),
-        )
-    except ValueError as error:
-        not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
-        raise ValueError(f"dataset {meta.root} and {policy_name}: {error}{not_read}") from error
-
-
-def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
-    dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
-    return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
 
 
 def window_step(meta: DatasetMetadata, fps: int | None) -> int:
@@ -257,12 +240,6 @@ def _check_policy(base: Base) -> None:
         raise ValueError(f"{base.name}: images are normalised by statistics of one robot; train without that")
 
 
-def _of_its_own(config: PreTrainedConfig, match: FeatureMatch) -> PreTrainedConfig:
-    """The policy's configuration, fitted to this robot, with its cameras alone."""
-    config.input_features = {key: config.input_features[key] for key in config.input_features if key in match.trained}
-    return config
-
-
 def _with_policy_names(meta: DatasetMetadata, match: FeatureMatch, rename_map: Mapping[str, str]) -> DatasetMetadata:
     """The dataset with the policy's names for what the policy gets, and without its other cameras and observations."""
     used = set(match.dataset_keys)
@@ -298,28 +275,22 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
     Raises:
         ValueError: a camera that the dataset has not, dimensions of other names, two features of one name.
     """
-    metas, members = datasets.metas, datasets.members
     features: dict[str, Feature] = {}
-    for robot in dict.fromkeys(member.robot for member in members):
-        numbers = [number for number, member in enumerate(members) if member.robot == robot]
-        first, maps = members[numbers[0]], [_names_of(config, members[number]) for number in numbers]
-        (meta, *_), _, names = _named_alike([metas[number] for number in numbers], maps)
-        camera_keys = _camera_keys(config, first)
-        check_camera_keys(meta, camera_keys)
-        selected = _selected_features(ordered_by(meta, first.orders()), camera_keys)
+    for group in by_robot(config, datasets):
+        names = names_of_first(group.metas, group.rename_map)
         by_name: dict[str, str] = {}
-        for key, feature in selected.items():
+        for key, feature in group.features.items():
             name = names.get(key, key)
             if (other := by_name.setdefault(name, key)) != key:
-                raise ValueError(f"--rename_map: dataset {meta.root}: {other!r} and {key!r} would both be {name!r}")
+                root = group.metas[0].root
+                raise ValueError(f"--rename_map: dataset {root}: {other!r} and {key!r} would both be {name!r}")
             features[name] = max(features.get(name, feature), feature, key=lambda candidate: candidate.shape)
-    openings = [f"{member.robot}: " if config.dataset.robot_in_prompt else "" for member in members]
     tasks = {
-        f"{opening}{task}"
-        for opening, meta, episodes in zip(openings, metas, chosen, strict=True)
+        f"{member.robot}: {task}" if config.dataset.robot_in_prompt else task
+        for member, meta, episodes in zip(datasets.members, datasets.metas, chosen, strict=True)
         for task in tasks_of(meta, episodes)
     }
-    return PolicyData(features, sorted(tasks), members[0].fps or metas[0].fps)
+    return PolicyData(features, sorted(tasks), datasets.members[0].fps or datasets.metas[0].fps)
 
 
 def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> FeatureMatch:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata
 from vla_finetuning.options.mixture import Member, members, robots
 from vla_finetuning.options.programs import Config
-from vla_finetuning.plan.datasets import load_datasets
-from vla_finetuning.plan.matching import check_rates, window_step
-from vla_finetuning.plan.mixture import check_alike, check_ranges, named_alike, ordered_alike, ordered_by
-from vla_finetuning.plan.names import observations_renamed
+from vla_finetuning.plan.datasets import Datasets, load_datasets
+from vla_finetuning.plan.matching import by_robot, check_rates, window_step
+from vla_finetuning.plan.mixture import check_alike, check_ranges, ordered_alike
 from vla_finetuning.policies.loading import aligned
 
 VECTORS = ("observation.state", "action")
+# Vectors that policies take.
+TRAINED = (*VECTORS, "observation.environment_state")
 
 
 def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
@@ -71,16 +72,14 @@ def _dimensions(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
 
 def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     """Why the datasets of one robot do not go together."""
-    listed, metas = [member for member, _ in group], [meta for _, meta in group]
+    listed, metas = zip(*group, strict=True)
     steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
-    maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in listed]
     errors = [_error(check_rates, metas, steps)]
     try:
-        metas = list(named_alike(metas, maps))
-        metas = [ordered_by(meta, member.orders()) for meta, member in zip(metas, listed, strict=True)]
-        keys = _trained(metas[0], listed[0].camera_keys)
-        check_alike(metas, keys, maps[0])
-        metas = list(ordered_alike(metas, keys, config.dataset.dimension_map))
+        (one,) = by_robot(config, Datasets(tuple(member.root for member in listed), metas, listed))
+        keys = [key for key in one.features if key in (*one.metas[0].camera_keys, *TRAINED)]
+        check_alike(one.metas, keys, one.rename_map)
+        metas = ordered_alike(one.metas, keys, config.dataset.dimension_map)
     except ValueError as error:
         return [*filter(None, errors), str(error)]
     vectors = [key for key in keys if metas[0].features[key].dtype not in CAMERA_DTYPES]
@@ -91,13 +90,6 @@ def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) ->
         if meta.features[key].shape != metas[0].features[key].shape
     ]
     return [*filter(None, errors), *(widths or filter(None, [_error(check_ranges, metas, vectors)]))]
-
-
-def _trained(meta: DatasetMetadata, camera_keys: Sequence[str] | None) -> list[str]:
-    """Features that policies take: actions, states, and the cameras that are chosen."""
-    chosen = meta.camera_keys if camera_keys is None else camera_keys
-    vectors = (*VECTORS, "observation.environment_state")
-    return [key for key in meta.features if key in vectors or (key in meta.camera_keys and key in chosen)]
 
 
 def _error(check: Callable[..., object], *arguments: object) -> str:
