@@ -119,7 +119,6 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--steps"], "--steps needs a value"),
         ([*DATA, "--dataset.root", "--dry_run"], "--dataset.root needs a value"),
         ([*DATA, "--seed=-1"], "--seed=-1: expected a whole number, at least 0 and at most 4294967295"),
-        ([*DATA, "--seed=4294967296"], "--seed=4294967296: expected a whole number"),
         ([*DATA, "--dataset.episodes=0,x"], "--dataset.episodes=0,x: expected episode numbers, as 3,7,20:30"),
         ([*DATA, "--dataset.episodes", "0-1"], r"0-1: expected episode numbers, as 3,7,20:30 \(20 to 29\), or JSON"),
         ([*DATA, "--rename_map=a=b"], r"""--rename_map=a=b: expected JSON, as '{"observation.images.front": "obs"""),
@@ -128,7 +127,6 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
             """--dataset.mixture=.*: expected JSON, as '{"s3://bucket/a": 3""",
         ),
         ([*DATA, "--steps", "ten"], "^--steps=ten: expected a whole number, at least 1$"),
-        ([*DATA, "--steps=true"], "^--steps=true: expected a whole number, at least 1$"),
         ([*DATA, "--steps=1.5"], "^--steps=1.5: expected a whole number, at least 1$"),
         ([*DATA, "--ema.decay=0.9,0.8"], "^--ema.decay=0.9,0.8: expected a number, above 0 and below 1$"),
         ([*DATA, "--dry_run", "yes"], "^--dry_run=yes: expected true or false$"),
@@ -145,14 +143,8 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ),
         (["stray"], "'stray' belongs to no flag"),
         (["--preset", "x"], "--preset x: expected one of demo"),
-        ([*DATA, "--batch_size", "many"], "batch_size"),
-        ([*DATA, "--batch_size=0"], "--batch_size=0: expected a whole number, at least 1"),
         ([*DATA, "--lr=nan"], "--lr=nan: expected a number, above 0"),
-        ([*DATA, "--train.mode=all"], "--train.mode=all: expected one of heads, expert, full"),
-        ([*DATA, "--train.noise_draws=0"], "--train.noise_draws=0: expected a whole number, at least 1"),
         ([*DATA, "--train.attention=flash"], "--train.attention=flash: expected one of eager, sdpa"),
-        ([*DATA, "--scaling.strategy=magic"], "--scaling.strategy=magic"),
-        ([*DATA, "--warmup_frac=2"], "--warmup_frac=2"),
         ([*DATA, "--final_lr_frac=0", "--scheduler.num_warmup_steps=3"], "--final_lr_frac and --scheduler.num_warmup"),
         ([*DATA, "--lr=1e-4", "--optimizer.lr=1e-3"], "--lr and --optimizer.lr: give one"),
         ([*DATA, "--use_policy_training_preset=false"], "with which optimizer. give --optimizer.type adamw"),
@@ -160,19 +152,12 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
             [*DATA, "--use_policy_training_preset=false", "--optimizer.type=adam"],
             "with which schedule. give --scheduler",
         ),
-        (
-            [*DATA, "--dataset.drop_n_last_frames=-1"],
-            "--dataset.drop_n_last_frames=-1: expected a whole number, at least 0",
-        ),
-        ([*DATA, "--dataset.eval_split=1"], "--dataset.eval_split=1"),
         ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root=/d with --dataset.repo_id=a/b: give one of them"),
         ([*DATA, '--dataset.mixture={"/a": 1}'], "--dataset.root=/d with --dataset.mixture={.*}: give one of them"),
         ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 0}'], "the weight of /b is 0"),
         ([*DATA, "--dataset.exclude_episodes=bad.json"], r"expected episodes \(3,7,20:30\) or @FILE"),
         ([*DATA, "--dataset.image_size=[224]"], "expected auto, stored, or .height, width."),
-        ([*DATA, "--dataset.image_size=224"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2: expected a number, at least 0 and at most 1"),
-        ([*DATA, "--dataset.shuffle_window=0"], "shuffle_window=0: expected a whole number, at least 1"),
         (
             [*DATA, "--policy.type=pi05"],
             "--policy.type=pi05 with --policy.path=/p: the pretrained policy knows its type",
@@ -188,12 +173,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--env.task=a"], "--env.task=a: in which environment"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),
         ([*DATA, "--env.type=pusht", "--keep_best=1,success", "--export=best"], "leave one of them out"),
-        ([*DATA, "--env.type=pusht", "--env_eval_freq=-1"], "--env_eval_freq=-1: expected a whole number, at least 0"),
         ([*DATA, "--env.type=pusht", "--env_eval_freq=300", "--save_freq=200"], "give a multiple of --save_freq"),
-        (
-            [*DATA, "--env.type=pusht", "--eval.n_episodes=0"],
-            "--eval.n_episodes=0: expected a whole number, at least 1",
-        ),
     ],
 )
 def test_what_is_wrong_is_said(flags, message):
@@ -216,13 +196,11 @@ A_TYPE_OF_GPU = ["--scaling.use_gpu=false", "--scaling.accelerator_type=L4"]
         (parse_args, [*DATA, BOTH[1], "--train.feature_cache=/f"], "/f with --train.augmentation=openpi: frames then"),
         (parse_args, [*DATA, BOTH[0], "--train.feature_cache=/f"], "/f with --dataset.image_tra.*=true: frames then"),
         (parse_args, [*DATA, "--train.exact_mean", "--sample_weighting.kappa=1"], "with --sample_weighting.type=rabc"),
-        (parse_args, [*DATA, '--sample_weighting.extra_params={"a": 1}'], "has .'a'.; RA-BC takes fallback_weight"),
         (parse_args, [*DATA, "--policy.push_to_hub"], "=true: to which repository[?] give --policy.repo_id"),
         (parse_args, [*DATA, *A_TYPE_OF_GPU], "L4 with --scaling.use_gpu=false: it is a type of GPU"),
         (parse_args, [*DATA, "--scaling.strategy=hsdp", "--scaling.num_workers=2,4"], "a fixed number of workers"),
         (parse_args, [*DATA, "--scaling.shard_workers=2"], "=2 with --scaling.strategy=ddp: .*leave it out"),
         (parse_args, [*DATA, "--eval_steps=2"], "--eval_steps=2: no episode is held out .*; give --dataset.eval_split"),
-        (parse_args, [*DATA, "--dataset.max_skipped=0"], "max_skipped=0 does nothing without"),
         (parse_args, [*MIXTURE, ONE_ROBOT_UNNAMED], "/b names no robot, others are of x"),
         (parse_args, [*MIXTURE, '{"/a": {"episodes": [1]}}', "--dataset.episodes=2"], "episodes, and episodes of /a"),
         (
@@ -237,7 +215,6 @@ A_TYPE_OF_GPU = ["--scaling.use_gpu=false", "--scaling.accelerator_type=L4"]
         ),
         (parse_grpo, [*GRPO, "--grpo.resample=1", "--grpo.method=filtered"], "every success, .*; leave it out"),
         (parse_grpo, [*GRPO, "--scaling.num_workers=2,4"], "groups are shared out evenly among a fixed number"),
-        (parse_grpo, [*GRPO, *A_TYPE_OF_GPU], "it is a type of GPU"),
         (parse_grpo, [*GRPO, "--grpo.record_dataset=s3://b/x"], "--grpo.record_dataset=s3://b/x: .* written to a disk"),
         (parse_grpo, GRPO[1:], "which policy[?] .* trained by imitation"),
         (parse_grpo, [GRPO[0], GRPO[2], "--env.task=a"], "in which environment"),
@@ -253,8 +230,6 @@ A_TYPE_OF_GPU = ["--scaling.use_gpu=false", "--scaling.accelerator_type=L4"]
         (parse_value, [*DATA, "--scaling.strategy=fsdp2"], "value functions are not sharded"),
         (parse_value, [*DATA, "--dataset.on_error=skip"], "a frame that cannot be read has no value"),
         (parse_value, [*DATA, "--scaling.num_workers=4,2"], "the least and the most, in that order"),
-        (parse_value, DATA[1:], "which data"),
-        (parse_value, DATA[:2], "where to"),
         (parse_value, [*MIXTURE, TWO_ROBOTS], "a value function learns from datasets of one robot"),
     ],
 )
@@ -425,27 +400,26 @@ def test_episodes_of_several_datasets_and_of_a_file():
     assert config.episodes == {"/d": [1]} and config.exclude_episodes == "@bad.json"
 
 
-@pytest.mark.parametrize("given", ["0:", "a", "1,,2", "0:b"])
-def test_episodes_that_are_none(given):
-    with pytest.raises(ValueError, match=r"dataset\.episodes|list\[int\]"):
-        parse_args([*DATA, "--dataset.episodes", given])
-
-
 def test_numbers_and_cameras_as_people_write_them():
     config = parse_args(
         [*DATA, "--steps", "1e4", "--batch_size=2E1", "--lr", "1e-4", "--dataset.camera_keys=a.top,a.side"]
     )
     assert (config.steps, config.batch_size, config.lr) == (10_000, 20, 1e-4)
     assert config.dataset.camera_keys == ["a.top", "a.side"]
-    with pytest.raises(ValueError, match="steps"):
-        parse_args([*DATA, "--steps", "1.5e0"])
 
 
 HEAVY = {"ray", "torch", "lerobot", "transformers", "draccus", "numpy", "pandas", "pyarrow"}
 
 
-@pytest.mark.parametrize("program", ["vla.py", "grpo.py", "evaluate.py"])
-@pytest.mark.parametrize("argv", [["--stepz", "3"], ["--policy.path=/p", "--seed", "ten"], ["--help"]])
+@pytest.mark.parametrize(
+    ("program", "argv"),
+    [
+        ("vla.py", ["--stepz", "3"]),
+        ("grpo.py", ["--policy.path=/p", "--seed", "ten"]),
+        ("evaluate.py", ["--help"]),
+        ("vla.py", ["--help"]),
+    ],
+)
 def test_a_command_line_is_answered_before_anything_heavy_is_loaded(program, argv):
     """Counted in modules, as seconds are the machine's."""
     code = (

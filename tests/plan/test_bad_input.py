@@ -5,13 +5,11 @@ import re
 import shlex
 import shutil
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
 import torch
-from lerobot.configs.policies import PreTrainedConfig
 from safetensors.torch import load_file, save_file
 
 import vla
@@ -20,8 +18,6 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve, with_stats
-from vla_finetuning.policies.loading import load_policy
-from vla_finetuning.run.checkpoint import SPARE_BYTES
 from vla_finetuning.run.folder import LOG_NAME
 from vla_finetuning.training.model import build_model
 
@@ -164,70 +160,11 @@ def test_the_plan_counts_what_trains(run):
 # ---- the dataset ---------------------------------------------------------------------------------------------------
 
 
-def test_no_such_path(refused, tmp_path):
-    message = refused(**{"dataset.root": tmp_path / "nowhere"})
-    assert f"dataset {tmp_path / 'nowhere'}: no such folder; check the path" in message
-
-
-def test_not_a_lerobot_dataset(refused, base):
-    message = refused(**{"dataset.root": base})
-    assert re.search(rf"dataset {base}: not a LeRobot dataset: meta/info.json is missing .*config.json.* give", message)
-
-
-def test_an_unknown_version(refused, copy):
-    edit_info(copy, codebase_version="v4.0")
-    assert f"dataset {copy}: is in LeRobot's format 'v4.0'; v3.0, v2.1" in refused(**{"dataset.root": copy})
-
-
-@pytest.mark.parametrize("name", ["meta/tasks.parquet", "meta/episodes"])
-def test_missing_metadata(refused, copy, name):
-    path = copy / name
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    message = refused(**{"dataset.root": copy})
-    assert re.search(rf"dataset {copy}: {name}\S* is missing[;:].* copy", message)
-
-
-def test_missing_statistics_are_computed_and_the_plan_says_so(run, copy):
-    path = copy / "meta/stats.json"
-    stats = json.loads(path.read_text())
-    for name in ("q01", "q10", "q50", "q90", "q99"):  # as datasets written before LeRobot had quantiles
-        del stats["action"][name]
-    path.write_text(json.dumps(stats))
-    text = plan(run, **{"dataset.root": copy})
-    computed = "Statistics computed before training, over all frames of the training episodes: meta/stats.json lacks"
-    assert f"{computed} action: q01, q99\n" in text
-    path.unlink()
-    text = plan(run, **{"dataset.root": copy})
-    assert f"{computed} observation.state: q01, q99; action: q01, q99\n" in text
-    text = plan(run, **{"dataset.root": copy, "dataset.statistics": "lerobot"})
-    assert "averaging the episodes' quantiles: observation.state: q01, q99; action: q01, q99\n" in text
-
-
 def test_statistics_of_cameras_are_not_computed(refused, copy):
     (copy / "meta/stats.json").unlink()
     flags = {"policy.path": None, "policy.type": "act", "train.mode": "full", "dataset.use_imagenet_stats": "false"}
     message = refused(**{"dataset.root": copy, **flags})
     assert re.search(rf"dataset {copy}: .*lacks \['mean', 'std'\] of {TOP}.*augment_dataset_quantile_stats", message)
-
-
-@pytest.mark.parametrize(("damage", "what"), [("unlink", "is missing"), ("truncate", "is empty")])
-def test_an_mp4_that_is_not_there(refused, run, copy, damage, what):
-    meta = load_metadata(copy)
-    number = int(meta.episode_video_file[WRIST][-1])
-    file = meta.video_files[WRIST][number]
-    episodes = np.flatnonzero(meta.episode_video_file[WRIST] == number).tolist()
-    (copy / file).unlink() if damage == "unlink" else (copy / file).write_bytes(b"")
-    message = refused(**{"dataset.root": copy})
-    assert f"dataset {copy}: {file} {what} (needed by episodes {episodes})" in message
-    # What the message proposes:
-    others = sorted(set(range(6)) - set(episodes))
-    assert f"trains on {len(others)} episodes" in plan(run, **{"dataset.root": copy, "dataset.episodes": others})
-
-
-def test_a_data_file_that_is_not_there(refused, copy):
-    file = load_metadata(copy).data_files[1]
-    (copy / file).unlink()
-    assert f"dataset {copy}: {file} is missing (needed by episodes" in refused(**{"dataset.root": copy})
 
 
 def test_datasets_of_different_frame_rates(refused, root, copy):
@@ -281,14 +218,6 @@ def test_a_camera_that_the_policy_does_not_know(refused, run, root, tmp_path):
     assert f"--dataset.camera_keys=[{TOP}]: expected dataset keys, as observation.images.top,obs" in message
 
 
-@pytest.mark.parametrize(("key", "limit"), [("observation.state", "max_state_dim"), ("action", "max_action_dim")])
-def test_wider_than_the_policys_maximum(refused, root, base, copy, key, limit):
-    features = json.loads((copy / "meta/info.json").read_text())["features"]
-    edit_info(copy, features={**features, key: {**features[key], "shape": [33], "names": None}})
-    message = refused(**{"dataset.root": copy})
-    assert f"dataset {copy} and policy {base}: '{key}' has 33 dimensions, and the policy takes 32 ({limit})" in message
-
-
 # ---- the policy ----------------------------------------------------------------------------------------------------
 
 
@@ -315,21 +244,6 @@ def test_options_that_the_policy_does_not_take(refused, base, option, message):
     assert re.search(rf"policy {base}: .*{message}", refused(option))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json is damaged"),
-        ("[]", "config.json is of no LeRobot policy"),
-        ('{"chunk_size": 4}', "config.json is of no LeRobot policy: it has no `type`, but chunk_size"),
-        ('{"type": "pi06"}', "no policy is of type 'pi06'"),
-        ('{"type": "tiny_pi05", "colour": 1}', "config.json has colour, which TinyPI05Config"),
-    ],
-)
-def test_a_damaged_configuration(refused, base_copy, text, message):
-    (base_copy / "config.json").write_text(text)
-    assert re.search(f"policy {base_copy}: {message}", refused(**{"policy.path": base_copy}))
-
-
 def test_a_damaged_processor(refused, base_copy):
     (base_copy / "policy_preprocessor.json").write_text("{")
     assert f"{base_copy}/policy_preprocessor.json is no pipeline" in refused(**{"policy.path": base_copy})
@@ -341,89 +255,10 @@ def test_parts_of_pi05_in_another_policy(refused):
     assert "and the policy is of type act; use --train.mode=full" in message
 
 
-def drop_a_key(file):
-    weights = load_file(file)
-    del weights["model.action_in_proj.weight"]
-    save_file(weights, file)
-
-
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def other_shape(file):
-    weights = load_file(file)
-    weights["model.action_in_proj.weight"] = torch.zeros(2, 2)
-    save_file(weights, file)
-
-
-def test_no_weights(refused, base_copy):
-    (base_copy / "model.safetensors").rename(base_copy / "model.bin")
-    message = refused(**{"policy.path": base_copy})
-    assert re.search(rf"policy {base_copy}: no model.safetensors, found \['config.json', 'model.bin'.*copy it", message)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (drop_a_key, "1 missing: model.action_in_proj.weight.* Nothing was loaded"),
-        (truncate, "model.safetensors is truncated"),
-        (other_shape, r"1 of another shape: model.action_in_proj.weight \(found \(2, 2\)"),
-    ],
-)
-def test_weights_that_do_not_load(refused, base_copy, damage, message):
-    config = PreTrainedConfig.from_pretrained(base_copy)
-    damage(base_copy / "model.safetensors")
-    assert re.search(f"{base_copy}.*{message}", refused(**{"policy.path": base_copy}))
-    with pytest.raises(ValueError, match=f"{base_copy}.*{message}"):
-        load_policy(base_copy, config)
-
-
 # ---- the run's folder ----------------------------------------------------------------------------------------------
 
 
-def test_no_disk_space_for_a_checkpoint(refused, run, base, tmp_path, monkeypatch):
-    def full(free):
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=int(free)))
-
-    full(1e6)
-    message = refused()
-    assert f"--keep_best) and the trained policy in {tmp_path / 'out'}: " in message
-    assert "0.00 GB free; free some or choose another --output_dir" in message
-    # Room for the policy and what else is on the disk, but not for what Adam remembers of it.
-    full(SPARE_BYTES + 1.5 * (base / "model.safetensors").stat().st_size)
-    assert "no space for the checkpoints" in refused(**{"train.mode": "full"})
-
-
-def test_a_folder_that_exists(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/precious").write_text("mine")
-    status, _, err = run()
-    assert status == 2
-    assert f"--output_dir={tmp_path / 'out'} is not empty: it holds no run; choose another" in err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
-
-
-def test_resuming_nothing(refused, run, tmp_path):
-    message = refused("--resume")
-    assert f"{tmp_path / 'out'} holds no run; start one without --resume" in message
-    (tmp_path / "out").mkdir()
-    status, _, err = run("--resume")
-    assert status == 2 and "holds no run" in err
-
-
 # ---- what only Ray can tell ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("below", "what"), [("file/run", "{tmp_path}/file is a file"), ("n" * 300, "no folder can be there")]
-)
-def test_a_folder_that_cannot_be(root, base, tmp_path, capsys, below, what):
-    """A dry run says so as well."""
-    (tmp_path / "file").touch()
-    assert vla.main([*flags(root, base, tmp_path / below), "--dry_run"]) == 2
-    message = capsys.readouterr().err
-    assert f"error: --output_dir={tmp_path / below}: " in message and what.format(tmp_path=tmp_path) in message
 
 
 def failed(root, base, output_dir, capsys, **changes):

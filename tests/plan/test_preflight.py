@@ -96,10 +96,6 @@ def a_camera(setting, folder):
     return flags(setting, **{"output_dir": folder, "dataset.camera_keys": "observation.images.topp"})
 
 
-def an_episode(setting, folder):
-    return flags(setting, **{"output_dir": folder, "dataset.episodes": "0,99"})
-
-
 def a_hole(setting, folder):
     """Without the file of the second camera video, and half of the first."""
     root = shutil.copytree(setting[1], folder.parent / "holes")
@@ -121,16 +117,14 @@ def lance(setting, folder):
     ("case", "message"),
     [
         (occupied, "is not empty: it holds no run; choose another"),
-        (held, "a run is going on there"),
         (lambda *given: held(*given, "--resume"), "a run is going on there"),
         (unwritable, "is a file; choose another folder"),
         (a_camera, "'observation.images.topp', but observation.images.top; did you mean observation.images.top?"),
-        (an_episode, "99"),
         (lambda setting, folder: flags(setting, output_dir=folder, **{"dataset.root": folder}), "no such folder"),
         (a_hole, "--dataset.exclude_episodes="),
         (lance, "Lance"),
     ],
-    ids=["occupied", "going on", "going on, resumed", "below a file", "camera", "episode", "dataset", "hole", "lance"],
+    ids=["occupied", "going on", "below a file", "camera", "dataset", "hole", "lance"],
 )
 def test_refused_before_anything_heavy_is_imported(setting, tmp_path, case, message):
     argv = case(setting, tmp_path / "run")

@@ -95,10 +95,12 @@ def test_git_lfs_pointers_of_a_policy(setting, base, name):
         ({"model_type": "paligemma", "architectures": ["X"]}, r"a model of transformers \(paligemma\)"),
         ({"state_dim": 3}, "has no `type`, but state_dim: give the pretrained_model of a run"),
         ([1], "is of no LeRobot policy"),
+        ({"type": "pi06"}, "no policy is of type 'pi06'"),
+        ("{", "config.json is damaged"),
     ],
 )
 def test_a_configuration_that_is_no_lerobot_policys(setting, base, config, message):
-    (base / "config.json").write_text(json.dumps(config))
+    (base / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     refuses(setting, message, **{"policy.path": base})
 
 
@@ -127,17 +129,9 @@ def test_weights_with_normalisation_inside(setting, base):
     refuses(setting, "lerobot.processor.migrate_policy_normalization --pretrained-path", **{"policy.path": base})
 
 
-def test_weights_that_are_not_finite(setting, base):
-    weights = base / "model.safetensors"
-    values = load_file(weights)
-    name = next(name for name, value in values.items() if value.is_floating_point() and value.numel() > 4)
-    values[name].view(-1)[3] = float("nan")
-    save_file(values, weights)
-    refuses(setting, f"{name} in .* not finite, 1 of", **{"policy.path": base})
-
-
-def test_adapters_alone_are_named_with_the_command_that_merges_them(setting, base):
-    (base / "model.safetensors").unlink()
+def test_a_policy_without_weights_and_one_of_adapters_alone(setting, base):
+    (base / "model.safetensors").rename(base / "model.bin")
+    refuses(setting, r"no model.safetensors, found \['config.json', 'model.bin'.*copy it", **{"policy.path": base})
     (base / "adapter_config.json").write_text("{}")
     refuses(setting, f"python -m diagnostics.merge_adapter {base} base_merged", **{"policy.path": base})
 

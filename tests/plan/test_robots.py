@@ -23,7 +23,6 @@ from tests import in_process, planted
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import make_dataset
 from tests.planted import Fault
-from tests.tiny import ACTION_DIM, STATE_DIM
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
 from util import DeviceMetrics
@@ -35,7 +34,7 @@ from vla_finetuning.options.mixture import members, read_mixture, robots
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.matching import policy_data
-from vla_finetuning.plan.resolve import resolve, select_robot, with_stats
+from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push
@@ -348,24 +347,6 @@ def test_the_notebook_shows_one_of_the_robots(folder, tmp_path, capsys):
     assert TOP in names["seen"][0] and BASE not in names["seen"][0] and names["seen"][0]["task"].startswith("arm: ")
 
 
-def test_padding_and_absent_cameras_get_no_gradient(both):
-    run, rows, columns, found = both
-    loss, mine = loss_of(run), found["arm"][1]
-    batch = tensors(columns)
-    batch[WRIST] = batch[WRIST].permute(0, 3, 1, 2).float().div(255).requires_grad_()
-    loss(batch, *draws(24, run.policy.config)).backward()
-    of_row = batch[WRIST].grad.abs().sum(dim=(1, 2, 3))
-    present = torch.from_numpy(columns[WRIST + IS_PRESENT])
-    assert not of_row[~present].any() and (of_row[present] > 0).all()
-
-    loss = loss_of(run)
-    gantry = {key: values[found["gantry"][1]] for key, values in columns.items()}
-    loss(tensors(gantry), *draws(len(found["gantry"][1]), run.policy.config)).backward()
-    of_output = loss.policy.model.action_out_proj.weight.grad.abs().sum(dim=1)
-    assert (of_output[:ACTION_DIM] > 0).all() and not of_output[ACTION_DIM:].any()
-    assert len(mine) and STATE_DIM == 4
-
-
 def test_a_micro_batch_without_a_camera_does_not_see_it(both):
     run, _, columns, found = both
     arm = {key: values[found["arm"][1]] for key, values in columns.items()}
@@ -411,28 +392,6 @@ def test_a_mixture_of_one_is_that_dataset(folder):
     assert not [key for key in found if key in (ACTION_DIMS, ROBOT) or key.endswith(IS_PRESENT)]
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values, err_msg=key)
-
-
-def test_every_dataset_gives_its_share(folder):
-    run = mixed(folder)
-    plan = run.rows.source((0, run.rows.per_epoch)).plan
-    counted = np.zeros(2, int)
-    for window in plan.slices(0, run.rows.per_epoch):
-        part, _ = window.rows()
-        counted += np.bincount(plan.episodes.dataset_index[window.episode[part]], minlength=2)
-    arm, gantry = counted.tolist()
-    assert arm + gantry == 107 and abs(gantry - 2 * arm) <= 2
-
-
-def test_statistics_are_each_robots(folder):
-    run = mixed(folder)
-    for robot, own in zip(run.policy.robots, (alone(folder, "arm"), alone(folder, "gantry")), strict=True):
-        for key, stats in own.robots[0].stats.items():
-            if key in robot.stats:
-                np.testing.assert_array_equal(robot.stats[key]["q01"], stats["q01"])
-    view = select_robot(run, run.robots[0])
-    assert view.policy.config.output_features["action"].shape == (5,)
-    assert list(view.policy.config.image_features) == [BASE]
 
 
 def test_a_policy_that_names_no_cameras_sees_them_in_one_order(folder, tmp_path):

@@ -163,27 +163,6 @@ def page(finished):
     return check_page(write_report(finished).read_text())
 
 
-CHARTS = {
-    "loss": "from 0.4 to 0.03333, lowest 0.03333",
-    "lr": "from 0.0002 to 1.667e-05",
-    "data_wait_s": "from 0.5 to 0.5, lowest 0.5, s",
-    "samples_per_s": "from 4 to 4, lowest 4, per second",
-    "peak_memory_bytes": "from 5 to 5, lowest 5, GiB",
-    "spilled_bytes": "from 3 to 3, lowest 3, GiB",
-    "mfu": "from 0.04 to 0.04",
-}
-
-
-def test_every_number_of_the_log_is_a_chart(page, finished):
-    said = dict(
-        svg["aria-label"].split(" over steps: ") for svg in page.all("svg") if " over steps: " in svg["aria-label"]
-    )
-    assert all(said[key].startswith(numbers) for key, numbers in CHARTS.items())
-    logged = json.loads((finished / "metrics.jsonl").read_text().splitlines()[0])
-    assert said.keys() == {key for key, value in logged.items() if value is not None} - {"step", "nonfinite_steps"}
-    assert "nonfinite_steps: 0 throughout." in page.text and "GiB" in page.text
-
-
 def test_the_summary_is_the_runs(page):
     for part in (
         "run <b>",
@@ -199,6 +178,7 @@ def test_the_summary_is_the_runs(page):
     ):
         assert part in page.text, part
     assert "waiting for data 25%" in page.text and "Dashed lines" in page.text
+    assert "nonfinite_steps: 0 throughout." in page.text
 
 
 def test_held_out_errors_and_chunks_are_the_evaluations(page, finished):
@@ -266,15 +246,6 @@ def test_losses_that_are_not_finite_and_half_a_line_are_survived(folder):
     page = read(folder)
     assert "All 60 steps done." in page.text
     assert any("loss over steps: from 0.4 to 0.03636" in svg["aria-label"] for svg in page.all("svg"))
-
-
-def test_an_evaluation_of_before_tasks_were_recorded(folder):
-    evaluation = json.loads((folder / "evaluation.json").read_text())
-    for errors in evaluation.values():
-        del errors["by_task"], errors["examples"]
-    write_json(folder / "evaluation.json", evaluation)
-    text = read(folder).text
-    assert "Errors by task were not recorded" in text and "This run recorded no predicted chunks" in text
 
 
 def test_a_dataset_that_is_gone_is_said(folder):
@@ -457,7 +428,7 @@ def test_a_browser_shows_it(browser, folder, tmp_path, width, scheme):
     assert console == []
     seen = json.loads(document.split("SEEN")[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     assert seen["width"] == width and seen["overflow"] <= 0
-    assert len(seen["svgs"]) >= len(CHARTS) + 4
+    assert len(seen["svgs"]) >= 11
     assert all(w >= min(300, width - 80) and h >= 80 and right <= width for w, h, right in seen["svgs"])
     assert seen["texts"] > 50 and seen["smallest"] >= 9
     assert len(seen["images"]) == dataset_look.MOMENTS and min(seen["images"]) == 64

@@ -17,7 +17,6 @@ from tests.buckets import Bucket, forget, runs_bucket
 from vla_finetuning import mirror
 from vla_finetuning.files import append_line, read_lines, write_json, write_whole
 from vla_finetuning.mirror import as_path, fetched, pull, push, synced
-from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import TrackerName
 from vla_finetuning.options.programs import Config
 from vla_finetuning.report import tracking
@@ -412,14 +411,6 @@ def test_a_tracker_that_cannot_be_opened_is_an_error(folder, monkeypatch, capsys
     monkeypatch.setitem(tracking.TRACKERS, "wandb", refuse)
     assert tracking.main([str(folder), "--track=wandb"]) == 1
     assert "--track wandb: cannot be opened: RuntimeError: no API key" in capsys.readouterr().err
-
-
-def test_the_flag():
-    argv = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
-    assert parse_args(argv).track is None
-    assert parse_args([*argv, "--track", "mlflow"]).track == "mlflow"
-    with pytest.raises(ValueError, match="--track=excel: expected one of tensorboard, wandb, trackio, mlflow"):
-        parse_args([*argv, "--track=excel"])
 
 
 def test_no_tracker_writes_nothing(folder):
