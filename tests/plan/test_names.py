@@ -105,22 +105,24 @@ def settings(tmp_path_factory):
     return (folder / "a", plain, base), (folder / "b", own, base)
 
 
-@pytest.mark.parametrize("statistics", ["stored", "exact"])
-def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings, statistics):
-    plain, own = (
-        resolved(setting, **{"dataset.statistics": statistics, **more})
-        for setting, more in zip(settings, ({}, {"rename_map": MAP}), strict=True)
-    )
-    (expected,), (found,) = (run.rows.source().read_rows(range(15), 15) for run in (plain, own))
+def assert_same_rows(run, other):
+    (expected,), (found,) = (of.rows.source().read_rows(range(15), 15) for of in (run, other))
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values)
+
+
+def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings):
+    stored = {"dataset.statistics": "stored"}
+    plain, own = (
+        resolved(setting, **stored, **more) for setting, more in zip(settings, ({}, {"rename_map": MAP}), strict=True)
+    )
+    assert_same_rows(plain, own)
     assert own.robots[0].missing_stats == plain.robots[0].missing_stats and own.robots[0].rename_map == {}
-    if statistics == "stored":
-        assert own.robots[0].stats.keys() == plain.robots[0].stats.keys()
-        for key, values in plain.robots[0].stats.items():
-            for name, value in values.items():
-                np.testing.assert_array_equal(own.robots[0].stats[key][name], value)
+    assert own.robots[0].stats.keys() == plain.robots[0].stats.keys()
+    for key, values in plain.robots[0].stats.items():
+        for name, value in values.items():
+            np.testing.assert_array_equal(own.robots[0].stats[key][name], value)
     assert json.loads(json.dumps(own.config.rename_map)) == json.loads(MAP), "what a resumed run is started with"
 
 
@@ -169,17 +171,13 @@ def test_names_that_do_not_fit_are_refused(settings, names, message):
 
 
 def test_the_look_at_a_dataset_takes_names_too(settings, tmp_path, capsys):
-    root = settings[1][1]
-    assert show_dataset([str(root), "--rename_map", MAP, "--output", str(tmp_path / "page.html")]) == 0
-    assert "action: of the values" in capsys.readouterr().out
-    assert "observation.images.left_wrist_0_rgb" in (tmp_path / "page.html").read_text()
-
-
-def test_the_look_renames_observations_too_and_refuses_names_that_are_not_there(settings, tmp_path, capsys):
-    root, page = settings[0][1], tmp_path / "page.html"
-    names = {"observation.state": "observation.joints"}
-    assert show_dataset([str(root), "--rename_map", json.dumps(names), "--output", str(page)]) == 0
-    assert "observation.joints" in page.read_text()
+    page, names = tmp_path / "page.html", json.dumps({"observation.state": "observation.joints"})
+    for root, flag, expected in (
+        (settings[1][1], MAP, "observation.images.left_w"),
+        (settings[0][1], names, "n.joints"),
+    ):
+        assert show_dataset([str(root), "--rename_map", flag, "--output", str(page)]) == 0
+        assert "action: of the values" in capsys.readouterr().out and expected in page.read_text()
     assert show_dataset([str(root), "--rename_map", '{"observation.stat": "a"}', "--output", str(page)]) == 2
     assert "did you mean observation.state?" in capsys.readouterr().err
 
@@ -188,10 +186,7 @@ def test_the_look_renames_observations_too_and_refuses_names_that_are_not_there(
 def test_a_state_in_several_features_is_that_of_one(settings, split, statistics):
     more = {"dataset.statistics": statistics}
     plain, joined = resolved(settings[0], **more), resolved(split, **more, **JOINED)
-    (expected,), (found,) = (run.rows.source().read_rows(range(15), 15) for run in (plain, joined))
-    assert found.keys() == expected.keys()
-    for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values)
+    assert_same_rows(plain, joined)
     assert joined.robots[0].missing_stats == plain.robots[0].missing_stats
     assert joined.robots[0].stats.keys() >= {"observation.state", "action"}
     for name, value in plain.robots[0].stats["observation.state"].items():
@@ -210,23 +205,18 @@ def parted(settings):
     return folder, split_state(own, ACTIONS, "action"), base
 
 
-@pytest.mark.parametrize("statistics", ["stored", "exact"])
-def test_an_action_in_several_columns_is_that_of_one(settings, parted, statistics):
+def test_an_action_in_several_columns_is_that_of_one(settings, parted):
     """The error proposes the map; rows, statistics and losses are those of the whole action."""
     with pytest.raises(ValueError, match="no feature is called action;") as refused:
         resolved(parted)
     proposed = json.loads(re.search(r"--rename_map '(.*)' gives them", str(refused.value))[1])
     assert proposed == dict.fromkeys(ACTIONS, "action") and "leave out what says the same" in str(refused.value)
     ordered = {"rename_map": json.dumps({"action.arm": "action", "action.gripper": "action"})}
-    more = {"dataset.statistics": statistics}
+    more = {"dataset.statistics": "stored"}
     plain, joined = resolved(settings[0], **more), resolved(parted, **more, **ordered)
-    (expected,), (found,) = (run.rows.source().read_rows(range(15), 15) for run in (plain, joined))
-    assert found.keys() == expected.keys()
-    for key, values in expected.items():
-        np.testing.assert_array_equal(found[key], values)
-    if statistics == "stored":
-        for name, value in plain.robots[0].stats["action"].items():
-            np.testing.assert_array_equal(joined.robots[0].stats["action"][name], value, err_msg=name)
+    assert_same_rows(plain, joined)
+    for name, value in plain.robots[0].stats["action"].items():
+        np.testing.assert_array_equal(joined.robots[0].stats["action"][name], value, err_msg=name)
     assert joined.rows.metas[0].features["action"].names == ("motor_0", "motor_1", "motor_2")
 
 

@@ -16,15 +16,13 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.peft import PeftOptions
-from vla_finetuning.options.programs import PRESETS, Config
+from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.families.insulation import insulated
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.meta import meta_policy
-from vla_finetuning.policies.processors import (
-    TOKENIZER_FOLDER,
-)
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.registry import family_of, require_trained, train_as, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
@@ -244,33 +242,11 @@ def policy_config_of(label: str, policy_type: str, folder: Path | None, options:
         raise ValueError(f"{label}: {error}") from error
 
 
-# Options of policies that change nothing here, and what does.
-WITHOUT_EFFECT = {
-    "device": "--scaling.use_gpu",
-    "use_peft": "--peft.method_type lora",
-    "pretrained_path": "--policy.path",
-}
-
-# Our options, and the policies' options that they replace.
-SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
-OURS_AND_THEIRS = {
-    "lr": ("optimizer_lr",),
-    "warmup_frac": SCHEDULER_OPTIONS,
-    "final_lr_frac": SCHEDULER_OPTIONS,
-}
-
-
 def check_policy_options(config: Config, policy_config: PreTrainedConfig) -> None:
     """Refuse options of the policy that would be ignored, naming what does the same here."""
-    answers = WITHOUT_EFFECT | dict(family_of(policy_config).without_effect)
-    preset = PRESETS.get(config.preset or "", {})
-    for ours, theirs in OURS_AND_THEIRS.items():
-        if (value := getattr(config, ours)) is not None:
-            by_whom = "the preset" if preset.get(ours) else "the command line"
-            answers |= {name: f"--{ours}, which {by_whom} has set to {value:g}" for name in theirs}
+    answers = {"device": "--scaling.use_gpu", "pretrained_path": "--policy.path"}
+    answers |= family_of(policy_config).without_effect
     for option in config.policy_options:
         name = option.removeprefix("--").partition("=")[0]
-        if not config.use_policy_training_preset and name.startswith(("optimizer_", "scheduler_")):
-            answers[name] = f"--{name.replace('_', '.', 1)}, or --use_policy_training_preset=true"
         if name in answers:
             raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; use {answers[name]}")

@@ -138,7 +138,7 @@ def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> 
 
 def prepare_dataset(cache_dir: Path) -> Path:
     """The demo dataset, made now or reused from an earlier run; its root."""
-    return make_demo_dataset(_dataset_folder(Path(cache_dir), "dataset", _CODE))
+    return make_demo_dataset(Path(cache_dir) / f"dataset-{_cache_key(_CODE)}")
 
 
 def prepare_base(
@@ -180,12 +180,8 @@ def prepare_base(
 
 def prepare_disobedient(cache_dir: Path) -> Path:
     """The dataset that `grpo.py`'s demo imitates, made now or reused; its root."""
-    folder = _dataset_folder(Path(cache_dir), "disobedient", _CODE)
+    folder = Path(cache_dir) / f"disobedient-{_cache_key(_CODE)}"
     return make_demo_dataset(folder, pairs=DISOBEDIENT_PAIRS, disobedient=DISOBEDIENT)
-
-
-def _dataset_folder(cache_dir: Path, name: str, code: Sequence[str]) -> Path:
-    return cache_dir / f"{name}-{_cache_key(code)}"
 
 
 def _cache_key(code: Sequence[str], description: Mapping[str, Any] | None = None) -> str:

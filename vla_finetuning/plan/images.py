@@ -40,7 +40,7 @@ def with_image_size(
         return replace(config, dataset=d), replace(features, image_size=image_size)
 
     requested, stored = config.dataset.image_size, sized(None)
-    size = _policy_size(policy_config) if requested == "auto" else requested
+    size = _policy_size(policy_config)[0] if requested == "auto" else requested
     if not isinstance(size, list):
         return *stored, None
     fitted = sized(size)
@@ -61,33 +61,26 @@ def check_images(config: Config, policy_config: PreTrainedConfig) -> None:
     if config.augments:
         keys = list(policy_config.image_features)
         augmentation_of(config.train.augmentation, config.dataset.image_transforms, config.seed, keys)
-    if isinstance(config.dataset.image_size, list):
-        _check_image_size(policy_config, config.dataset.image_size)
+    if isinstance(requested := config.dataset.image_size, list):
+        size, why_not = _policy_size(policy_config)
+        if size != requested:
+            raise ValueError(f"--dataset.image_size={requested}: {why_not}")
 
 
-def _policy_size(policy_config: PreTrainedConfig) -> list[int] | None:
-    """Return [height, width] that the policy fits frames into before anything else; None where it does not."""
-    size = getattr(policy_config, "image_resolution", None)
-    fits = family_of(policy_config).fits_images
-    normalised = normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY
-    return None if size is None or not fits or normalised else list(size)
-
-
-def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
-    """Refuse a size at which the policy would see other pixels than after its own resizing.
+def _policy_size(policy_config: PreTrainedConfig) -> tuple[list[int] | None, str]:
+    """Return [height, width] that the policy fits frames into before anything else, and why it would see others.
 
     PI0 and its kin fit images, in [0, 1], into `image_resolution`, and leave those alone that have that size.
     """
     size = getattr(policy_config, "image_resolution", None)
     if size is None or not family_of(policy_config).fits_images:
-        raise ValueError(
-            f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 "
-            "does (centred, black around), so it would be trained on others than it gets on the robot; leave it out"
+        return None, (
+            f"a {policy_config.type} policy fits no images into a size as PI0.5 does (centred, black around), so it "
+            "would be trained on others than it gets on the robot; leave it out"
         )
-    if tuple(image_size) != tuple(size):
-        raise ValueError(f"--dataset.image_size={image_size}: the policy sees {list(size)}; give that, or leave it out")
     if normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
-        raise ValueError(
-            f"--dataset.image_size={image_size}: the policy normalises images before it resizes them, which cannot be "
-            "had in the other order; leave it out"
+        return (
+            None,
+            "the policy normalises images before it resizes them, which cannot be had in the other order; leave it out",
         )
+    return list(size), f"the policy sees {list(size)}; give that, or leave it out"

@@ -54,7 +54,8 @@ def with_names(
         join_features(meta, state_features, STATE) if has_some else meta
         for meta, has_some in zip(metas, joined, strict=True)
     ]
-    names = dict(rename_map) if observations else features_renamed(rename_map)
+    # Names of observations are not the dataset's where lerobot-train has the policy's processors rename them.
+    names = {key: name for key, name in rename_map.items() if observations or not key.startswith(OBSERVATION)}
     check_names_known(metas, rename_map)
     named = tuple(_with_names(meta, names) for meta in metas)
     for meta in named:
@@ -93,11 +94,6 @@ def check_names_known(
             raise ValueError(f"{entry}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
         if key not in keys:
             raise ValueError(f"{entry}, and the datasets' features are {', '.join(keys)}{did_you_mean(key, keys)}")
-
-
-def features_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
-    """Return what of --rename_map is the dataset's: names that lerobot-train does not rename."""
-    return {key: name for key, name in rename_map.items() if not key.startswith(OBSERVATION)}
 
 
 def observations_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:

@@ -15,11 +15,12 @@ from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.programs import Config
-from vla_finetuning.plan.base_policy import SCHEDULER_OPTIONS
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import TrainableReport
 
 Decision = tuple[str, Any, str]
+# What a cosine of --warmup_frac and --final_lr_frac stands in for.
+SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
 
 
 def overruled(

@@ -93,7 +93,7 @@ def resolve(config: Config, gpus_found: int, datasets: Datasets | None = None, *
     datasets = replace(datasets, metas=matched.metas)
     check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots])
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
-    overruling = overruled(config, base.config, base.folder, parameters) if compare_base else ()
+    overruling = overruled(config, base.config, base.folder, parameters if compare_base else None)
 
     dropped = frames_dropped(config, base.config, matched.window_steps)
     chosen = select(config, datasets, dropped, matched.rename_map)
@@ -128,7 +128,7 @@ def resolve(config: Config, gpus_found: int, datasets: Datasets | None = None, *
     if config.resume:
         _check_checkpoint(config, spec)
     job = make_job(config, spec, steps, rows.identity)
-    return Run(config, job, spec, rows, (*overruling, *chosen.notes, *skipped, *smaller))
+    return Run(config, job, spec, rows, (*(overruling if compare_base else ()), *chosen.notes, *skipped, *smaller))
 
 
 def select_robot(run: Run, robot: Robot) -> Run:
