@@ -28,7 +28,7 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, select_episodes
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam
 
 from vla_finetuning.cards import CARDS, Card
-from vla_finetuning.data.columns import HOST_COLUMNS
+from vla_finetuning.columns import HOST_COLUMNS
 
 logger = logging.getLogger(__name__)
 

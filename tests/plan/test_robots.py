@@ -26,8 +26,8 @@ from tests.planted import Fault
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
 from util import DeviceMetrics
+from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT
 from vla_finetuning.data import quantiles, relative_actions
-from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture, robots

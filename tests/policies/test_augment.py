@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from lerobot.transforms import ImageTransformConfig, make_transform_from_config
 
 from tests.tiny import make_config
-from vla_finetuning.data.columns import STREAM_POSITION
+from vla_finetuning.columns import STREAM_POSITION
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.programs import Config

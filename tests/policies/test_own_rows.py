@@ -6,7 +6,7 @@ import torch
 from tests.policies import test_pi0, test_smolvla
 from tests.tiny import make_batch, make_policy
 from tests.tiny_backbones import smolvlm
-from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
+from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.policies.registry import family_of
 
 

@@ -14,7 +14,7 @@ from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone, resolved
 from util import NumpyToTorchCollate, cuda_prefetcher
-from vla_finetuning.data.columns import TASK_BYTES
+from vla_finetuning.columns import TASK_BYTES
 from vla_finetuning.evaluation.open_loop import open_loop_errors
 from vla_finetuning.policies.registry import FAMILIES
 from vla_finetuning.policies.texts import LONGEST_BYTES, as_bytes, as_texts, with_texts

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tests.tiny import make_batch, make_policy
-from vla_finetuning.data.columns import RETURN
+from vla_finetuning.columns import RETURN
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.registry import family_of

@@ -36,7 +36,7 @@ from tests.datasets import make_dataset
 from tests.tiny_backbones import EVO1, FASTWAM, KINDS, MOLMOACT2, SMOLVLA, VLA_JEPA, smolvlm
 from tests.training.test_parallel import meet, processes, report
 from util import NumpyToTorchCollate
-from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.columns import ROW_COLUMNS
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.families.lerobot_forward import COUNT, MODULE

@@ -17,7 +17,7 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from tests.training.test_as_lerobot import Shard
 from util import NumpyToTorchCollate
-from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.columns import ROW_COLUMNS
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from vla_finetuning.data.columns import STREAM_POSITION
+from vla_finetuning.columns import STREAM_POSITION
 from vla_finetuning.training import stream as training_data
 from vla_finetuning.training.stream import (
     LazyPickle,

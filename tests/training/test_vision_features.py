@@ -19,7 +19,7 @@ from tests.datasets import make_dataset
 from tests.training.test_as_lerobot import Alone, Rank, Shard, resolved, resolved_from
 from tests.training.test_parallel import meet, processes
 from util import NumpyToTorchCollate
-from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
+from vla_finetuning.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.families.smolvla import SmolVLALoss

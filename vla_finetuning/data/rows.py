@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
-from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, read_numbers, read_values
 from vla_finetuning.data.plan import WindowSlice

@@ -20,7 +20,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.selection import tasks_of

@@ -17,7 +17,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor
 
-from vla_finetuning.data.columns import ACTION_DIMS, ROBOT
+from vla_finetuning.columns import ACTION_DIMS, ROBOT
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 

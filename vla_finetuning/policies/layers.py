@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import rotate_half
 
-from vla_finetuning.data.columns import IS_PRESENT
+from vla_finetuning.columns import IS_PRESENT
 from vla_finetuning.policies.attention import Kernel
 from vla_finetuning.policies.family import WORDS
 from vla_finetuning.policies.flow import FlowLoss

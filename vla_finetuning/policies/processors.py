@@ -31,7 +31,7 @@ from lerobot.utils.constants import (
 from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 
-from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT, ROW_COLUMNS, STREAM_POSITION, TASK_BYTES
+from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT, ROW_COLUMNS, STREAM_POSITION, TASK_BYTES
 from vla_finetuning.policies.texts import TASK, as_bytes, with_texts
 
 Stats = Mapping[str, Mapping[str, Any]]

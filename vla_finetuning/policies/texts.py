@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.columns import TASK_BYTES
+from vla_finetuning.columns import TASK_BYTES
 
 # Three times the longest instruction of common datasets; the column's width.
 LONGEST_BYTES = 1024

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from vla_finetuning.data.columns import RETURN
+from vla_finetuning.columns import RETURN
 from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.family import PolicyLoss

@@ -18,7 +18,7 @@ import torch
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
-from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.columns import ROW_COLUMNS
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.resolve import resolve

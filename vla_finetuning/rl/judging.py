@@ -11,7 +11,7 @@ import torch
 
 from lerobot_datasource import read_source
 from util import NumpyToTorchCollate
-from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.columns import ROW_COLUMNS
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.spec import PolicySpec

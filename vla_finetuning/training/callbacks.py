@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 
 from util import Batch, peak_flops
-from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.registry import family_of

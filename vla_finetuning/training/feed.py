@@ -14,7 +14,7 @@ import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 
 from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TimedIterator, cuda_prefetcher
-from vla_finetuning.data.columns import IS_PRESENT, RETURN, ROW_COLUMNS
+from vla_finetuning.columns import IS_PRESENT, RETURN, ROW_COLUMNS
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.row_weights import of_batch

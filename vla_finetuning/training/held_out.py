@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lerobot_datasource import LeRobotDatasource
 from util import Batch, NumpyToTorchCollate, cuda_prefetcher
-from vla_finetuning.data.columns import IS_SKIPPED, ROW_COLUMNS
+from vla_finetuning.columns import IS_SKIPPED, ROW_COLUMNS
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 
 from util import UNWATCHED, Batch, Clock
-from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
+from vla_finetuning.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.family import PolicyLoss
