@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import ray
 from ray.data import ExecutionOptions
 from ray.exceptions import RayError
@@ -25,6 +24,7 @@ from util import Batch, NumpyToTorchCollate
 from vla_finetuning.mirror import address, as_path, mirror_of, pull, push, remove
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
+from vla_finetuning.plan.robot_statistics import with_placeholders
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text
@@ -206,16 +206,7 @@ def run_workers[R: Record](
 
 def with_any_stats(run: Run) -> Run:
     """The run with made-up statistics in the place of those that are to be computed, which takes a pass and Ray."""
-    made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
-    robots = list(run.robots)
-    for number, robot in enumerate(robots):
-        if robot.missing_stats:
-            meta = run.rows.metas[robot.datasets[0]]
-            stats = {key: dict(meta.stats.get(key, {})) for key in {*meta.stats, *robot.missing_stats}}
-            for key in robot.missing_stats:
-                shape = meta.features[key].shape
-                stats[key] |= {name: np.full(shape, value, np.float32) for name, value in made_up.items()}
-            robots[number] = replace(robot, stats=stats, missing_stats={})
+    robots = [replace(with_placeholders(robot, run.rows.metas), missing_stats={}) for robot in run.robots]
     return replace(run, policy=replace(run.policy, robots=tuple(robots)))
 
 

@@ -206,10 +206,11 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     resumed = "resume" in names and flags["resume"].read(names["resume"])
     if resumed:
         # What the run was started with stands; only flags given now change it.
-        config_path, preset = str(path := _config_of_run(names, presets)), None
-        if not path.is_file():
+        saved = _config_of_run(names, presets)
+        config_path, preset = str(saved), None
+        if not saved.is_file():
             raise FileNotFoundError(
-                f"--resume: {path} does not exist, so {path.parent} holds no run; start one without --resume, or let "
+                f"--resume: {saved} does not exist, so {saved.parent} holds no run; start one without --resume, or let "
                 "--resume auto see"
             )
     defaults = dict(presets.get(preset or "", {}))

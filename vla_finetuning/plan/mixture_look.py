@@ -76,10 +76,10 @@ def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) ->
     steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
     errors = [_error(check_rates, metas, steps)]
     try:
-        (one,) = by_robot(config, Datasets(tuple(member.root for member in listed), metas, listed))
-        keys = [key for key in one.features if key in (*one.metas[0].camera_keys, *TRAINED)]
-        check_alike(one.metas, keys, one.rename_map)
-        metas = ordered_alike(one.metas, keys, config.dataset.dimension_map)
+        (alike,) = by_robot(config, Datasets(tuple(member.root for member in listed), metas, listed))
+        keys = [key for key in alike.features if key in (*alike.metas[0].camera_keys, *TRAINED)]
+        check_alike(alike.metas, keys, alike.rename_map)
+        metas = ordered_alike(alike.metas, keys, config.dataset.dimension_map)
     except ValueError as error:
         return [*filter(None, errors), str(error)]
     vectors = [key for key in keys if metas[0].features[key].dtype not in CAMERA_DTYPES]
