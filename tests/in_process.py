@@ -33,6 +33,7 @@ def make_setting(folder, episodes=(6, 5, 4)):
 
 
 def flags(setting, **changes):
+    """A command line, changed; None takes a flag away."""
     folder, root, base = setting
     options = {
         "dataset.root": root,
@@ -45,7 +46,7 @@ def flags(setting, **changes):
         "scaling.use_gpu": "false",
         **changes,
     }
-    return [f"--{name}={value}" for name, value in options.items()]
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
 
 def resolved(setting, **changes):

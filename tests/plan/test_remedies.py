@@ -1,24 +1,34 @@
-"""Errors that name the commonest cause and the command that helps, before a worker starts."""
+"""The plan of a run, and errors that name the commonest cause and what helps, before a worker starts."""
 
 import json
 import re
+import shlex
 import shutil
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import vla
 from tests import in_process
 from tests.datasets import make_dataset
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.preflight import examine
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.run.checkpoint import AVERAGE, OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
+from vla_finetuning.run.folder import LOG_NAME
+from vla_finetuning.training.model import build_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
 ACT = {"chunk_size": 4, "n_action_steps": 4, "dim_model": 16, "n_heads": 2, "dim_feedforward": 16}
 ACT |= {"n_encoder_layers": 1, "latent_dim": 4, "pretrained_backbone_weights": "null"}
+FRESH_ACT = {"policy.path": None, "policy.type": "act"}
+TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +54,55 @@ def refuses(setting, message, error=(ValueError, OSError), **changes):
     with pytest.raises(error, match=message) as raised:
         planned(setting, **changes)
     return str(raised.value)
+
+
+def dry_run(setting, capsys, monkeypatch, *more, **changes):
+    """Run the program where Ray must not start. Returns its status, and what it prints with its blanks shortened."""
+    monkeypatch.setattr(vla.cluster, "start", None)
+    status = vla.main([*in_process.flags(setting, **changes), "--dry_run", *more])
+    assert not (setting[0] / "run").exists()
+    return status, re.sub(" +", " ", "".join(capsys.readouterr()))
+
+
+def test_a_dry_run_prints_the_plan_and_does_nothing(setting, capsys, monkeypatch):
+    folder, root, base = setting
+    status, text = dry_run(setting, capsys, monkeypatch)
+    parameters = sum(parameter.numel() for parameter in load_file(base / "model.safetensors").values())
+    for line in (
+        f"Dataset {root}",
+        "3 episodes, 15 frames at 10 fps, robot test_arm",
+        "trains on 3 episodes, 15 frames; 0 held out",
+        "2 tasks: 'go to the red bin'; 'go to the blue bin'",
+        f"camera {TOP} 48x64x3 video",
+        f"camera {WRIST} 96x80x3 video",
+        "Statistics those in meta/stats.json",
+        "looked at 15 rows of 3 of the 3 training episodes",
+        f"Policy tiny_pi05, {base}",
+        f"{parameters:,} parameters",
+        f"{TOP} 48x64x3 -> {TOP} 3x48x64 IDENTITY",
+        "observation.state 4 -> observation.state 4 QUANTILES",
+        "action 3 -> action 3 QUANTILES",
+        "Batch 2 rows x 2 micro-steps x 1 workers = 4 per step",
+        "Steps 3 (0.80 epochs of 15 rows, 3.8 steps each); a line every 50",
+        f"Checkpoints every 1000 steps and at the end, keeping the last 2, in {folder / 'run'}",
+    ):
+        assert line in text, line
+    assert status == 0
+
+
+def test_a_dry_run_looks_at_tracker_and_hub(setting, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for flag, message in (("--track=wandb", "--track wandb"), ("--policy.repo_id=me/a", "model me/a: no token")):
+        status, text = dry_run(setting, capsys, monkeypatch, flag)
+        assert status == 2 and f"error: {message}" in text
+
+
+def test_the_plan_counts_what_trains(setting):
+    heads, expert, full = (
+        planned(setting, **{"train.mode": mode}).policy.parameters for mode in ("heads", "expert", "full")
+    )
+    assert 0 < heads.trainable < expert.trainable < full.trainable < full.total
 
 
 # ---- datasets -------------------------------------------------------------------------------------------------------
@@ -79,7 +138,107 @@ def test_a_recording_that_was_cut_off(setting, root):
     refuses(setting, "LeRobotDataset.finalize.*record its episodes again", **{"dataset.root": root})
 
 
+def test_statistics_of_cameras_are_not_computed(setting, root):
+    (root / "meta/stats.json").unlink()
+    message = rf"dataset {root}: .*lacks \['mean', 'std'\] of {TOP}.*augment_dataset_quantile_stats"
+    refuses(setting, message, **FRESH_ACT, **{"dataset.root": root, "dataset.use_imagenet_stats": "false"})
+
+
+def test_datasets_of_different_frame_rates(setting, root):
+    path = root / "meta/info.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fps": 5}))
+    refuses(setting, f"{setting[1]} has 10 fps, {root} has 5 fps", **{"dataset.root": f"{setting[1]},{root}"})
+
+
+def test_a_batch_larger_than_the_dataset(setting):
+    message = refuses(setting, "a global batch of 56 rows", batch_size=14, **{"scaling.num_workers": 2})
+    assert "(batch_size 14 x grad_accum 2 x 2 workers) is more than the 15 training frames" in message
+    assert "lower --batch_size or --grad_accum" in message
+
+
+# ---- the policy and the dataset ------------------------------------------------------------------------------------
+
+
+def base_for(setting, folder, change):
+    """A tiny PI0.5 for the dataset's features after `change`."""
+    meta = load_metadata(setting[1])
+    return make_base(folder, meta, features=change(dict(meta.features)), **in_process.TINY)
+
+
+def test_cameras_of_other_names_and_the_rename_map_to_write(setting, tmp_path):
+    names = {TOP: "observation.images.top_rgb", WRIST: "observation.images.left_wrist"}
+    other = base_for(setting, tmp_path / "base", lambda features: {names.get(k, k): f for k, f in features.items()})
+    message = refuses(setting, f"dataset {setting[1]} and policy {other}: .* lacks", **{"policy.path": other})
+    (flag,) = shlex.split(re.search(r"same cameras, --rename_map=('.*?')", message)[1])
+    table = planned(setting, **{"policy.path": other, "rename_map": flag}).robots[0].match.table()
+    for camera, size in ((TOP, "48x64"), (WRIST, "96x80")):
+        assert any(re.search(f"{camera} +{size}x3 +-> +{names[camera]} +3x{size}", line) for line in table)
+
+
+def test_a_camera_that_the_dataset_lacks(setting, tmp_path):
+    other = base_for(setting, tmp_path / "base", lambda features: {**features, SIDE: features[TOP]})
+    message = rf"policy {other}: .* lacks: \['{SIDE}'\].*--dataset.missing_cameras=mask"
+    refuses(setting, message, **{"policy.path": other})
+    run = planned(setting, **{"policy.path": other, "dataset.missing_cameras": "mask"})
+    assert any(re.search(rf"\(no camera\) +masked +-> +{SIDE}", line) for line in run.robots[0].match.table())
+
+
+def test_a_camera_that_the_policy_does_not_know(setting, tmp_path):
+    other = base_for(setting, tmp_path / "base", lambda features: {k: f for k, f in features.items() if k != WRIST})
+    refuses(setting, rf"does not know: \['{WRIST}'\].*--dataset.camera_keys", **{"policy.path": other})
+    chosen = {"policy.path": other, "dataset.camera_keys": json.dumps([TOP])}
+    assert planned(setting, **chosen).rows.camera_keys == (TOP,)
+    # A shell takes the quotation marks away that JSON needs.
+    message = re.escape(f"--dataset.camera_keys=[{TOP}]: expected dataset keys, as observation.images.top,obs")
+    refuses(setting, message, **{**chosen, "dataset.camera_keys": f"[{TOP}]"})
+
+
 # ---- policies -------------------------------------------------------------------------------------------------------
+
+
+def test_no_such_policy(setting, tmp_path):
+    refuses(setting, f"{tmp_path / 'x'} is no folder and no Hub id", **{"policy.path": tmp_path / "x"})
+    hub = "model lerobot/pi05_base: the Hub cannot be reached"
+    refuses(setting, hub, **{"policy.path": "lerobot/pi05_base"})
+    unknown = "no policy is of type 'pi06'; LeRobot knows act, "
+    refuses(setting, unknown, **{"policy.path": None, "policy.type": "pi06"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("chunk_sise", "8", "chunk_sise: no option of TinyPI05Config; did you mean --policy.chunk_size"),
+        ("chunk_size", "many", "chunk_size=many: .*Couldn't parse 'many' into an int"),
+        ("n_action_steps", "99", r"n_action_steps=99.*: .*cannot be greater than chunk_size \(\d+\)"),
+        # What LeRobot's parser would take for its own: each would open a file.
+        ("config_path", "/etc/hostname", "config_path: no option of TinyPI05Config"),
+        ("rtc_config", "include /etc/hostname", "rtc_config=include /etc/hostname: .*"),
+        ("rtc_config.config_path", "/etc/hostname", "rtc_config.config_path: no option of Tiny"),
+        ("chunk_size.a", "1", "chunk_size.a: no option of TinyPI05Config; it is one value"),
+    ],
+)
+def test_options_that_the_policy_does_not_take(setting, name, value, message):
+    refuses(setting, rf"policy {setting[2]}: .*--policy.{message}", **{f"policy.{name}": value})
+
+
+def test_a_damaged_processor(setting, base):
+    (base / "policy_preprocessor.json").write_text("{")
+    refuses(setting, f"{base}/policy_preprocessor.json is no pipeline", **{"policy.path": base})
+
+
+def test_parts_of_pi05_in_another_policy(setting):
+    message = "names parts of pi0, pi05, smolvla.* and the policy is of type act; use --train.mode=full"
+    refuses(setting, message, **FRESH_ACT, **{"train.mode": "expert"})
+
+
+def test_weights_that_are_not_finite(setting, base):
+    """By the driver, and by workers of a base that was damaged meanwhile."""
+    run, weights = planned(setting, **{"policy.path": base}), load_file(base / "model.safetensors")
+    weights["model.action_in_proj.weight"][0, 0] = torch.nan
+    save_file(weights, base / "model.safetensors")
+    message = refuses(setting, "model.action_in_proj.weight in .* not finite, 1 of", **{"policy.path": base})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_model(run.policy, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "policy_preprocessor.json"])
@@ -148,9 +307,7 @@ def test_a_policy_without_weights_and_one_of_adapters_alone(setting, base):
 )
 def test_a_policy_that_lerobot_does_not_build(setting, options, message):
     changes = {f"policy.{name}": value for name, value in {**ACT, **options}.items()}
-    flags = [f for f in in_process.flags(setting, **changes, **{"policy.type": "act"}) if "policy.path" not in f]
-    with pytest.raises(ValueError, match=message):
-        resolve(parse_args(flags), gpus_found=0)
+    refuses(setting, message, **changes, **FRESH_ACT)
 
 
 def test_trained_weights_for_another_robot_or_another_chunk(setting, tmp_path):
@@ -158,8 +315,7 @@ def test_trained_weights_for_another_robot_or_another_chunk(setting, tmp_path):
     from lerobot.policies.act.modeling_act import ACTPolicy
 
     options = {f"policy.{name}": value for name, value in ACT.items()}
-    flags = [f for f in in_process.flags(setting, **options, **{"policy.type": "act"}) if "policy.path" not in f]
-    run = resolve(parse_args(flags), gpus_found=0)
+    run = planned(setting, **options, **FRESH_ACT)
     run.policy.config.device = "cpu"
     ACTPolicy(run.policy.config).save_pretrained(tmp_path / "act")
     for processor, name in zip(run.policy.processors(), ("policy_preprocessor", "policy_postprocessor"), strict=True):
@@ -199,6 +355,26 @@ def test_lerobots_way_to_resume(tmp_path):
 
 
 def test_a_base_is_proposed_to_be_left_out_only_where_there_is_such_an_option(setting):
-    flags = [f for f in in_process.flags(setting, **{"policy.type": "act"}) if "policy.path" not in f]
-    with pytest.raises(ValueError, match="give them with --policy.path$"):
-        resolve(parse_args([*flags, "--policy.pretrained_path=somewhere/else"]), gpus_found=0)
+    source = {"policy.pretrained_path": "somewhere/else"}
+    refuses(setting, "give them with --policy.path$", **FRESH_ACT, **source)
+
+
+# ---- what only Ray can tell ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.faults
+@pytest.mark.slow  # what the read task says: tests/data/test_datasource.py
+def test_a_truncated_mp4(setting, ray_cluster, root, tmp_path, capsys):
+    """The program fails cleanly, and tries nothing twice."""
+    meta, output_dir = load_metadata(root), tmp_path / "out"
+    file = meta.video_files[TOP][0]
+    (root / file).write_bytes((root / file).read_bytes()[: (root / file).stat().st_size // 2])
+    assert vla.main(in_process.flags(setting, **{"dataset.root": root, "output_dir": output_dir})) == 1
+    assert not (output_dir / "pretrained_model").exists()
+    assert (output_dir / LOG_NAME).read_text().count(" failed on rank ") == 1
+    *_, message = capsys.readouterr().err.strip().splitlines()
+    found = re.search(rf"^error: {root}: {file} \(camera {TOP}, episodes? \[?(\d+)", message)
+    assert int(found[1]) in np.flatnonzero(meta.episode_video_file[TOP] == 0)
+    assert "truncated" in message and "copy it again" in message
+    assert not re.search(r"Traceback|ray::|RayTaskError|UserCode|UDF|attempts|\.py", message)

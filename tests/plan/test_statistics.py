@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
+from lerobot.datasets.compute_stats import aggregate_stats
 from lerobot.policies.factory import make_pre_post_processors
 
 import vla
@@ -16,6 +17,7 @@ from tests.data.test_quantiles import assert_numpys, rows_of
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import edit_rows, make_dataset
 from vla_finetuning.data import quantiles
+from vla_finetuning.data import statistics as data_statistics
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
 from vla_finetuning.options.command_line import parse_args
@@ -39,7 +41,8 @@ def setting(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
+    for module in (quantiles, data_statistics):
+        monkeypatch.setattr(module, "over_files", one_after_the_other)
 
 
 def averaged(setting):
@@ -185,6 +188,22 @@ def test_several_datasets_together(setting):
     for run in (by_frames, resolve(parse_args([*flags, f"--dataset.root={root},{other}"]), gpus_found=0)):
         rows = [rows_of(meta, "action", meta.episode_index) for meta in metas]
         assert_numpys(with_stats(run).robots[0].stats["action"], np.concatenate(rows))
+
+
+def test_statistics_that_one_of_two_datasets_lacks(setting, tmp_path):
+    """With "lerobot" they are computed, and both datasets count, as in LeRobot's merged datasets."""
+    second = make_dataset(tmp_path / "second", episodes=(5, 8), seed=1, true_quantiles=False)
+    expected = aggregate_stats([load_metadata(setting[1]).stats, load_metadata(second).stats])
+    (second / "meta/stats.json").unlink()
+    run = in_process.resolved(
+        setting, **{"dataset.root": f"{setting[1]},{second}", "dataset.statistics": "lerobot", "output_dir": tmp_path}
+    )
+    assert run.robots[0].missing_stats.keys() == set(VECTORS)
+    completed = with_stats(run).robots[0]
+    assert not completed.missing_stats
+    for key in VECTORS:
+        for name in ("q01", "q99"):
+            np.testing.assert_allclose(completed.stats[key][name], expected[key][name], rtol=1e-6)
 
 
 def test_datasets_in_other_units_are_refused_once_that_is_known(setting):
