@@ -19,8 +19,13 @@ PAGES = {
 PAGES["docs/changes.md"] = re.sub(r"^\|[^|]*\|", "", PAGES["docs/changes.md"], flags=re.MULTILINE)
 README = PAGES["README.md"]
 README_LIMIT_WORDS, IMAGES_LIMIT_BYTES = 1000, 150_000
-# Of LeRobot's robot_client, which docs/serving.md shows.
-ROBOT_CLIENT = {
+# Of LeRobot's lerobot-rollout and robot_client, which docs/robot.md and docs/serving.md show; tests/robot runs them.
+ON_ROBOTS = {
+    "aggregate_fn_name",
+    "chunk_size_threshold",
+    "duration",
+    "fps",
+    "strategy.type",
     "server_address",
     "policy_type",
     "pretrained_name_or_path",
@@ -98,8 +103,8 @@ def test_flags_exist(name):
     known |= {"help", "compare", "robot"}  # the last of run/push.py
     text = re.sub(r"--[\w.]+\.(\*|<)", "", PAGES[name])  # --optimizer.*: a group
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", text))
-    if name == "docs/serving.md":
-        named -= ROBOT_CLIENT | {"task"} | {flag for flag in named if flag.startswith("robot.")}
+    if name in ("docs/robot.md", "docs/serving.md"):
+        named -= ON_ROBOTS | {flag for flag in named if flag.startswith(("robot.", "inference."))}
     groups = tuple(lerobots(VLA.flags))
     assert {flag for flag in named - known if not flag.startswith(groups)} == set()
 

@@ -154,18 +154,22 @@ def test_sizes_that_are_not_the_cameras_are_measured(folder, frames, tmp_path, m
     assert found["PolicyServer"] == pytest.approx(largest(stretched, plain(where, frames)), rel=1e-6)
 
 
-def test_relative_actions_differ_by_the_way_of_the_state(folder, frames, tmp_path, monkeypatch):
-    where = tmp_path / "relative"
-    config = load_policy_config(folder / "own")
+def make_relative(folder, where):
+    """Write a policy anew, whose actions are relative to the state."""
+    config = load_policy_config(folder)
     config.use_relative_actions = True
-    steps = {"relative_actions_processor": {"enabled": True}}
     processors = make_pre_post_processors(
         config,
-        pretrained_path=str(folder / "own"),
-        preprocessor_overrides=steps,
+        pretrained_path=str(folder),
+        preprocessor_overrides={"relative_actions_processor": {"enabled": True}},
         postprocessor_overrides={"absolute_actions_processor": {"enabled": True}},
     )
-    save_pretrained(load_policy(folder / "own", config), *processors, where)
+    save_pretrained(load_policy(folder, config), *processors, where)
+    return where
+
+
+def test_relative_actions_differ_by_the_way_of_the_state(folder, frames, tmp_path, monkeypatch):
+    where = make_relative(folder / "own", tmp_path / "relative")
     found = compared(where, frames)
     states = np.stack([frame["observation.state"].numpy() for frame in frames])
     assert found["select_action"] == pytest.approx(np.abs(states - states[0]).max(), rel=1e-4) and states.std() > 0

@@ -65,15 +65,15 @@ def instructions():
     return [list(INSTRUCTIONS.values())[i % 2] for i in range(len(KEYS))]
 
 
-def make_base(folder, tasks, inputs=FEATURES):
+def make_base(folder, tasks, inputs=FEATURES, names=("x", "y", "z"), **options):
     features = {
         key: {"dtype": "video", "shape": (*f.shape[1:], 3), "names": ["height", "width", "channels"]}
         if f.type is FeatureType.VISUAL
         else {"dtype": "float32", "shape": f.shape, "names": None}
         for key, f in inputs.items()
     }
-    features["action"] = {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]}
-    return tiny_pi05.make_tiny_base(folder, features=features, tasks=tasks, stats=STATS, fps=10)
+    features["action"] = {"dtype": "float32", "shape": (3,), "names": list(names)}
+    return tiny_pi05.make_tiny_base(folder, features=features, tasks=tasks, stats=STATS, fps=10, **options)
 
 
 @pytest.fixture(scope="module")

@@ -1,37 +1,28 @@
-"""LeRobot's robot_client, its own code: the robot performs the actions that are computed in process."""
+"""The calls of LeRobot's robot_client, one by one; the client itself is in tests/robot/."""
 
 import os
 import pickle
-import threading
 
 import grpc
 import numpy as np
 import pytest
 import torch
-from lerobot.async_inference.configs import RobotClientConfig
 from lerobot.async_inference.helpers import RemotePolicyConfig, TimedObservation
 from lerobot.transport import services_pb2, services_pb2_grpc
 from lerobot.transport.utils import send_bytes_in_chunks
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
-from tests.serving.gantry import SIZES, STATE, Gantry, GantryConfig, camera_image
 from tests.serving.servers import make_service, served
 from vla_finetuning.serving.pickles import read_pickle
 
+STATE = {"x": 1.0, "y": 2.0, "z": 3.0}
+SIZES = {"top": (80, 120, 3), "front": (70, 70, 3), "wrist": (40, 40, 3)}  # not those in config.json
 TASK = "go to the red bin"
 TOKEN = "0123456789abcdef"
 
 
-@pytest.fixture(scope="module")
-def client_class(tmp_path_factory):
-    """LeRobot's client; to import it makes a folder `logs` where one is."""
-    before = os.getcwd()
-    os.chdir(tmp_path_factory.mktemp("client"))
-    try:
-        from lerobot.async_inference.robot_client import RobotClient
-    finally:
-        os.chdir(before)
-    return RobotClient
+def camera_image(name):
+    return np.random.default_rng(len(name)).integers(0, 256, SIZES[name], dtype=np.uint8)
 
 
 def raw_observation():
@@ -51,35 +42,6 @@ def expected(service, session, step):
     return service.sources[""].load(1)(seen, [TASK], [(service.config.seed, session, 0, step)])[0]
 
 
-def test_robot_client_performs_the_actions_that_are_computed_in_process(client_class, service, handle, addresses):
-    config = RobotClientConfig(
-        policy_type="tiny_pi05", pretrained_name_or_path="any/name?session=robot", robot=GantryConfig(), task=TASK,
-        actions_per_chunk=5, server_address=f"127.0.0.1:{addresses.grpc}", chunk_size_threshold=0.0, fps=50,
-        aggregate_fn_name="latest_only",
-    )  # fmt: skip
-    client = client_class(config)
-    assert client.start()
-    receiving = threading.Thread(target=client.receive_actions)
-    acting = threading.Thread(target=client.control_loop, args=(TASK,))
-    receiving.start()
-    acting.start()
-    while len(client.robot.performed) < 9 and receiving.is_alive() and acting.is_alive():
-        receiving.join(0.05)
-    client.shutdown_event.set()
-    acting.join()
-    receiving.join()
-    client.stop()
-    performed = np.array(client.robot.performed[:9], np.float32)
-    steps = list(dict.fromkeys(request.key[3] for request in handle.requests if request.key[1] == "robot"))
-    # A chunk begins with the step that its observation was of; LeRobot's client leaves out what it has done by then.
-    np.testing.assert_array_equal(performed[:5], expected(service, "robot", 0)[:5])
-    np.testing.assert_array_equal(performed[5:9], expected(service, "robot", 4)[1:5])
-    assert steps[:2] == [0, 4]
-    (first, *_) = [request.observation["pixels"] for request in handle.requests if request.key[1] == "robot"]
-    for name in SIZES:  # as taken: LeRobot's own server stretches them to the shapes of config.json
-        np.testing.assert_array_equal(first[name][0], camera_image(name))
-
-
 class Stub:
     """The calls of robot_client, one by one."""
 
@@ -88,9 +50,8 @@ class Stub:
         options = [("grpc.use_local_subchannel_pool", 1)]
         self.channel = grpc.insecure_channel(f"127.0.0.1:{addresses.grpc}", options)
         self.stub = services_pb2_grpc.AsyncInferenceStub(self.channel)
-        features = hw_to_dataset_features(Gantry(GantryConfig()).observation_features, "observation", use_video=False)
         self.setup = {"policy_type": "tiny_pi05", "pretrained_name_or_path": "x?session=stub",
-                      "lerobot_features": features, "actions_per_chunk": 5, **setup}  # fmt: skip
+                      "lerobot_features": features(), "actions_per_chunk": 5, **setup}  # fmt: skip
 
     def begin(self):
         self.stub.Ready(services_pb2.Empty())

@@ -21,7 +21,8 @@ from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.columns import IS_SKIPPED
-from vla_finetuning.data.options import Reading, Selection
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.evaluation.robot_tools import MOST_STEPS, compare_tools
@@ -281,23 +282,23 @@ def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None 
 
 
 def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, Any]]:
-    """The first held-out episode, frame by frame, as `LeRobotDataset` gives it and as a robot would see it.
-
-    Frames are dicts of `task` (a string), observations and `action` (A,); at most `limit` of them.
-
-    Raises:
-        ValueError: no episode is held out.
-    """
+    """Return `episode_frames` of the first held-out episode. Raises ValueError if none is held out."""
     number = next((n for n, held_out in enumerate(rows.eval_episodes) if len(held_out)), None)
     if number is None:
         raise ValueError("no episode is held out: give --dataset.eval_split")
-    meta, episode = rows.metas[number], int(rows.eval_episodes[number][0])
-    source = LeRobotDatasource(
-        [meta],
-        Selection(episodes=[[episode]]),
-        replace(rows.features, delta_timestamps={}),
-        reading=Reading(frame_cache=rows.reading.frame_cache),
-    )
+    features = replace(rows.features, delta_timestamps={})
+    reading = Reading(frame_cache=rows.reading.frame_cache)
+    return episode_frames(rows.metas[number], int(rows.eval_episodes[number][0]), features, reading, limit)
+
+
+def episode_frames(
+    meta: DatasetMetadata, episode: int, features: Features, reading: Reading, limit: int
+) -> Iterator[dict[str, Any]]:
+    """Yield an episode, frame by frame, as `LeRobotDataset` gives it and as a robot would see it.
+
+    Frames are dicts of `task` (a string), observations and `action` (A,); at most `limit` of them.
+    """
+    source = LeRobotDatasource([meta], Selection(episodes=[[episode]]), features, reading=reading)
     for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
         observed = {key: tensor[0] for key, tensor in _observed(row).items()}
         yield {TASK: str(row[TASK][0]), **observed, ACTION: torch.from_numpy(row[ACTION][0].copy())}

@@ -30,7 +30,7 @@ class Robot:
     """A robot that shows recorded frames, as LeRobot's drivers describe and show theirs.
 
     Args:
-        frames: `task`, observations and `action`, as `open_loop.held_out_frames` yields them.
+        frames: `task`, observations and `action`, as `open_loop.episode_frames` yields them.
     Raises:
         ValueError: a vector or camera that no robot of LeRobot's shows.
     """
