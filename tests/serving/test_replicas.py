@@ -1,17 +1,21 @@
 """On Ray Serve: batches of what arrives together, and a replica that dies."""
 
+import os
+import signal
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 from websockets.sync.client import connect
 
 from tests.serving.servers import make_export, make_service, served
 from tests.serving.test_openpi import expected, message
+from vla_finetuning.rollouts.player import PolicySource
 from vla_finetuning.serving.openpi import pack, unpack
 
 pytestmark = pytest.mark.ray
@@ -29,11 +33,33 @@ class Client:
         return answer if isinstance(answer, str) else unpack(answer)
 
 
+@dataclass(frozen=True)
+class Stopping(PolicySource):
+    """A policy that computes without an end where an instruction is "stop", and writes its process's number first."""
+
+    note: Path = Path()
+
+    def load(self, threads):
+        player = super().load(threads)
+
+        def play(observation, instructions, keys):
+            if "stop" in instructions:
+                (self.note.with_suffix(".part")).write_text(str(os.getpid()))
+                self.note.with_suffix(".part").rename(self.note)
+                threading.Event().wait()
+            return player(observation, instructions, keys)
+
+        return play
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     # Two of the cluster's three CPUs; a wait that outlasts the threads of a busy machine.
-    folder = make_export(tmp_path_factory.mktemp("serving"))
-    return make_service(folder, "--serve.replicas=2", f"--serve.batch_size={CLIENTS}", "--serve.wait_ms=500")
+    folder = tmp_path_factory.mktemp("serving")
+    made = make_service(
+        make_export(folder), "--serve.replicas=2", f"--serve.batch_size={CLIENTS}", "--serve.wait_ms=500"
+    )
+    return replace(made, sources={"": Stopping(**vars(made.sources[""]), note=folder / "note")})
 
 
 @pytest.fixture(scope="module")
@@ -54,37 +80,33 @@ def test_what_arrives_together_is_computed_together_and_is_the_same(service, add
 
 @pytest.mark.faults
 def test_a_replica_that_dies_costs_the_requests_in_flight_and_no_other(service, addresses):
-    killed, ends = threading.Event(), time.monotonic() + 120
+    killed, note = threading.Event(), service.sources[""].note
 
     def run(i):
-        """Answers by decision, what failed, and decisions that began after the replica was gone."""
-        client, answers, failures, since = Client(addresses, f"killed-{i}"), [], [], 0
-        while since < 2 and time.monotonic() < ends:
+        """Ask until two decisions began after the replica was gone."""
+        client, answers, since = Client(addresses, f"others-{i}"), [], 0
+        while since < 2:
             after = killed.is_set()
-            answer = client.infer(message(i % 6))
-            if isinstance(answer, str):
-                failures.append(answer)
-            else:
-                answers.append(answer["actions"])
-                since += after
-        return answers, failures, since
+            answers.append(client.infer(message(i % 6)))
+            since += after
+        return answers
 
-    def replicas():
-        return [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "#Replica#" in actor["name"]]
-
+    stopped = Client(addresses, "stopped")
     with ThreadPoolExecutor(CLIENTS) as threads:
-        running = [threads.submit(run, i) for i in range(CLIENTS)]
-        time.sleep(1)
-        first, second = replicas()
-        ray.kill(ray.get_actor(**first))
+        in_flight = threads.submit(stopped.infer, message(prompt="stop"))
+        while not note.exists():
+            assert not in_flight.done(), in_flight.result()
+            time.sleep(0.05)
+        others = [threads.submit(run, i) for i in range(CLIENTS - 1)]
+        os.kill(int(note.read_text()), signal.SIGKILL)
+        assert "is gone (ActorDiedError); send the observation again" in in_flight.result()
         killed.set()
-        results = [future.result() for future in running]
-    failures = [failure for _, failed, _ in results for failure in failed]
-    assert all(len(failed) <= 1 and since == 2 for _, failed, since in results)
-    # None where the replica was between two batches.
-    assert len(failures) < CLIENTS and all("is gone" in failure for failure in failures)
-    for i, (answers, _, _) in enumerate(results):  # the decision that failed was not counted
+        results = [future.result() for future in others]
+    for i, answers in enumerate(results):
+        assert [answer for answer in answers if isinstance(answer, str)] == []
         last = len(answers) - 1
-        alone = expected(service, f"killed-{i}", last, i % 6)
-        np.testing.assert_allclose(answers[last], alone, atol=2e-6 * np.abs(alone).max())
+        alone = expected(service, f"others-{i}", last, i % 6)
+        np.testing.assert_allclose(answers[last]["actions"], alone, atol=2e-6 * np.abs(alone).max())
+    # The decision that failed was not counted.
+    np.testing.assert_array_equal(stopped.infer(message())["actions"], expected(service, "stopped", 0))
     assert urllib.request.urlopen(f"http://127.0.0.1:{addresses.port}/healthz").read() == b"OK\n"
