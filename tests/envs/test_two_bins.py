@@ -64,6 +64,27 @@ def test_the_other_bin_ends_the_episode_without_success(env):
         assert last[1:4] == (0.0, True, False) and last[4] == {"is_success": False, "reached": other}
 
 
+def test_success_at_the_end_is_to_have_stayed_where_an_episode_goes_on():
+    """Reached, left, and returned to: the count of frames is for reaching it alone."""
+    config = env_config("two_bins", ["--terminates=false"])
+    with gymnasium.make(two_bins.GYM_ID, **config.gym_kwargs) as env:
+        env.reset(seed=0)
+        bare = env.unwrapped
+        goal = np.array(bare._scene.place(bare.task), np.float32)
+        away = goal - np.array([0, 6, 0], np.float32)
+        bare._state = goal.copy()
+        places, said = [goal] * (DWELL_FRAMES + 2) + [away] * 3 + [goal] * 2, []
+        for place in places:
+            _, reward, terminated, truncated, info = env.step(place)
+            said.append(info["is_success"])
+            assert not terminated and not truncated and reward == info["is_success"]
+        reached = [False] * (DWELL_FRAMES - 1) + [True] * 3
+        assert said[: len(reached)] == reached and said[-4:] == [False, False, True, True]
+        for _ in range(GANTRY.episode_length - len(places)):
+            *_, truncated, info = env.step(goal)
+        assert truncated and info["is_success"]
+
+
 def test_success_takes_nearness_and_time(env):
     """Both limits, from either side."""
     env.reset(seed=0)

@@ -52,6 +52,8 @@ class TwoBinsConfig(EnvConfig):
     fps: int = GANTRY.fps
     episode_length: int = GANTRY.episode_length
     render_mode: str = "rgb_array"
+    # Whether an episode ends with its success; otherwise it goes on to episode_length.
+    terminates: bool = True
     features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(GANTRY))
     features_map: dict[str, str] = field(default_factory=lambda: _features_map(GANTRY))
 
@@ -65,7 +67,8 @@ class TwoBinsConfig(EnvConfig):
 
     @property
     def gym_kwargs(self) -> dict[str, Any]:
-        return {"render_mode": self.render_mode, "max_episode_steps": self.episode_length}
+        options = {"render_mode": self.render_mode, "terminates": self.terminates}
+        return {**options, "max_episode_steps": self.episode_length}
 
 
 @dataclass

@@ -33,8 +33,11 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     `GOAL_RADIUS_CM` of a bin's middle for `Robot.dwell_frames` frames in a row: a success, and reward 1, if it is the
     bin of the instruction. A straight pass at full speed counts in a third of the cases if it is through the middle,
     and in 8 % if it is aimed at any point within 5 cm of it in x and y. `info["reached"]` is the colour of that bin, ""
-    before. Scene and instruction are functions of `reset(seed=...)` alone.
+    before, and while the gripper is elsewhere. Scene and instruction are functions of `reset(seed=...)` alone.
 
+    Args:
+        terminates: whether an episode ends there; otherwise it goes on to its time limit, so that success at the end is
+            to have stayed.
     Attributes:
         task_description: the instruction, as LeRobot asks for it.
         rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
@@ -45,8 +48,8 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     robot: Robot = GANTRY
     metadata = {"render_modes": ["rgb_array"], "render_fps": GANTRY.fps}
 
-    def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode = render_mode
+    def __init__(self, render_mode: str | None = None, terminates: bool = True) -> None:
+        self.render_mode, self._terminates = render_mode, terminates
         self.rendering, self.rendering_s = True, 0.0
         self._low, self._high = (np.array(limit, np.float32) for limit in (self.robot.low, self.robot.high))
         cameras: dict[str, spaces.Space[Any]] = {
@@ -76,7 +79,7 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.task_description = INSTRUCTIONS[self.task]
         self._state = self.robot.start(self._scene)
         self._frame = 0
-        self._frames_over = dict.fromkeys(colours, 0)
+        self._frames_over, self._stayed = dict.fromkeys(colours, 0), list[str]()
         return self._observation(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
@@ -91,8 +94,10 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         for colour in self._frames_over:
             distance = float(np.linalg.norm(position - np.array(self._scene.place(colour), np.float32)))
             self._frames_over[colour] = self._frames_over[colour] + 1 if distance <= GOAL_RADIUS_CM else 0
+            if self._frames_over[colour] == self.robot.dwell_frames and colour not in self._stayed:
+                self._stayed.append(colour)
         info = self._info()
-        return self._observation(), float(info["is_success"]), bool(info["reached"]), False, info
+        return self._observation(), float(info["is_success"]), self._terminates and bool(info["reached"]), False, info
 
     def render(self) -> np.ndarray | None:  # type: ignore[override]
         """The table from above, uint8 (H, W, 3), larger than the policy sees it."""
@@ -111,6 +116,7 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     def state_hash(self) -> str:
         """Sixteen hex digits of everything that decides what happens next."""
         scene = [self._scene.left, self._scene.right, self.task, self._frames_over, self._state.tolist()]
+        scene += [] if self._terminates else [self._stayed]
         return hashlib.sha256(json.dumps(scene).encode()).hexdigest()[:16]
 
     def _observation(self) -> dict[str, Any]:
@@ -123,9 +129,7 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         return {"agent_pos": self._state.copy(), "pixels": pixels}
 
     def _info(self) -> dict[str, Any]:
-        reached = next(
-            (colour for colour, frames in self._frames_over.items() if frames >= self.robot.dwell_frames), ""
-        )
+        reached = next((colour for colour in self._stayed if self._frames_over[colour]), "")
         return {"is_success": reached == self.task, "reached": reached}
 
 
