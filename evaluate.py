@@ -20,7 +20,7 @@ if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
+from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
 from vla_finetuning.mirror import address, as_path
 from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
@@ -48,6 +48,7 @@ def prepare(argv: list[str], stack: ExitStack) -> Work | None:
         print_safe(
             f"Episodes     {address(trial.output_dir)}", f"Report       {address(trial.output_dir / 'report.html')}"
         )
+        record_trial(trial)
         return 0
 
     return work

@@ -33,7 +33,7 @@ from diagnostics.report import Environment
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, metaworld_tasks, task_makers
 from vla_finetuning.evaluation.episodes import Book, read_evaluation
-from vla_finetuning.evaluation.intervals import share, wilson
+from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_json, write_json
@@ -186,8 +186,7 @@ def _by_difficulty(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for degree, tasks in metaworld_tasks()[1].items():
         if played := [line for line in lines if line["task"] in tasks and line["error"] is None]:
             took = [line["steps"] for line in played if line["success_once"]]
-            row = {"label": degree, "tasks": len({line["task"] for line in played}), "successes": len(took)}
-            row |= {"episodes": len(played), "interval": wilson(len(took), len(played))}
+            row = {"label": degree, "tasks": len({line["task"] for line in played}), **score(played)}
             rows.append({**row, "within_100_steps": sum(steps <= RLINF_STEPS for steps in took)})
     return rows
 
@@ -195,15 +194,13 @@ def _by_difficulty(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def table(scores: Mapping[str, Any]) -> str:
     """Success, a line for each condition and task."""
     lines = ["Success on initial states that are in no demonstration (95 % interval)"]
-    for score in scores.values():
-        for row in [*score["rows"], *score.get("degrees", ())]:
+    for condition in scores.values():
+        for row in [*condition["rows"], *condition.get("degrees", ())]:
             name = f"{row['label']}, {row['tasks']} tasks" if "tasks" in row else row["label"]
-            errors = f"; {row['errors']} more ended in an error" if "errors" in row else ""
-            successes = share(row["successes"], row["episodes"])
-            lines.append(f"  {score['label']:28}{name:30}{successes}{errors}")
-        if means := score.get("mean_of_degrees"):
+            lines.append(f"  {condition['label']:28}{name:30}{share(row)}")
+        if means := condition.get("mean_of_degrees"):
             both = f"{means['successes']:.1%}, within {RLINF_STEPS} steps {means['within_100_steps']:.1%}"
-            lines.append(f"  {score['label']:28}{'mean of degrees':30}{both.replace('%', ' %')}")
+            lines.append(f"  {condition['label']:28}{'mean of degrees':30}{both.replace('%', ' %')}")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ import value
 import vla
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.episodes import read_evaluation
-from vla_finetuning.evaluation.intervals import share
+from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.files import write_json
 from vla_finetuning.plan.demo import (
     DEMO_CACHE,
@@ -99,8 +99,7 @@ def table(folder: Path) -> str:
     """Return a line for each policy with its success."""
     lines = ["Success on scenes that no policy has seen (95 % interval)"]
     for name, label in NAMES.items():
-        played = [line["success_once"] for line in read_evaluation(folder / f"play-{name}")[1] if line["error"] is None]
-        lines.append(f"  {label:34}{share(sum(played), len(played))}")
+        lines.append(f"  {label:34}{share(score(read_evaluation(folder / f'play-{name}')[1]))}")
     return "\n".join(lines)
 
 

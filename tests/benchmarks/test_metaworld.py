@@ -65,7 +65,11 @@ def test_degrees_of_difficulty_count_alike():
     def played(task, *steps, error=None):
         """Episodes that succeeded after so many steps; 200: they did not."""
         episode = {"condition": "trained", "task": task, "error": error, "info": {"obj_to_target": 0.1}}
-        return [{**episode, "success_once": n < 200, "steps": n} for n in steps]
+        return [
+            {**episode, "success_once": n < 200, "steps": n, "success_at_end": n < 200}
+            | {"seed": i, "episode": i, "initial_state": i}
+            for i, n in enumerate(steps)
+        ]
 
     easy = played("reach-v3", 30, 100, 101, 200) + played("door-open-v3", 200, 200)
     hard = played("push-v3", 150) + played("push-v3", 20, error="died")

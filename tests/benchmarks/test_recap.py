@@ -18,7 +18,8 @@ def programs(tmp_path, monkeypatch):
     monkeypatch.setattr(recap, "prepare_disobedient", lambda cache: tmp_path / "demonstrations")
     monkeypatch.setattr(recap, "load_metadata", lambda root: SimpleNamespace(features={}, tasks={}, fps=10))
     monkeypatch.setattr(recap, "prepare_base", lambda *_, **__: tmp_path / "base")
-    monkeypatch.setattr(recap, "read_evaluation", lambda folder: ({}, [{"success_once": True, "error": None}] * 3))
+    line = {"task": "t", "success_once": True, "success_at_end": True, "error": None}
+    monkeypatch.setattr(recap, "read_evaluation", lambda folder: ({}, [line | {"initial_state": n} for n in range(3)]))
     calls, failing = [], set()
 
     def program(definition, done):

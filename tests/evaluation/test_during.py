@@ -118,9 +118,10 @@ class Played:
                 return
         if self.error is not None:
             raise self.error
-        line = dict.fromkeys(("instruction", "info"), "")
+        line = dict.fromkeys(("instruction", "info"), "") | {"error": None, "success_at_end": False}
         for episode in episodes:
-            on_end({**line, **vars(episode), "error": None, "success_once": self.succeeds(episode)}, None)
+            state = str(episode.seed)
+            on_end({**line, **vars(episode), "success_once": self.succeeds(episode), "initial_state": state}, None)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     capsys.readouterr()
     assert evaluate.main(["--compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
-    assert "Of 6 episodes that both played" in out and "Verdict  cannot tell" in out and str(b) in out
+    assert "of 6 distinct scenes that both played" in out and "Verdict  cannot tell" in out and str(b) in out
     # Options that leave the initial states as they are decide success all the same.
     about = json.loads((b / "evaluated.json").read_text())
     about["environment"]["options"] = ["--episode_length=300"]
@@ -129,7 +129,7 @@ def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkey
         assert len(check_page(Bucket(there).read("report.html").decode()).all("img")) == 1
         capsys.readouterr()
         assert evaluate.main(["--compare", there, str(plain)]) == 0
-        assert "Of 4 episodes that both played" in capsys.readouterr().out
+        assert "of 4 distinct scenes that both played" in capsys.readouterr().out
 
         run.write("checkpoints/step_00000004/state.json", b"{}")
         for changed, message in (
@@ -219,10 +219,11 @@ def test_flags_are_lerobot_evals():
 def test_errors_are_no_failures():
     """Neither in the score nor in what is said of it."""
     line = {"task": "t", "instruction": "go", "success_once": True, "success_at_reset": False, "error": None}
-    line["seed"] = 1
-    failed = {**dict.fromkeys(line), "task": "t", "error": "its process died", "seed": 2}
+    line |= {"seed": 1, "episode": 0, "initial_state": "s", "success_at_end": False}
+    failed = {**dict.fromkeys(line), "task": "t", "error": "its process died", "seed": 2, "episode": 1}
     text = trial.success_text([line, failed])
-    assert "Success      1 of 1, 100.0 %" in text and "1 episodes ended" in text
+    assert "Success      1 of 1, 100.0 %" in text and "; at the end 0 of 1, 0.0 %" in text
+    assert "1 episodes ended" in text
     assert "t, seed 2: its process died" in text
 
 
@@ -239,13 +240,14 @@ def test_failures_are_shown_first_and_of_every_task_some():
 
 def test_a_page_counts_each_task_and_all():
     lines = [
-        {"task": task, "instruction": "go", "error": error, "success_once": success}
-        for task, error, success in (("a", None, True), ("a", None, False), ("b", "its process died", None))
+        {"task": task, "instruction": "go", "error": error, "success_once": success, "success_at_end": success}
+        | {"initial_state": f"state {n}", "episode": n, "seed": n}
+        for n, (task, error, success) in enumerate((("a", None, True), ("a", None, False), ("b", "died", None)))
     ]
     every, a, b = trial.score_rows(lines)
     assert (every["label"], every["successes"], every["episodes"], every["errors"]) == ("all episodes", 1, 2, 1)
     assert (a["label"], a["successes"], a["episodes"]) == ("a", 1, 2) and "errors" not in a
-    assert (b["label"], b["episodes"], b["errors"], b["interval"]) == ("b", 0, 1, (0.0, 1.0))
+    assert (b["label"], b["episodes"], b["errors"], b["interval"]) == ("b", 0, 1, [0.0, 1.0])
 
 
 def test_of_several_robots_the_one_that_the_environment_shows(folder, tmp_path):

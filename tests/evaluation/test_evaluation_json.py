@@ -66,9 +66,10 @@ def evaluated(run):
 
     def play(episodes, *_, on_end, **__):
         for episode in episodes:
-            success, reached, error = rng.random(3) < (0.4, 0.6, 0.1)
+            success, reached, error, stayed = rng.random(4) < (0.4, 0.6, 0.1, 0.5)
             info = {"reached": "red" if reached or success else None}
             line = {"instruction": "go", "success_once": bool(success), "info": info, "error": None}
+            line |= {"success_at_end": bool(success and stayed), "initial_state": f"{episode.seed}"}
             if error:
                 line = dict.fromkeys(line) | {"error": "died"}
             played.append(vars(episode) | line)
@@ -159,17 +160,19 @@ def open_loop_by_hand(weights, exported, rows, mean_action, others=None):
 
 
 def closed_loop_by_hand(played):
-    """Counts, and Wilson's interval by its formula (Wilson 1927)."""
+    """Counts, and Wilson's interval by its formula (Wilson 1927), errors being failures or successes."""
     scores = {}
     for name, label in LABELS.items():
         own = [line for line in played if line["condition"] == name]
         ended = [line for line in own if line["error"] is None]
-        n, wins = len(ended), sum(line["success_once"] for line in ended)
-        z, share = 1.959963984540054, wins / n
-        centre, half = share + z**2 / (2 * n), z * np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
-        interval = [(centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)]
-        scores[name] = {"label": label, "successes": wins, "episodes": n, "interval": interval}
-        scores[name] |= {"errors": 60 - n}
+        scores[name] = {"label": label, "episodes": len(ended), "errors": 60 - len(ended)}
+        for outcome, suffix in (("success_once", ""), ("success_at_end", "_at_end")):
+            wins, n, z = sum(line[outcome] for line in ended), 60, 1.959963984540054
+            bounds = []
+            for share, side in ((wins / n, -1), ((wins + n - len(ended)) / n, 1)):
+                half = z * np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+                bounds.append((share + z**2 / (2 * n) + side * half) / (1 + z**2 / n))
+            scores[name] |= {f"successes{suffix}": wins, f"interval{suffix}": bounds}
         reached = [line for line in ended if line["info"]["reached"]]
         if name == "other_instruction":
             scores[name]["went_where_told"] = sum(not line["success_once"] for line in reached)

@@ -3,13 +3,22 @@
 import itertools
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from vla_finetuning.evaluation.intervals import Comparison, compare, comparison_text, share, wilson
+from vla_finetuning.evaluation.intervals import (
+    AT_END,
+    ONCE,
+    Comparison,
+    compare,
+    comparison_text,
+    paired,
+    score,
+    share,
+    wilson,
+)
 
 
 def test_wilson_against_the_papers_that_recommend_it():
@@ -18,39 +27,83 @@ def test_wilson_against_the_papers_that_recommend_it():
                                           (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718))):  # fmt: skip
         assert wilson(successes, episodes) == pytest.approx(expected, abs=5e-5)
     assert wilson(0, 0) == (0.0, 1.0)
-    assert share(57, 60) == "57 of 60, 95.0 % (86.3 to 98.3)" and share(0, 0) == "none played"
+    for successes in range(8):
+        expected = stats.binomtest(successes, 7).proportion_ci(0.95, method="wilson")
+        assert wilson(successes, 7) == pytest.approx((expected.low, expected.high))
 
 
-def line(number, success, error=None, state="s", **other):
-    named = {"condition": "plain", "task": "t", "episode": number, "seed": 1000 + number}
-    return {**named, "success_once": success, "error": error, "initial_state": f"{state}{number}", **other}
+def line(number, success, error=None, state="s", at_end=None, **other):
+    named = {"condition": "plain", "task": "t", "episode": number, "seed": 1000 + number, "initial_state": None}
+    if error is None:
+        named["initial_state"] = f"{state}{number}"
+    at_end = success if at_end is None else at_end
+    return {**named, "success_once": success, "success_at_end": at_end, "error": error, **other}
+
+
+def test_a_score_has_both_outcomes_and_what_errors_may_have_been():
+    lines = [*(line(n, n < 5, at_end=n < 3) for n in range(6)), line(6, None, error="died")]
+    found = score(lines)
+    assert found == {
+        **{"successes": 5, "episodes": 6, "interval": [wilson(5, 7)[0], wilson(6, 7)[1]]},
+        **{"successes_at_end": 3, "interval_at_end": [wilson(3, 7)[0], wilson(4, 7)[1]], "errors": 1},
+    }
+    assert share(found) == (
+        "5 of 6, 83.3 % (35.9 to 97.4); at the end 3 of 6, 50.0 % (15.8 to 84.2); 1 more ended in an error"
+    )
+    assert share(score(lines[:1])) == "1 of 1, 100.0 % (20.7 to 100.0); at the end too"
+    assert share(score([])) == "none played" and score(lines[6:])["interval"] == [0.0, 1.0]
+
+
+def test_episodes_of_one_scene_count_once():
+    """Eight successes from one state say no more than one, and of two policies nothing."""
+    eight = [line(n, True, initial_state="s") for n in range(8)]
+    found = score(eight)
+    assert (found["successes"], found["episodes"], found["scenes"]) == (8, 8, 1)
+    assert found["interval"] == list(wilson(1, 1)) and "; 8 episodes of 1 distinct scene" in share(found)
+    assert score([*eight[:4], *(line(n, True, initial_state="s", task="u") for n in range(4))])["scenes"] == 2
+    # Two of three from one state, and one from another that failed.
+    mixed = [*(line(n, n > 0, initial_state="s") for n in range(3)), line(3, False)]
+    assert score(mixed)["interval"] == list(wilson(2 / 3, 2))
+
+    other = [{**one, "success_once": False} for one in eight]
+    found = compare(paired(eight, other), ONCE)
+    assert found.pairs == ((1.0, 0.0),) and found.p_value == 1 and found.verdict.startswith("cannot tell")
+    assert compare(paired(eight, other), AT_END).pairs == ((1.0, 1.0),)
+    assert "of 1 distinct scenes" in comparison_text(eight, other, "one", "other")
+    # With distinct states the same outcomes are a difference.
+    apart = compare(paired(*([line(n, success) for n in range(8)] for success in (True, False))), ONCE)
+    assert apart.p_value == pytest.approx(2 / 2**8) and apart.better == (8, 0)
 
 
 def test_pairs_are_counted_and_errors_left_out():
     outcomes = [(True, True), (True, False), (False, True), (False, False), (True, False), (False, False)]
-    a = [*(line(n, of_a) for n, (of_a, _) in enumerate(outcomes)), line(6, None, error="died")]
-    b = [*(line(n, of_b) for n, (_, of_b) in enumerate(outcomes)), line(6, True)]
-    found = compare(a, b)
-    assert found == Comparison(episodes=6, left_out=1, both=1, only_a=2, only_b=1)
-    lines = comparison_text(found, "one", "other").splitlines()
-    assert lines[0] == f"A  {share(3, 6)}  one" and lines[1] == f"B  {share(2, 6)}  other"
+    a = [*(line(n, of_a, at_end=False) for n, (of_a, _) in enumerate(outcomes)), line(6, None, error="died")]
+    b = [*(line(n, of_b, at_end=n < 1) for n, (_, of_b) in enumerate(outcomes)), line(6, True)]
+    assert compare(paired(a, b), ONCE) == Comparison(tuple((float(x), float(y)) for x, y in outcomes))
+    lines = comparison_text(a, b, "one", "other").splitlines()
+    assert lines[0] == f"A  {share(score(a[:6]))}  one" and lines[1] == f"B  {share(score(b[:6]))}  other"
     numbers = [[float(n) for n in re.findall(r"[+-]?\d+\.?\d*", text)] for text in lines[2:]]
     # All outcomes of 3 coins are as uneven as 2 to 1, or more. B - A: -1 / 6, and (2 - 3) / 8 +- 1.96 sqrt((5 / 8 -
-    # 1 / 64) / 8).
-    assert numbers == [[6, 2, 1, 1], [1], [-16.7, -66.6, 41.6], []]
-    assert len(comparison_text(replace(found, left_out=0), "one", "other").splitlines()) == 5
+    # 1 / 64) / 8). At the end 1 / 6, and 1 / 8 +- 1.96 sqrt((3 / 8 - 1 / 64) / 8).
+    assert numbers == [[1], [6, 2, 1, 1], [-16.7, -66.6, 41.6], [], [6, 0, 1, 1], [16.7, -29.0, 54.0], []]
+    assert len(comparison_text(a[:6], b[:6], "one", "other").splitlines()) == 8
 
 
 def test_what_cannot_be_paired_is_refused():
     with pytest.raises(ValueError, match="not over the same list.*--seed"):
-        compare([line(0, True)], [line(1, True)])
+        paired([line(0, True)], [line(1, True)])
     with pytest.raises(ValueError, match="episode 0 .seed 1000. began in another state"):
-        compare([line(0, True)], [line(0, True, state="other")])
+        paired([line(0, True)], [line(0, True, state="other")])
+
+
+def compared(scenes, only_a, only_b):
+    same = [(1.0, 1.0)] * (scenes - only_a - only_b)
+    return Comparison((*[(1.0, 0.0)] * only_a, *[(0.0, 1.0)] * only_b, *same))
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 5), (0, 6), (1, 8), (10, 10), (0, 0), (9, 1)])
 def test_mcnemar_is_the_sign_test_and_the_verdict_its_word(only_a, only_b):
-    found = Comparison(episodes=60, left_out=0, both=30, only_a=only_a, only_b=only_b)
+    found = compared(60, only_a, only_b)
     n, few = only_a + only_b, min(only_a, only_b)
     expected = min(1.0, 2 * sum(math.comb(n, k) for k in range(few + 1)) / 2**n)
     assert found.p_value == pytest.approx(expected)
@@ -64,9 +117,9 @@ def test_the_difference_and_its_interval_are_those_of_the_formula():
         a, b = (only_a + 1) / (episodes + 2), (only_b + 1) / (episodes + 2)
         half = 1.959963985 * ((a + b - (b - a) ** 2) / (episodes + 2)) ** 0.5
         expected = [(only_b - only_a) / episodes, *np.clip([b - a - half, b - a + half], -1, 1)]
-        found = Comparison(episodes, 0, episodes - only_a - only_b, only_a, only_b).difference
+        found = compared(episodes, only_a, only_b).difference
         assert found == pytest.approx(expected, abs=1e-8)
-    assert Comparison(0, 3, 0, 0, 0).difference == (0.0, -1.0, 1.0)
+    assert Comparison(()).difference == (0.0, -1.0, 1.0)
 
 
 def test_the_interval_of_the_difference_holds_the_truth_as_often_as_it_says():
@@ -76,7 +129,7 @@ def test_the_interval_of_the_difference_holds_the_truth_as_often_as_it_says():
         covered = 0.0
         for only_a in range(n + 1):
             for only_b in range(n + 1 - only_a):
-                estimate, low, high = Comparison(n, 0, 0, only_a, only_b).difference
+                estimate, low, high = compared(n, only_a, only_b).difference
                 assert low <= estimate <= high
                 if low <= b - a <= high:
                     covered += stats.multinomial.pmf([only_a, only_b, n - only_a - only_b], n, [a, b, 1 - a - b])

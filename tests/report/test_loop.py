@@ -23,13 +23,16 @@ def folder(tmp_path):
     """A run's folder with nothing in it but what it ended with."""
     film = {"instruction": HOSTILE, "seed": 1003, "steps": 14, "problem": None}
     scores = {
-        "trained": {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2},
+        "trained": {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2}
+        | {"successes_at_end": 54, "interval_at_end": [0.8, 0.95], "scenes": 30},
         "other_instruction": {
             **{
                 "label": "trained, with the other instruction",
                 "successes": 0,
                 "episodes": 60,
                 "interval": [0.0, 0.0602],
+                "successes_at_end": 0,
+                "interval_at_end": [0.0, 0.0602],
             },
             "went_where_told": 59,
         },
@@ -49,8 +52,14 @@ def folder(tmp_path):
 
 def test_the_table_and_the_pictures_are_the_evaluations(folder):
     page = check_page(write_report(folder, []).read_text())
-    assert "trained 57 60 95.0% 86.3% to 98.3% 2 more ended in an error" in page.text
-    assert "trained, with the other instruction 0 60 0.0% 0.0% to 6.0% 59 followed the given instruction" in page.text
+    assert (
+        "trained 57 60 95.0% 86.3% to 98.3% 90.0% 80.0% to 95.0% of 30 distinct scenes; 2 more ended in an error"
+        in page.text
+    )
+    assert (
+        "trained, with the other instruction 0 60 0.0% 0.0% to 6.0% 0.0% 0.0% to 6.0% 59 followed the given instruction"
+        in page.text
+    )
     assert "success in the loop, 2 not played to the end 95%" in page.text
     images = [image for image in page.all("img") if image.get("class") == "film"]
     # Of the files in its own folder: a folder's index names no others.
@@ -74,13 +83,17 @@ def test_success_over_steps_is_a_chart_and_a_table(folder):
     write_json(folder / "evaluation.json", {"trained": ERRORS})
     lines = [
         {"step": step, "successes": n, "episodes": 50, "errors": errors, "interval": [n / 60, 0.9], "seconds": 3.0}
+        | {"successes_at_end": n - 5, "interval_at_end": [0.0, 0.5]}
         for step, n, errors in ((4000, 10, 0), (2000, 5, 2))
     ]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 60')
     page = check_page(write_report(folder, []).read_text())
     said = [svg["aria-label"] for svg in page.all("svg")]
     assert "Success in the loop over steps: from 10% to 20%, at most 20%" in said
-    rows = "step 2,000 5 50 10.0% 8.3% to 90.0% 2 more ended in an error step 4,000 10 50 20.0% 16.7% to 90.0%"
+    rows = (
+        "step 2,000 5 50 10.0% 8.3% to 90.0% 0.0% 0.0% to 50.0% 2 more ended in an error "
+        "step 4,000 10 50 20.0% 16.7% to 90.0% 10.0% 0.0% to 50.0%"
+    )
     assert rows in page.text and "Successes by task" not in page.text
 
     # Of several tasks each by itself; one that was not yet there when a checkpoint played has no figure.

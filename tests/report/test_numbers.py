@@ -59,6 +59,8 @@ EVALUATION["closed_loop"] = {
     "arm/trained": {"label": "trained", "successes": 7, "episodes": 9, "interval": [0.45, 0.94], "errors": 1},
     "arm/blindfolded": {"label": "blind", "successes": 2, "episodes": 8, "interval": [0.07, 0.59], "went_to_a_bin": 5},
 }
+for _score in EVALUATION["closed_loop"].values():
+    _score |= {"successes_at_end": _score["successes"] - 1, "interval_at_end": [0.03, 0.8]}
 
 
 def g(value, digits=4):
@@ -81,6 +83,7 @@ def report(tmp_path_factory):
     write_json(folder / "evaluation.json", EVALUATION)
     over_steps = [
         {"step": step, "successes": n, "episodes": m, "errors": errors, "interval": [n / 40, (n + 8) / 20]}
+        | {"successes_at_end": n - 1, "interval_at_end": [n / 80, n / 10]}
         | {"by_task": [{"label": task, "successes": n - i, "episodes": m // 2} for i, task in enumerate(TASKS[:2])]}
         for step, n, m, errors in SUCCESS
     ]
@@ -113,6 +116,7 @@ def test_key_figures_and_the_summary(report):
             for robot, e in errors.items()
         ),
         ("success in the loop, arm, 1 not played to the end", "78%"),
+        ("success in the loop at the end, arm, 1 not played to the end", "67%"),
         ("samples / s", g(rate, 3)),
         ("waiting for data", f"{100 * waited / seconds:.0f}%"),
     ]
@@ -220,16 +224,34 @@ def test_the_closed_loop(report):
     np.testing.assert_allclose(bars.get_segments(), ends)
     assert found.pop("chart") and found == {
         "over_steps": [
-            ["step 10", "5", "20", "25.0%", "12.5% to 65.0%", ""],
-            ["step 31", "9", "18", "50.0%", "22.5% to 85.0%", "2 more ended in an error"],
+            ["step 10", "5", "20", "25.0%", "12.5% to 65.0%", "20.0%", "6.2% to 50.0%", ""],
+            [
+                "step 31",
+                "9",
+                "18",
+                "50.0%",
+                "22.5% to 85.0%",
+                percent(8 / 18),
+                "11.2% to 90.0%",
+                "2 more ended in an error",
+            ],
         ],
         "by_task": {
             "head": ["task", "step 10", "step 31"],
             "rows": [["push", "5 of 10", "9 of 9"], ["pull", "4 of 10", "8 of 9"]],
         },
         "scores": [
-            ["trained", "7", "9", percent(7 / 9), "45.0% to 94.0%", "1 more ended in an error"],
-            ["blind", "2", "8", "25.0%", "7.0% to 59.0%", "5 went to a bin"],
+            [
+                "trained",
+                "7",
+                "9",
+                percent(7 / 9),
+                "45.0% to 94.0%",
+                percent(6 / 9),
+                "3.0% to 80.0%",
+                "1 more ended in an error",
+            ],
+            ["blind", "2", "8", "25.0%", "7.0% to 59.0%", "12.5%", "3.0% to 80.0%", "5 went to a bin"],
         ],
         "films": [],
     }

@@ -277,25 +277,30 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
 
     for step, loss in enumerate((0.9, 0.2, 0.3, 0.5, 0.1, 0.7), start=1):
         made(tmp_path, step, loss)
-    whole = {1: (0.5, 0.5), 3: (0.5, 0.5), 4: (0.25, 0.25), 2: (0.0, 0.0)}
+    half = ((0.5, 0.25), (0.5, 0.25))
+    whole = {1: half, 3: half, 4: ((0.25, 0.25),) * 2, 2: ((0.0, 0.0),) * 2}
     assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
     size = sum(file.stat().st_size for file in (tmp_path / "step_00000005").iterdir())
     assert checkpoint_sizes(tmp_path)[1] == size
     space = SimpleNamespace(free=2 * size + SPARE_BYTES)  # for two more of it
     monkeypatch.setattr(shutil, "disk_usage", lambda path: space)
-    assert left(success={3: (0.5, 0.5)}, waiting=lambda step: step == 5) == [3, 5, 6] and not caplog.text
+    assert left(success={3: half}, waiting=lambda step: step == 5) == [3, 5, 6] and not caplog.text
     space.free -= 1
-    assert left(success={3: (0.5, 0.5)}, waiting=lambda step: step == 5) == [3, 6]
+    assert left(success={3: half}, waiting=lambda step: step == 5) == [3, 6]
     assert "step_00000005 is deleted before it was evaluated to its end: the disk is" in caplog.text
 
 
 def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_path):
-    """Of each (successes, errors) of 50 episodes: only what is worse, whatever its errors would have been, goes."""
-    of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 4), 4: (40, 5), 5: (30, 0), 6: (0, 50), 7: (44, 0)}
+    """Of each (successes, errors) of 50 episodes: only what is worse, whatever its errors would have been, goes.
+
+    Among equals success at the end decides.
+    """
+    of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 4), 4: (40, 5), 5: (30, 0), 6: (0, 50), 7: (45, 0)}
     folder = tmp_path / "checkpoints"
     for step, (successes, errors) in of_50.items():
         made(folder, step)
         line = {"step": step, "successes": successes, "episodes": 50 - errors, "errors": errors}
+        line["successes_at_end"] = successes - (step == 7)
         append_line(tmp_path / "evaluations.jsonl", json.dumps(line))
     made(folder, 8)
     config = Config(

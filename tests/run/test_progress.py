@@ -30,12 +30,14 @@ def test_evaluations_that_come_in_are_told_once_each(tmp_path):
             if step == 20 and not resumed:
                 for played, successes in ((10, 3), (15, 0)):
                     line = {"step": played, "successes": successes, "episodes": 4, "interval": [0.3, 0.9]}
+                    line |= {"successes_at_end": 1, "interval_at_end": [0.1, 0.7]}
                     with open(tmp_path / "evaluations.jsonl", "a") as file:
                         file.write(json.dumps(line) + "\n")
             log.write(step, 1e-3, metrics)
         lines = [json.loads(text) for text in log.path.read_text().splitlines()]
         played = {line["step"]: (line["success_step"], line["success"]) for line in lines if "success" in line}
         assert played == {20: (10, 0.75), 30: (15, 0.0)} and lines[1]["success_low"] == 0.3
+        assert (lines[1]["success_at_end"], lines[1]["success_at_end_high"]) == (0.25, 0.7)
 
 
 def test_half_a_line_is_not_joined_to_the_next(tmp_path):

@@ -33,6 +33,7 @@ WINDOWS = ((0, 1), (2, 3), (4,))  # --log_freq 2; a held-out loss at the end of 
 NONFINITE = 2
 PEAK_LR, PEAK_FLOPS, WAIT_S, FORWARD_S, PAUSE_S, SPILLED = 1e-2, 1e9, 0.25, 0.125, 3.5, 7
 SUCCESS = {"step": 1, "episodes": 4, "successes": 3, "interval": [0.3, 0.95]}
+SUCCESS |= {"successes_at_end": 1, "interval_at_end": [0.05, 0.7]}
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +222,8 @@ def plainly(run, batches):
         if not expected:
             low, high = SUCCESS["interval"]
             line |= {"success": 0.75, "success_low": low, "success_high": high, "success_step": SUCCESS["step"]}
+            low, high = SUCCESS["interval_at_end"]
+            line |= {"success_at_end": 0.25, "success_at_end_low": low, "success_at_end_high": high}
         if done >= 4:
             losses, times, robots, tasks = held_out_losses(run, loss)
             line |= {

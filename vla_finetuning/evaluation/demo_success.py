@@ -112,12 +112,10 @@ def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     width = max(len(score["label"]) for score in scores.values())
     lines = [f"Success in the loop on {SCENES} scenes that are not in the dataset (95 % interval)"]
     for score in scores.values():
-        line = f"  {score['label']:{width}}  {share(score['successes'], score['episodes'])}"
+        line = f"  {score['label']:{width}}  {share(score)}"
         if "went_where_told" in score:
             line += f"; {score['went_where_told']} went to the bin that they were given"
         if "went_to_a_bin" in score:
             line += f"; {score['went_to_a_bin']} went to a bin"
-        if "errors" in score:
-            line += f"; {score['errors']} more ended in an error"
         lines.append(line)
     return "\n".join(lines)

@@ -15,10 +15,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from lerobot.envs.configs import EnvConfig
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
 from vla_finetuning.evaluation.episodes import Book, read_evaluation
-from vla_finetuning.evaluation.intervals import interval_with_errors, share
+from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import append_line, read_lines, write_whole
 from vla_finetuning.mirror import address
@@ -125,7 +124,7 @@ class Evaluator:
         _tell_last(run.job.output_dir)
         done = {line["step"] for line in evaluations(run.job.output_dir)}
         for line in evaluations(run.job.output_dir):
-            print_safe(f"Success      step {line['step']}: {_share(line)}")
+            print_safe(f"Success      step {line['step']}: {share(line)}")
         freq = run.config.env_eval_freq
         gone = (
             [step for step in range(freq, run.job.steps, freq) if step not in done | self._failed.keys()]
@@ -201,15 +200,12 @@ class Evaluator:
         if self._stop.is_set():
             return
         _, lines = read_evaluation(folder)
-        played = [line["success_once"] for line in lines if line["error"] is None]
-        line = {"step": step, "successes": sum(played), "episodes": len(played), "errors": len(lines) - len(played)}
-        interval = interval_with_errors(line["successes"], line["episodes"], line["errors"])
-        line |= {"interval": list(interval), "seconds": round(time.monotonic() - started, 1)}
+        line = {"step": step, "errors": 0, **score(lines), "seconds": round(time.monotonic() - started, 1)}
         if len(self._makers) > 1:
             line["by_task"] = score_rows(lines)[1:]
         append_line(run.job.output_dir / EVALUATIONS_NAME, json.dumps(line))
         if self._training.is_set():
-            _say(f"evaluated    step {step}: {_share(line)}")
+            _say(f"evaluated    step {step}: {share(line)}")
 
     def _source(self, checkpoint: Path) -> PolicySource:
         """The policy of a checkpoint, its weights on their way into the object store."""
@@ -269,10 +265,6 @@ def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict
     )
     lacking += [f"1 GPU, {max(0, gpus):g} of the cluster's are to spare"] if scaling.use_gpu and gpus < 1 else []
     return stages, f"needs {'; '.join(lacking)}" if lacking else None
-
-
-def _share(line: Mapping[str, Any]) -> str:
-    return share(line["successes"], line["episodes"], line.get("errors", 0))
 
 
 def _tell_last(output_dir: Path) -> None:

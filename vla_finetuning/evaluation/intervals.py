@@ -1,83 +1,139 @@
-"""What success in so many episodes says: an interval for one policy, and for two whether they differ."""
+"""What success in so many episodes says: an interval for one policy, and for two whether they differ.
+
+Two outcomes of an episode count: success at any time, which is what `lerobot-eval` calls success and what ranks, and
+success in the last step. Episodes that begin in the same state of the same task are no independent trials: intervals
+and tests count each such scene once, by the mean of its episodes. Where all scenes are distinct, that is each episode.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scipy import stats
 
 CONFIDENCE = 0.95
+# Success at any time and in the last step: their names in episodes.jsonl.
+ONCE, AT_END = "success_once", "success_at_end"
 
 
-def wilson(successes: int, episodes: int) -> tuple[float, float]:
-    """Wilson's interval for a probability of success; (0, 1) when nothing was tried."""
-    if not episodes:
+def wilson(successes: float, scenes: int) -> tuple[float, float]:
+    """Return Wilson's interval of a probability of success; (0, 1) when nothing was tried.
+
+    Args:
+        successes: the sum of the scenes' means, each from 0 to 1.
+    """
+    if not scenes:
         return 0.0, 1.0
-    interval = stats.binomtest(successes, episodes).proportion_ci(CONFIDENCE, method="wilson")
-    return float(interval.low), float(interval.high)
+    z, p = float(stats.norm.ppf((1 + CONFIDENCE) / 2)), successes / scenes
+    middle, half = p + z * z / (2 * scenes), z * math.sqrt(p * (1 - p) / scenes + (z / (2 * scenes)) ** 2)
+    low, high = ((middle + sign * half) / (1 + z * z / scenes) for sign in (-1, 1))
+    return (low if successes > 0 else 0.0), (high if successes < scenes else 1.0)
 
 
-def interval_with_errors(successes: int, episodes: int, errors: int) -> tuple[float, float]:
-    """`wilson`, of so many episodes and others whose outcome is not known: if those failed, or if they succeeded."""
-    listed = episodes + errors
-    return wilson(successes, listed)[0], wilson(successes + errors, listed)[1]
+def scene_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells an episode's scene from others; of one that was not played to its end, its number and seed."""
+    state = line["initial_state"]
+    return (line["task"], state) if line["error"] is None else (line["task"], line["episode"], line["seed"], None)
 
 
-def share(successes: int, episodes: int, errors: int = 0) -> str:
-    """`57 of 60, 95.0 % (86.3 to 98.3)`. `errors`: of how many more episodes the outcome is not known."""
-    besides = f"; {errors} more ended in an error" if errors else ""
+def _scene_means(outcomes: Iterable[tuple[tuple[Any, ...], float]]) -> list[float]:
+    """Return the mean outcome of each scene, of (scene, outcome)."""
+    by_scene: dict[tuple[Any, ...], list[float]] = {}
+    for scene, outcome in outcomes:
+        by_scene.setdefault(scene, []).append(outcome)
+    return [sum(values) / len(values) for values in by_scene.values()]
+
+
+def score(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how often episodes succeeded, as JSON, by their lines of episodes.jsonl.
+
+    Returns:
+        `{"successes", "episodes", "interval", "successes_at_end", "interval_at_end"}`, of episodes that were played to
+        their end. `scenes`: distinct ones, where they are fewer. `errors`: how many more could not be played, where
+        there are any; the intervals span what these may have been, failures or successes.
+    """
+    played = [line for line in lines if line["error"] is None]
+    found: dict[str, Any] = {"episodes": len(played)}
+    for outcome, suffix in ((ONCE, ""), (AT_END, "_at_end")):
+        bounds = []
+        for of_error in (0.0, 1.0):
+            means = _scene_means((scene_of(x), float(x[outcome]) if x["error"] is None else of_error) for x in lines)
+            bounds.append(wilson(sum(means), len(means)))
+        found[f"successes{suffix}"] = sum(bool(line[outcome]) for line in played)
+        found[f"interval{suffix}"] = [bounds[0][0], bounds[1][1]]
+    if (scenes := len({scene_of(line) for line in played})) < len(played):
+        found["scenes"] = scenes
+    return found | ({"errors": len(lines) - len(played)} if len(played) < len(lines) else {})
+
+
+def share(found: Mapping[str, Any]) -> str:
+    """Return a `score` in words: `57 of 60, 95.0 % (86.3 to 98.3); at the end 55 of 60, 91.7 % (81.9 to 96.4)`."""
+    besides = f"; {found['errors']} more ended in an error" if found.get("errors") else ""
+    episodes = found["episodes"]
     if not episodes:
         return f"none played{besides}"
-    low, high = wilson(successes, episodes)
-    text = f"{successes} of {episodes}, {successes / episodes:.1%} ({100 * low:.1f} to {100 * high:.1f})"
-    return text.replace("%", " %") + besides
+    if "scenes" in found:
+        scenes = found["scenes"]
+        besides = f"; {episodes} episodes of {scenes} distinct scene{'s' * (scenes != 1)}{besides}"
+
+    def words(successes: int, interval: Sequence[float]) -> str:
+        low, high = interval
+        return f"{successes} of {episodes}, {100 * successes / episodes:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+    once, at_end = ((found[f"successes{name}"], found[f"interval{name}"]) for name in ("", "_at_end"))
+    end = "at the end too" if at_end[0] == once[0] else f"at the end {words(*at_end)}"
+    return f"{words(*once)}; {end}{besides}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two policies on the same episodes.
+    """Two policies in the same scenes, by one outcome.
 
     Attributes:
-        episodes: that both played to an end. left_out: those that either could not, because of an error.
-        only_a, only_b: episodes in which only the first, only the second succeeded: the discordant pairs.
-        p_value: McNemar's exact test of whether these two are equally likely.
-        difference: successes of B over A as a share, and its interval.
+        pairs: the mean outcome of A and of B in each distinct scene, from 0 to 1.
     """
 
-    episodes: int
-    left_out: int
-    both: int
-    only_a: int
-    only_b: int
+    pairs: tuple[tuple[float, float], ...]
+
+    @property
+    def better(self) -> tuple[int, int]:
+        """Return in how many scenes A succeeded more often, and B: the discordant pairs."""
+        return sum(a > b for a, b in self.pairs), sum(b > a for a, b in self.pairs)
 
     @property
     def p_value(self) -> float:
-        discordant = self.only_a + self.only_b
-        return float(stats.binomtest(self.only_a, discordant, 0.5).pvalue) if discordant else 1.0
+        """Return the p-value of the exact sign test of `better`; McNemar's where each scene was played once."""
+        a, b = self.better
+        return float(stats.binomtest(a, a + b, 0.5).pvalue) if a + b else 1.0
 
     @property
     def difference(self) -> tuple[float, float, float]:
         """(estimate, low, high). Interval for paired proportions by Bonett and Price (2012): Wald's after one more
         discordant pair each way; the estimate is the plain one."""
-        if not self.episodes:
+        if not self.pairs:
             return 0.0, -1.0, 1.0
-        a, b = ((count + 1) / (self.episodes + 2) for count in (self.only_a, self.only_b))
-        half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * math.sqrt((a + b - (b - a) ** 2) / (self.episodes + 2))
-        return (self.only_b - self.only_a) / self.episodes, max(-1.0, b - a - half), min(1.0, b - a + half)
+        scenes = len(self.pairs)
+        lost, gained = (sum(max(0.0, sign * (b - a)) for a, b in self.pairs) for sign in (-1, 1))
+        a, b = ((count + 1) / (scenes + 2) for count in (lost, gained))
+        half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * math.sqrt((a + b - (b - a) ** 2) / (scenes + 2))
+        return (gained - lost) / scenes, max(-1.0, b - a - half), min(1.0, b - a + half)
 
     @property
     def verdict(self) -> str:
         """In words; to be sure takes an exact test below 5 %."""
         if self.p_value >= 1 - CONFIDENCE:
             return "cannot tell: so large a difference is likely between equal policies; more episodes would say more"
-        return f"{'B' if self.only_b > self.only_a else 'A'} succeeds more often"
+        a, b = self.better
+        return f"{'B' if b > a else 'A'} succeeds more often"
 
 
-def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Comparison:
-    """Pair two evaluations' lines, which must be of the same list.
+def paired(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Pair two evaluations' lines, which must be of the same list; without those that either did not play to its end.
 
     Raises:
         ValueError: other episodes, or another initial state in one of them.
@@ -88,34 +144,41 @@ def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> C
             f"the evaluations are not over the same list of episodes ({len(a)} and {len(b)}): evaluate both with the "
             "same --env.*, --eval.n_episodes and --seed"
         )
-    counts = {"left_out": 0, "both": 0, "only_a": 0, "only_b": 0, "neither": 0}
-    for line_a, line_b in zip(a, b, strict=True):
-        if line_a["error"] is not None or line_b["error"] is not None:
-            counts["left_out"] += 1
-            continue
+    pairs = [pair for pair in zip(a, b, strict=True) if all(line["error"] is None for line in pair)]
+    for line_a, line_b in pairs:
         if line_a["initial_state"] != line_b["initial_state"]:
             raise ValueError(
                 f"{line_a['task']}, episode {line_a['episode']} (seed {line_a['seed']}) began in another state: "
                 f"{line_a['initial_state']} and {line_b['initial_state']}; evaluate both with the same version of the "
                 "environment"
             )
-        pair = bool(line_a["success_once"]), bool(line_b["success_once"])
-        counts[{(True, True): "both", (True, False): "only_a", (False, True): "only_b"}.get(pair, "neither")] += 1
-    neither = counts.pop("neither")
-    return Comparison(episodes=neither + counts["both"] + counts["only_a"] + counts["only_b"], **counts)
+    return pairs
 
 
-def comparison_text(comparison: Comparison, name_a: str, name_b: str) -> str:
-    """Return the text of `evaluate.py --compare`. The caller escapes the names."""
-    estimate, low, high = comparison.difference
-    lines = [
-        f"A  {share(comparison.both + comparison.only_a, comparison.episodes)}  {name_a}",
-        f"B  {share(comparison.both + comparison.only_b, comparison.episodes)}  {name_b}",
-        f"Of {comparison.episodes} episodes that both played, {comparison.only_a} succeeded with A only "
-        f"and {comparison.only_b} with B only; exact McNemar p = {comparison.p_value:.3g}",
-        f"B - A  {100 * estimate:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})",
-        f"Verdict  {comparison.verdict}",
-    ]
-    if comparison.left_out:
-        lines.insert(3, f"{comparison.left_out} episodes are left out: one or the other ended in an error")
+def compare(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], outcome: str) -> Comparison:
+    """Compare `paired` lines by one outcome, `ONCE` or `AT_END`."""
+    a, b = (_scene_means((scene_of(pair[n]), float(pair[n][outcome])) for pair in pairs) for n in (0, 1))
+    return Comparison(tuple(zip(a, b, strict=True)))
+
+
+def comparison_text(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], name_a: str, name_b: str) -> str:
+    """Return the text of `evaluate.py --compare` for two evaluations' lines. The caller escapes the names.
+
+    Raises:
+        ValueError: as `paired`.
+    """
+    pairs = paired(a, b)
+    scores = [score([pair[n] for pair in pairs]) for n in (0, 1)]
+    lines = [f"A  {share(scores[0])}  {name_a}", f"B  {share(scores[1])}  {name_b}"]
+    if left_out := len(a) - len(pairs):
+        lines.append(f"{left_out} episodes are left out: one or the other ended in an error")
+    for outcome, title in ((ONCE, "At any time"), (AT_END, "At the end")):
+        found = compare(pairs, outcome)
+        (only_a, only_b), (estimate, low, high) = found.better, found.difference
+        lines += [
+            f"{title}: of {len(found.pairs)} distinct scenes that both played, A succeeded more often in {only_a} and "
+            f"B in {only_b}; exact McNemar p = {found.p_value:.3g}",
+            f"  B - A    {100 * estimate:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})",
+            f"  Verdict  {found.verdict}",
+        ]
     return "\n".join(lines)

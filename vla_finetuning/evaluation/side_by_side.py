@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vla_finetuning.envs.protocol import Maker
-from vla_finetuning.evaluation.intervals import wilson
+from vla_finetuning.evaluation.intervals import score
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts.episodes import Condition, Line, episode_list, name_of
 from vla_finetuning.rollouts.player import PolicySource
@@ -69,14 +69,8 @@ class SideBySide:
         return [line for line in lines if line["error"] is None]
 
     def score(self, condition: str, label: str) -> dict[str, Any]:
-        """`{"successes": n, "episodes": m, "label", "interval"}`, and `errors` where some could not be played."""
-        played = self.played(condition)
-        successes = sum(line["success_once"] for line in played)
-        score = {"successes": successes, "episodes": len(played), "label": label}
-        score["interval"] = list(wilson(successes, len(played)))
-        if errors := sum(key[0] == condition for key in self._lines) - len(played):
-            score["errors"] = errors
-        return score
+        """Return `intervals.score` of a condition's episodes, and `label`."""
+        return {"label": label, **score([line for key, line in self._lines.items() if key[0] == condition])}
 
     def films(self, folder: Path, chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
         """Return what `make_films` says of these (label, line)."""

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
-from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
+from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.mirror import address, as_path, synced
 from vla_finetuning.options.environment import EvalOptions
@@ -150,7 +150,9 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
 
 
 def run_trial(trial: Trial) -> str:
-    """Play what is not played yet, on the cluster that this process has joined, and say how it went."""
+    """Play what is not played yet, on the cluster that this process has joined, and say how it went; then
+    `record_trial`.
+    """
     with synced(trial.output_dir):
         return _run_trial(trial)
 
@@ -180,8 +182,6 @@ def _run_trial(trial: Trial) -> str:
     _, lines = read_evaluation(trial.output_dir)
     if pending or not (trial.output_dir / FILMS_INDEX).is_file():
         _film(trial, lines)
-    if trial.dataset is not None:
-        _record(trial, trial.dataset, lines)
     from vla_finetuning.report.page import (
         write_trial_page,
     )  # not above: an evaluation without a page needs no matplotlib
@@ -234,10 +234,16 @@ class _Progress:
             self._told = now
 
 
-def _record(trial: Trial, root: Path, lines: Sequence[Line]) -> None:
-    """Write what was played as a dataset, unless that is done."""
-    if is_recorded(root, trial.about):
+def record_trial(trial: Trial) -> None:
+    """Write what was played as a dataset, where that is asked for and not done.
+
+    Raises:
+        ValueError: actions were not written as it was played, or no episode repeats.
+    """
+    root = trial.dataset
+    if root is None or is_recorded(root, trial.about):
         return
+    _, lines = read_evaluation(trial.output_dir)
     actions = {name_of(named): executed for named, executed in read_actions(trial.output_dir)}
     played = [line for line in lines if line["error"] is None]
     if missing := sum(name_of(line) not in actions for line in played):
@@ -281,13 +287,7 @@ def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups = [("all episodes", list(lines))]
     if len(names) > 1:
         groups += [(name, [line for line in lines if line[part] == name]) for name in names]
-    rows = []
-    for label, group in groups:
-        played = [line["success_once"] for line in group if line["error"] is None]
-        row = {"label": label, "successes": sum(played), "episodes": len(played)}
-        row |= {"interval": wilson(sum(played), len(played))}
-        rows.append(row | ({"errors": len(group) - len(played)} if len(played) < len(group) else {}))
-    return rows
+    return [{"label": label, **score(group)} for label, group in groups]
 
 
 def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -295,13 +295,9 @@ def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
     played.
     """
     played = [line for line in lines if line["error"] is None]
-    text = [f"Success      {share(sum(line['success_once'] for line in played), len(played))}"]
-    part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
-    names = list(dict.fromkeys(line[part] for line in (lines if part == "task" else played)))
-    for name in names if len(names) > 1 else ():
-        successes = [line["success_once"] for line in played if line[part] == name]
-        errors = sum(line[part] == name for line in lines) - len(successes)
-        text.append(f"             {share(sum(successes), len(successes), errors)}  {escaped(name)}")
+    every, *parts = score_rows(lines)
+    text = [f"Success      {share(every)}"]
+    text += [f"             {share(part)}  {escaped(part['label'])}" for part in parts]
     if at_reset := sum(line["success_at_reset"] for line in played):
         text.append(f"             {at_reset} of them at reset already")
     for line in [line for line in lines if line["error"] is not None][:5]:
@@ -327,7 +323,7 @@ def compare_folders(a: Path, b: Path) -> str:
             f"the environments differ, {' and '.join(map(escaped, flags))}: give the same --env.* for both, so that "
             "only the policies differ"
         )
-    return comparison_text(compare(lines_a, lines_b), escaped(str(a)), escaped(str(b)))
+    return comparison_text(lines_a, lines_b, escaped(str(a)), escaped(str(b)))
 
 
 def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

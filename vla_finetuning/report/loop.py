@@ -59,17 +59,21 @@ def _chart(over_steps: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def score_row(score: Mapping[str, Any]) -> list[str]:
-    """A row of the table: `label`, `successes`, `episodes` and their `interval` (evaluation/intervals.py)."""
+    """Return a row of a table of scores: of `evaluation.intervals.score`, with a `label`."""
     successes, episodes = score["successes"], score["episodes"]
-    low, high = score["interval"]
-    share = f"{successes / episodes:.1%}" if episodes else "–"
-    label = plain(score["label"], 200)
-    return [label, f"{successes:,}", f"{episodes:,}", share, f"{low:.1%} to {high:.1%}", _besides(score)]
+    cells = []
+    for outcome in ("", "_at_end"):
+        low, high = score[f"interval{outcome}"]
+        share = f"{score[f'successes{outcome}'] / episodes:.1%}" if episodes else "–"
+        cells += [share, f"{low:.1%} to {high:.1%}"]
+    return [plain(score["label"], 200), f"{successes:,}", f"{episodes:,}", *cells, _besides(score)]
 
 
 def _besides(score: Mapping[str, Any]) -> str:
     notes = [f"{score['went_where_told']} followed the given instruction"] if "went_where_told" in score else []
     notes += [f"{score['went_to_a_bin']} went to a bin"] if "went_to_a_bin" in score else []
+    if "scenes" in score:
+        notes.append(f"of {score['scenes']:,} distinct scene{'s' * (score['scenes'] != 1)}")
     return "; ".join(notes + ([f"{score['errors']} more ended in an error"] if score.get("errors") else []))
 
 

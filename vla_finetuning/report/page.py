@@ -243,7 +243,10 @@ def _key_figures(
         if condition == "trained" and tried["episodes"]:
             whose = f", {robot}" if robot else ""
             unknown = f", {tried['errors']} not played to the end" if tried.get("errors") else ""
-            entries.append((f"success in the loop{whose}{unknown}", f"{tried['successes'] / tried['episodes']:.0%}"))
+            entries += [
+                (f"success in the loop{when}{whose}{unknown}", f"{tried[key] / tried['episodes']:.0%}")
+                for key, when in (("successes", ""), ("successes_at_end", " at the end"))
+            ]
     if metrics:
         seconds, samples, waited = _totals(metrics)
         entries += [("samples / s", _g(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]

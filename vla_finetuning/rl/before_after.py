@@ -74,7 +74,5 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:
     """Return what a run ends with."""
     lines = ["Success in the loop on fresh scenes, by LeRobot's own sampler (95 % interval)"]
-    for name, score in scores.items():
-        errors = f"; {score['errors']} more ended in an error" if "errors" in score else ""
-        lines.append(f"  {name:7}  {share(score['successes'], score['episodes'])}{errors}")
+    lines += [f"  {name:7}  {share(score)}" for name, score in scores.items()]
     return "\n".join(lines)

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 __all__ = ["AVERAGE", "OPTIMIZER", "PREFIX", "STATE", "TRAINABLE", "Files", "Progress", "file_digest"]
 
 logger = logging.getLogger(__name__)
+# Shares of the episodes that succeeded at any time, and at their end, which decides among equals.
+Success = tuple[float, float]
 
 DAMAGED = "damaged_"
 # Left free on the disk after a checkpoint, for logs and everybody else.
@@ -491,7 +493,7 @@ def prune(
     keep: int,
     keep_best: int,
     *,
-    success: Mapping[int, tuple[float, float]] | None = None,
+    success: Mapping[int, tuple[Success, Success]] | None = None,
     waiting: Callable[[int], bool] = lambda step: False,
 ) -> None:
     """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
@@ -500,17 +502,19 @@ def prune(
     stays.
 
     Args:
-        success: the least and the most that it can be, by step, of an evaluation with errors two numbers; where given,
-            the highest is best, and the loss decides among equals. One that may be as good as the worst of the best,
-            but for its errors, stays like one that is still to be evaluated.
+        success: the least and the most that it can be, by step, of an evaluation with errors two numbers each; where
+            given, the highest at any time is best, among equals the highest at the end, and then the loss decides. One
+            that may be as good as the worst of the best, but for its errors, stays like one that is still to be
+            evaluated.
         waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the
             disk has space for two more of its size.
     """
     readable = _scores(_newest_first(folder))
     scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
-    reached = {path: (success or {}).get(_step(path), (-1.0, -1.0)) for path in scores}
-    ranked = sorted(scores, key=lambda path: (-reached[path][0], scores[path]))
-    to_reach = reached[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else math.inf
+    none: Success = (-1.0, -1.0)
+    reached = {path: (success or {}).get(_step(path), (none, none)) for path in scores}
+    ranked = sorted(scores, key=lambda path: (*(-share for share in reached[path][0]), scores[path]))
+    to_reach = reached[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else (math.inf, math.inf)
     undecided = {_step(path) for path, (least, most) in reached.items() if least < most and most >= to_reach}
     for path in ranked[keep_best:]:
         if _may_wait(path, undecided.__contains__):

@@ -17,8 +17,8 @@ Files of `OUTPUT_DIR`::
     checkpoints/          see run/checkpoint.py
     evaluations.jsonl     a line per checkpoint that has played in an environment (--env.type):
                           {"step": 200, "successes": 31, "episodes": 50, "errors": 0, "interval": [0.48, 0.74],
-                          "seconds": 80.2}; errors: episodes besides that ended in one, whatever they would have been
-                          is within the interval
+                          "successes_at_end": 30, "interval_at_end": [0.46, 0.72], "seconds": 80.2}
+                          (`evaluation.intervals.score`)
     evaluations/step_<n>/ its episodes
     evaluation.json       what was learned: held-out errors, and of the demo success in the loop
     values.json           of value.py: how labels fell, and what the value function thought of some episodes
@@ -444,11 +444,13 @@ def prune_checkpoints(config: Config, steps: int) -> None:
     )
 
 
-def _success_bounds(line: Mapping[str, Any]) -> tuple[float, float]:
-    """The least and the most successes of an evaluation's whole list, as shares: errors may have been either."""
+def _success_bounds(line: Mapping[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the least and the most that success of an evaluation's whole list can be, errors being either: of both
+    the share at any time and then, which decides among equals, at the end."""
     errors = line.get("errors", 0)
     listed = max(line["episodes"] + errors, 1)
-    return line["successes"] / listed, (line["successes"] + errors) / listed
+    once, at_end = line["successes"], line["successes_at_end"]
+    return (once / listed, at_end / listed), ((once + errors) / listed, (at_end + errors) / listed)
 
 
 def stop_requested(output_dir: Path) -> bool:

@@ -83,13 +83,16 @@ class MetricsLog:
 
 
 def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """A line of `evaluations.jsonl` as a line of `metrics.jsonl` tells of it; success is of all episodes listed."""
+    """Return what a line of `metrics.jsonl` says of one of `evaluations.jsonl`; shares are of all episodes listed."""
     errors = evaluation.get("errors", 0)
     line = {"success_step": evaluation["step"], **({"success_errors": errors} if errors else {})}
     if not evaluation["episodes"]:
         return line
-    (low, high), success = evaluation["interval"], evaluation["successes"] / (evaluation["episodes"] + errors)
-    return {"success": success, "success_low": low, "success_high": high, **line}
+    for outcome in ("", "_at_end"):
+        low, high = evaluation[f"interval{outcome}"]
+        success = evaluation[f"successes{outcome}"] / (evaluation["episodes"] + errors)
+        line |= {f"success{outcome}": success, f"success{outcome}_low": low, f"success{outcome}_high": high}
+    return line
 
 
 def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
