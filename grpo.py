@@ -145,8 +145,8 @@ def work(run: GrpoRun) -> int:
         if steps_done < job.steps:
             print_safe(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
             return 3
-        record_rollouts(run)
         status = evaluate(run)
+        record_rollouts(run)
     exported = job.output_dir / POLICY_DIR
     if problem := policy_problem(exported):
         raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import gymnasium
 import numpy as np
 import pytest
+import ray
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from tests.buckets import forget, runs_bucket
@@ -20,7 +21,7 @@ from vla_finetuning.mirror import as_path, pull, push
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
 from vla_finetuning.rollouts.player import Eyes
-from vla_finetuning.rollouts.recording import DatasetForm, replay_frames, write_share
+from vla_finetuning.rollouts.recording import DatasetForm, record_played, replay_frames, write_share
 
 OPTIONS = {
     "env.episode_length": 6,
@@ -44,6 +45,24 @@ def run(base, tmp_path_factory):
     run = resolved(base, folder / "run", **options)
     assert train_as(run)
     return run
+
+
+def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_path, capsys, monkeypatch):
+    """Its environment ends in another state, or fails; others are written, and where none is that is an error."""
+    first, second, third = list(read_episodes(run.job.output_dir))[:3]
+    elsewhere = {**second[0], "final_state": "another"}, second[1]
+    failing = third[0], np.full_like(third[1], np.nan)  # which the robot cannot follow
+    eyes, makers = Eyes(run.scene.env, run.policy.config), task_makers(run.scene.env)
+    monkeypatch.setattr(ray, "wait", lambda tasks: (tasks[:1], tasks[1:]))
+    with tasks_here():
+        record_played(tmp_path / "dataset", makers, eyes, [elsewhere, first, failing], {"seed": 3})
+    assert "1 episodes, " in (out := capsys.readouterr().out) and "; 2 left out, which do not repeat" in out
+    dataset = LeRobotDataset("recorded/policy", root=tmp_path / "dataset", video_backend="pyav")
+    assert dataset.meta.total_episodes == 1 and len(dataset) == first[0]["steps"]
+    np.testing.assert_array_equal(dataset[0]["action"], first[1][0].astype(np.float32))
+    with tasks_here(), pytest.raises(ValueError, match="no episode ended again.*: nothing is written"):
+        record_played(tmp_path / "none", makers, eyes, [elsewhere, failing], {"seed": 3})
+    assert not (tmp_path / "none").exists()
 
 
 def test_every_other_iteration_is_written_down(run):

@@ -101,7 +101,10 @@ def record(recording: Recording) -> str:
     about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}
     form = DatasetForm(f"recorded/{env.type}", env.fps)
     play = partial(play_expert, env)
-    written = record_dataset(root, makers, play, shares, form, lambda flags: {**about, "failed": failures(flags)})
+    nothing = f"the experts of {', '.join(makers)} succeeded in no episode"
+    written = record_dataset(
+        root, makers, play, shares, form, lambda flags: {**about, "failed": failures(flags)}, nothing
+    )
     lines = [
         f"{'Recorded' if i == 0 else '':12} {config.episodes - len(seeds)} of {config.episodes}  {task}"
         + (f"; its expert failed from {len(seeds)}, which are left out" if seeds else "")

@@ -1,14 +1,15 @@
 """Episodes as one LeRobot v3 dataset, written by all CPUs of a cluster: scripted experts', or a policy's played again.
 
-A policy's episodes, failures included, are played again from the actions that were executed, with rendering on, each
-checked to end in the state in which it had ended; so an evaluation that records is the one that does not, and writing
-waits for nothing.
+A policy's episodes, failures included, are played again from the actions that were executed, with rendering on; so an
+evaluation that records is the one that does not, and writing waits for nothing. An episode that does not begin and end
+in the states in which it had is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,12 +29,15 @@ from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.rollouts.episodes import PlayedEpisode
-from vla_finetuning.rollouts.replay import play_again
+from vla_finetuning.rollouts.replay import NotRepeatedError, play_again
 from vla_finetuning.terminal import print_safe
 
 if TYPE_CHECKING:  # experts are recorded without PyTorch
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
     from vla_finetuning.rollouts.player import Eyes
 
+logger = logging.getLogger(__name__)
 REPO_ID, SUCCESS = "recorded/policy", "next.success"
 # Episodes that a process writes as a dataset of its own: enough that starting it is not what takes the time.
 SHARE_EPISODES = 10
@@ -55,10 +59,10 @@ class DatasetForm:
 
 
 def write_share(folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm) -> list[bool]:
-    """Write some episodes as a dataset of their own; return which. Runs in a Ray task; done again, it begins anew."""
+    """Write some episodes as a dataset of their own; return which: not those of which `Play` gives nothing, or that do
+    not repeat. Runs in a Ray task; done again, it begins anew.
+    """
     choose_gl()
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset  # needed for recording only, and takes seconds
-
     shutil.rmtree(folder, ignore_errors=True)
     dataset, written, current = None, [], None
     with contextlib.ExitStack() as env_stack, writing_videos():
@@ -69,25 +73,39 @@ def write_share(folder: Path, makers: Mapping[str, Maker], play: Play, share: Sh
                     env, current = env_stack.enter_context(makers[task]()), task
                 frames = play(env, episode)
                 written.append(frames is not None)
-                for frame in frames or ():
-                    if dataset is None:
-                        names = _attribute(env, "dimension_names") or {}
-                        dataset = LeRobotDataset.create(
-                            form.repo_id,
-                            form.fps,
-                            {key: _feature(value, names.get(key)) for key, value in frame.items() if key != "task"},
-                            root=folder,
-                            robot_type=form.robot_type or _attribute(env, "robot_type"),
-                            video_backend="pyav",
-                        )
-                    dataset.add_frame(frame)
-                if frames is not None:
+                try:
+                    for frame in frames or ():
+                        if dataset is None:
+                            dataset = _create(folder, form, env, frame)
+                        dataset.add_frame(frame)
+                except NotRepeatedError as error:
+                    logger.warning("an episode of %s is left out: %s", task, error)
+                    written[-1] = False
+                    if dataset is not None:
+                        dataset.clear_episode_buffer()
+                    env_stack.close()  # it may not work any more
+                    current = None
+                if written[-1]:
                     assert dataset is not None  # no episode is empty
                     dataset.save_episode(parallel_encoding=False)
         finally:
             if dataset is not None:
                 dataset.finalize()
     return written
+
+
+def _create(folder: Path, form: DatasetForm, env: gymnasium.Env[Any, Any], frame: Frame) -> LeRobotDataset:
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset  # needed for recording only, and takes seconds
+
+    names = _attribute(env, "dimension_names") or {}
+    return LeRobotDataset.create(
+        form.repo_id,
+        form.fps,
+        {key: _feature(value, names.get(key)) for key, value in frame.items() if key != "task"},
+        root=folder,
+        robot_type=form.robot_type or _attribute(env, "robot_type"),
+        video_backend="pyav",
+    )
 
 
 def _attribute(env: gymnasium.Env[Any, Any], name: str) -> Any:
@@ -107,6 +125,7 @@ def record_dataset(
     shares: Sequence[Share],
     form: DatasetForm,
     about: Callable[[list[list[bool]]], Mapping[str, Any]],
+    nothing: str,
 ) -> list[list[bool]]:
     """Write episodes as a dataset, which appears at its place complete or not at all; return which were written.
 
@@ -114,8 +133,9 @@ def record_dataset(
 
     Args:
         about: from which episodes of each share were written to what the dataset's environment.json says, as JSON.
+        nothing: what it means if none is.
     Raises:
-        ValueError: no episode is worth being written, or one began or ended in another state than it had.
+        ValueError: no episode is worth being written, or none repeats.
     """
     partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
     folders = [partial_folder / str(number) for number in range(len(shares))]
@@ -133,7 +153,7 @@ def record_dataset(
         written = ray.get(pending)
         full = [folder for folder, flags in zip(folders, written, strict=True) if any(flags)]
         if not full:
-            raise ValueError(f"the experts of {', '.join(makers)} succeeded in no episode: nothing is written")
+            raise ValueError(f"{nothing}: nothing is written")
         merge_datasets(form.repo_id, full, partial_folder / "dataset")
         write_json(partial_folder / "dataset" / "meta" / ENVIRONMENT_NAME, about(written))
         if root.is_dir():
@@ -157,7 +177,7 @@ def replay_frames(
     """Yield the frames of an episode: what was seen, done, and came of it.
 
     Raises:
-        ValueError: it began or ended in another state than it had.
+        NotRepeatedError: it began or ended in another state than it had.
     """
     line, actions = played
     moments = play_again(env, line, actions)
@@ -201,6 +221,10 @@ def record_played(
     shares = [named[first : first + SHARE_EPISODES] for first in range(0, len(named), SHARE_EPISODES)]
     form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)
     facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
-    record_dataset(root, makers, partial(replay_frames, eyes), shares, form, lambda _: facts)
-    succeeded = sum(line["success_once"] for line, _ in episodes)
-    print_safe(f"Dataset      {root}: {len(episodes)} episodes, {succeeded} succeeded")
+    nothing = "no episode ended again, from its actions, in the state in which it had ended"
+    written = record_dataset(root, makers, partial(replay_frames, eyes), shares, form, lambda _: facts, nothing)
+    lines = [line for flags, share in zip(written, shares, strict=True)
+             for is_written, (_, (line, _)) in zip(flags, share, strict=True) if is_written]  # fmt: skip
+    succeeded, left_out = sum(line["success_once"] for line in lines), len(episodes) - len(lines)
+    besides = f"; {left_out} left out, which do not repeat: their environment is not deterministic" if left_out else ""
+    print_safe(f"Dataset      {root}: {len(lines)} episodes, {succeeded} succeeded{besides}")

@@ -5,6 +5,7 @@ An episode that ends in another state than it did is not shown as if it were tha
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
         make: the environment of its task. line: of the episode, its seed and states. actions: all that were executed,
             (steps, A).
     Raises:
-        ValueError: it began or ended in another state than the line says.
+        NotRepeatedError: it began or ended in another state than the line says.
     """
     choose_gl()
     every = max(1, -(-len(actions) // (MAX_FRAMES - 1)))
@@ -57,6 +58,10 @@ def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
         buffer, "WEBP", save_all=True, append_images=pictures[1:], duration=milliseconds, loop=0, quality=QUALITY
     )
     return buffer.getvalue()
+
+
+class NotRepeatedError(ValueError):
+    """An environment does not do again what it did: it began or ended in another state, or failed."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +86,34 @@ def play_again(
     Args:
         line, actions: as for `film`. look: whether to render after so many actions.
     Raises:
-        ValueError: it began or ended in another state than the line says.
+        NotRepeatedError: it began or ended in another state than the line says, or the environment raises.
     """
     look_on_demand(env, True)
     choose_initial_state(env, line["episode"])
-    observation, info = env.reset(seed=line["seed"])
+    with _repeating():
+        observation, info = env.reset(seed=line["seed"])
     _check("began", env, observation, line["initial_state"])
     yield Moment(observation, True, info=info)
     for number, action in enumerate(actions, 1):
         look_on_demand(env, looked := look(number))
-        observation, reward, terminated, truncated, info = env.step(action)
+        with _repeating():
+            observation, reward, terminated, truncated, info = env.step(action)
         if number == len(actions):
             _check("ended", env, observation, line["final_state"])
         yield Moment(observation, looked, float(reward), terminated or truncated, info)
 
 
+@contextlib.contextmanager
+def _repeating() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise NotRepeatedError(f"played again its environment failed: {type(error).__name__}: {error}") from error
+
+
 def _check(when: str, env: gymnasium.Env[Any, Any], observation: Any, expected: str) -> None:
     if expected and (state := state_hash(env, observation)) != expected:
-        raise ValueError(
+        raise NotRepeatedError(
             f"played again it {when} in the state {state} instead of {expected}: the environment does not repeat, or "
             "is another version than the one that was evaluated in"
         )
