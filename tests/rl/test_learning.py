@@ -32,6 +32,7 @@ from vla_finetuning.rl import batches, before_after, groups, learning, loop, sam
 from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
 from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
+from vla_finetuning.rl.objectives import ppo
 from vla_finetuning.rl.objectives.base import totals
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.objectives.ppo import PPO
@@ -62,8 +63,8 @@ class LocalRollouts:
         alike = self._seed == 13 or (self._seed == 14 and number < 12 and number // 3 % 2)
         return float(number % 3 == 0 and not alike)
 
-    def play_here(self, episodes, decide):
-        starts = [Playing(number, episode) for number, episode in episodes.items()]
+    def play_here(self, episodes, decide, bootstraps=False):
+        starts = [Playing(number, episode, bootstraps=bootstraps) for number, episode in episodes.items()]
         ended, chunks, waiting = {}, {number: [] for number in episodes}, []
         for stage, own in zip(self._stages, (starts[::2], starts[1::2]), strict=True):
             (_, decisions), seen = stage.advance(own)
@@ -187,6 +188,65 @@ def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path
     assert lines[1]["updates"] == 2 * -(-lines[1]["used"] // 6) and lines[1]["mixed_groups"] == 1
     other, _ = train(resolved(base, tmp_path / "other", **changes, seed=5))
     assert not all(torch.equal(whole[name], other[name]) for name in whole)
+
+
+def failing(monkeypatch, fails):
+    """Have episodes that `fails(number, begun by a policy that explores)` says fail, as `Scheduler` has them."""
+    play = LocalRollouts.play_here
+
+    def played(self, episodes, decide, **options):
+        found = play(self, episodes, decide, **options)
+        for number in [number for number in episodes if fails(number, isinstance(decide, StochasticActor))]:
+            found[number] = line_of(episodes[number], None, "the simulation diverged", 0), None
+        return found
+
+    monkeypatch.setattr(LocalRollouts, "play_here", played)
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_a_scene_that_cannot_be_played_is_left_out_and_a_resume_gets_past_it(base, tmp_path, method, monkeypatch):
+    """All of the second group of every iteration, one of the third, and two that are held out."""
+    failing(monkeypatch, lambda number, explores: number in ((3, 4, 5, 7) if explores else (0, 1)))
+    whole, lines = train(resolved(base, tmp_path / "whole", **{"grpo.method": method, "grpo.iterations": 4}))
+    train(resolved(base, tmp_path / "parts", **{"grpo.method": method}))
+    changes = {"grpo.method": method, "grpo.iterations": 4}
+    parts, lines_in_parts = train(resolved(base, tmp_path / "parts", **changes))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole) and lines == lines_in_parts
+    assert [line["episodes_failed"] for line in lines[1:]] == [4] * 4 and lines[4]["episodes"] == 48
+    assert [(line["held_out_episodes"], line["held_out_errors"]) for line in lines[::2]] == [(2, 2)] * 3
+    assert lines[1]["mixed_groups"] == 0.75 and lines[1]["return"] == pytest.approx(3 / 8)
+    assert all(np.isfinite(line["loss"]) and line["updates"] for line in lines[1:])
+    failing(monkeypatch, lambda number, explores: explores)
+    with pytest.raises(ValueError, match="none of 12 episodes .* because of the simulation diverged: repair the env"):
+        train(resolved(base, tmp_path / "none", **{"grpo.method": method}))
+
+
+def test_the_value_of_the_state_after_the_time_limit_follows(base, tmp_path, monkeypatch):
+    """Of each episode, as the critic judges what gymnasium shows; it is no decision to learn from."""
+    noted, find = [], ppo.advantages_and_targets
+
+    def find_noted(rewards, values, gamma, gae_lambda, after):
+        noted.append((len(values), after))
+        return find(rewards, values, gamma, gae_lambda, after)
+
+    monkeypatch.setattr(ppo, "advantages_and_targets", find_noted)
+    plain, with_values = (
+        metrics(run)
+        for run in (
+            resolved(base, tmp_path / name, **{"grpo.method": "ppo", "grpo.bootstrap_time_limit": name == "on"})
+            for name in ("off", "on")
+        )
+        if train_as(run)
+    )
+    off, on = noted[:24], noted[24:]
+    assert {decisions for decisions, _ in noted} == {2} and not any(after for _, after in off)
+    # The critic begins with zero. All episodes take their 20 steps.
+    assert not any(after for _, after in on[:12]) and all(after for _, after in on[12:])
+    assert len({after for _, after in on[12:]}) > 6
+    for name in ("decisions", "used", "env_steps"):
+        assert [line.get(name) for line in plain] == [line.get(name) for line in with_values]
+    with pytest.raises(ValueError, match="--grpo.bootstrap_time_limit.*--grpo.method=ppo"):
+        resolved(base, tmp_path / "grpo", **{"grpo.bootstrap_time_limit": "true"})
 
 
 def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
@@ -590,8 +650,8 @@ def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
     run, began = in_lists(base, tmp_path / "run"), {StochasticActor: [], DeterministicActor: []}
     play = LocalRollouts.play_here
 
-    def noted(self, episodes, decide):
-        played = play(self, episodes, decide)
+    def noted(self, episodes, decide, **options):
+        played = play(self, episodes, decide, **options)
         began[type(decide)] += [(line["task"], line["seed"], line["initial_state"]) for line, _ in played.values()]
         return played
 
@@ -664,8 +724,8 @@ def alike_at_first(monkeypatch, until):
     """
     begun, play = [], LocalRollouts.play_here
 
-    def noted(self, episodes, decide):
-        played = play(self, episodes, decide)
+    def noted(self, episodes, decide, **options):
+        played = play(self, episodes, decide, **options)
         if isinstance(decide, StochasticActor):
             begun.extend(episodes.items())
             for n, (line, _) in played.items():

@@ -42,7 +42,7 @@ class Watched:
         act, take_step = Actor.act, loop.GrpoState.take_step
 
         class Rollouts(LocalRollouts):
-            def play_here(self, episodes, decide):
+            def play_here(self, episodes, decide, bootstraps=False):
                 return watched.play(super().play_here(episodes, decide), isinstance(decide, StochasticActor))
 
             def take_seconds(self):
@@ -100,16 +100,26 @@ class Watched:
         return [json.loads(line) for line in (self.run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
 
     def play(self, played, explores):
-        """Episodes whose outcomes are drawn; of the first groups that are played all end alike, but of one."""
+        """Episodes whose outcomes are drawn; of the first groups that are played all end alike, but of one.
+
+        One of the first group of the last iteration could not be played.
+        """
         for place, (line, _) in enumerate(played.values()):
             rewards = tuple(self.rng.integers(0, 3, len(line["rewards"])).astype(float))
             if explores and not any(play["explores"] for play in self.plays) and place >= SIZE:
                 rewards = (1.0, *[0.0] * (len(rewards) - 1))
             when = int(self.rng.integers(len(rewards))) if self.rng.random() < 0.4 else None
-            line |= {"success_once": when is not None, "success_decision": when}
+            line |= {"success_once": when is not None, "success_decision": when, "success_at_end": when == 0}
             line |= {"rewards": rewards, "total_reward": sum(rewards)}
-        lines = {number: line for number, (line, _) in played.items()}
+            if not explores:  # two episodes begin in each state
+                line["initial_state"] = f"{place // 2}"
+        failed = min(played) if explores and self.iterations == ITERATIONS and min(played) < SIZE else None
+        if failed is not None:
+            line, _ = played[failed]
+            played[failed] = {**dict.fromkeys(line), "task": line["task"], "seed": 7, "error": "died"}, None
+        lines = {number: line for number, (line, _) in played.items() if number != failed}
         play = {"iteration": self.iterations, "explores": explores, "lines": lines, "inferences": self.inferences}
+        play["failed"] = len(played) - len(lines)
         self.plays.append(play)
         self.inferences = 0
         self.time.spend(PLAY_S if explores else HELD_OUT_S)
@@ -153,7 +163,8 @@ def plainly(watched):
         updates = [update["micros"] for update in watched.updates if update["iteration"] == iteration]
         if iteration:
             ended = [one for played in explored for one in played.values()]
-            episodes += len(ended)
+            failed = sum(play["failed"] for play in plays)
+            episodes += len(ended) + failed
 
             def worth(one):
                 return float(one["success_once"]) if options.reward == "success" else one["total_reward"]
@@ -182,7 +193,8 @@ def plainly(watched):
                 "success": np.mean([one["success_once"] for one in ended]),
                 "return": np.mean([worth(one) for one in ended]),
                 "mixed_groups": len(mixed) / GROUPS,
-                "resampled_groups": len(ended) / SIZE - GROUPS,
+                "episodes_failed": failed,
+                "resampled_groups": (len(ended) + failed) / SIZE - GROUPS,
                 "decisions": sum(len(one["rewards"]) for one in ended),
                 "used": sum(len(one["rewards"]) for one in used),
                 "demonstrated": 0,
@@ -194,7 +206,11 @@ def plainly(watched):
                 **of_updates(options, micros),
             }
         if held_out:
-            line |= {"held_out_successes": sum(one["success_once"] for one in held_out), "held_out_episodes": HELD_OUT}
+            line["held_out_episodes"] = HELD_OUT
+            for outcome, suffix in (("success_once", ""), ("success_at_end", "_at_end")):
+                wins = sum(one[outcome] for one in held_out)
+                line |= {f"held_out_successes{suffix}": wins, f"held_out_interval{suffix}": wilson(wins / HELD_OUT, 2)}
+            line["held_out_scenes"] = 2
         inference_s = INFERENCE_S * sum(play["inferences"] for play in plays)
         play_s = PLAY_S * len(explored) + INFERENCE_S * sum(play["inferences"] for play in plays if play["explores"])
         held_out_s = (PLAY_S * len(explored) + HELD_OUT_S * bool(held_out) + inference_s) - play_s
@@ -212,6 +228,12 @@ def plainly(watched):
         }
         lines.append(line)
     return lines
+
+
+def wilson(share, n, z=1.959963984540054):
+    """His interval of 95 %, by the formula of 1927."""
+    half = z * np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+    return [(share + z**2 / (2 * n) + side * half) / (1 + z**2 / n) for side in (-1, 1)]
 
 
 def advantages(groups, worth):
@@ -278,6 +300,7 @@ def test_every_number_is_a_plain_computation(base, tmp_path, method):
         for key, value in plain.items():
             near = value if value is None else pytest.approx(value, rel=2e-3, abs=1e-5, nan_ok=True)
             assert line[key] == near, (line["step"], key)
+    assert [line.get("episodes_failed") for line in lines] == [None, 0, 1]
     assert [line.get("nonfinite_steps") for line in lines] == [None, 1, 0]
     assert [("held_out_episodes" in line) for line in lines] == [True, False, True]
     assert 0 < lines[2]["success"] < 1 and lines[1]["lr"] < lines[2]["lr"] == PEAK_LR

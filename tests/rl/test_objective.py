@@ -12,6 +12,7 @@ from tests.tiny import ACTION_DIM, make_policy
 from vla_finetuning.options.grpo import GrpoOptions, Method
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
+from vla_finetuning.rl.batches import alike
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rl.objectives.grpo import GRPO, clipped
@@ -40,6 +41,19 @@ def test_advantages_compare_within_a_group(loss):
     torch.testing.assert_close(plain, returns - returns.mean(1, keepdim=True))
     filtered = make_objective(loss, GrpoOptions(method="filtered"))
     assert torch.equal(filtered.used(returns), returns > 0)
+    # An episode that could not be played is left out of its group, which may have nothing left to tell apart.
+    failed = torch.tensor(
+        [[1.0, torch.nan, 0, 1], [1, 0, 1, 1], [torch.nan, torch.nan, torch.nan, 1], [1, 1, torch.nan, 1]]
+    )
+    worth, used = objective.advantages(failed), objective.used(failed)
+    three, four = np.array([1.0, 0, 1]), np.array([1.0, 0, 1, 1])
+    expected = [(group - group.mean()) / (group.std(ddof=1) + 1e-6) for group in (three, four)]
+    torch.testing.assert_close(worth[0, [0, 2, 3]].double(), torch.from_numpy(expected[0]))
+    torch.testing.assert_close(worth[1].double(), torch.from_numpy(expected[1]))
+    assert used.tolist() == [[True, False, True, True], [True] * 4, [False] * 4, [False] * 4]
+    assert not worth[~used].any() and alike(failed).tolist() == [False, False, True, True]
+    assert filtered.used(failed).sum() == 2 + 3 + 1 + 3
+    assert torch.equal(PPO(loss, SDE, GrpoOptions(method="ppo")).used(failed), failed.isfinite())
     # A critic compares decisions: of all episodes, unless none was worth anything.
     ppo = PPO(loss, SDE, GrpoOptions(method="ppo"))
     assert ppo.used(returns).all() and ppo.used(returns).shape == returns.shape
@@ -276,6 +290,10 @@ def test_advantages_of_decisions_are_a_sum_of_discounted_errors():
     one_step, _ = advantages_and_targets(rewards, values, 0.9, 0.0)
     np.testing.assert_allclose(one_step, errors)
     assert advantages_and_targets([], [], 0.9, 0.8) == ([], [])
+    # What is worth more after the last decision is one more value that follows.
+    errors[-1] += 0.9 * 2.5
+    expected = [sum(0.72 ** (k - t) * errors[k] for k in range(t, 7)) for t in range(7)]
+    np.testing.assert_allclose(advantages_and_targets(rewards, values, 0.9, 0.8, after=2.5)[0], expected)
 
 
 def test_a_value_moves_no_further_than_the_clip():

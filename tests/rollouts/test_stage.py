@@ -12,7 +12,7 @@ from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.protocol import state_hash
 from vla_finetuning.envs.two_bins_scene import GANTRY, demonstrate
 from vla_finetuning.rollouts import stage
-from vla_finetuning.rollouts.episodes import Episode, Playing
+from vla_finetuning.rollouts.episodes import Episode, Failed, Playing
 from vla_finetuning.rollouts.stage import Decision, Stage
 
 
@@ -85,6 +85,89 @@ def test_an_episode_of_a_process_that_failed_is_the_same_and_waits_in_the_same_o
         1
     ]
     assert [(d.number, d.decision) for d in waiting] == [(3, 0), (1, 2), (2, 2)]
+
+
+class Failing(two_bins.TwoBins):
+    """`TwoBins` whose episode of seed 1001 goes wrong in its sixth step, so many times."""
+
+    times, how = 0, ""
+
+    def reset(self, *, seed=None, options=None):
+        self.seed, self.steps = seed, 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.steps += 1
+        observation, reward, *rest = super().step(action)
+        if self.seed == 1001 and self.steps == 6 and Failing.times:
+            Failing.times -= 1
+            if self.how == "raises":
+                raise ArithmeticError("the simulation diverged")
+            reward = float("nan")
+        return observation, reward, *rest
+
+
+@pytest.mark.parametrize("how", ["raises", "nan"])
+@pytest.mark.parametrize("times", [2, 3])
+def test_an_environment_that_fails_costs_its_episode_at_most(monkeypatch, how, times):
+    """Twice it begins anew, and nothing is changed; the third time is its result. Others go on."""
+
+    def played(make):
+        expected, playing, found, order = paths(), Stage({"two_bins": make}, 2, step_limit_s=60), {}, []
+        left, chunks = list(EPISODES[:4]), None
+        while True:
+            (ended, waiting), seen = playing.advance(left, chunks)
+            there = {one.number for one in [*waiting, *ended]}
+            left = [start for start in left if start.number not in there]
+            found |= {one.number: one for one in ended}
+            order.append([(d.number, d.decision) for d in waiting])
+            if not waiting:
+                return found, order
+            chunks = np.stack([expected[d.number][0][CHUNK * d.decision :][:CHUNK] for d in waiting])
+
+    plain, order = played(MAKERS["two_bins"])
+    monkeypatch.setattr(Failing, "how", how)
+    monkeypatch.setattr(Failing, "times", times)
+    found, order_of_failing = played(partial(gymnasium.make, FAILING_ID))
+    assert Failing.times == 0
+    failed = found.pop(1) if times == 3 else None
+    assert found == {number: one for number, one in plain.items() if failed is None or number != 1}
+    if failed is None:
+        assert order_of_failing == order
+    else:
+        message = "ArithmeticError: the simulation diverged" if how == "raises" else "step 6 gave the reward nan"
+        assert isinstance(failed, Failed) and message in failed.error
+
+
+FAILING_ID = "Failing-v0"
+gymnasium.register(FAILING_ID, entry_point=Failing, max_episode_steps=GANTRY.episode_length)
+
+
+@pytest.mark.parametrize("limit", [10, 12])
+def test_what_is_seen_when_the_time_is_over_is_shown_once_more(limit):
+    """In the middle of a chunk as at its end, also where a process failed meanwhile; a success is the end."""
+    make, away = partial(gymnasium.make, two_bins.GYM_ID, max_episode_steps=limit), np.zeros((1, CHUNK, 3), np.float32)
+    with make() as env:
+        env.reset(seed=1000)
+        for _ in range(limit):
+            last, *_ = env.step(away[0, 0])
+    playing, start = Stage({"two_bins": make}, 1, step_limit_s=60), replace(begun(0), bootstraps=True)
+    playing.advance([start])
+    for decision in (1, 2, 3):
+        (ended, waiting), seen = playing.advance([], away)
+        assert not ended and waiting[0].decision == decision
+    again = Stage({"two_bins": make}, 1, step_limit_s=60).advance([replace(start, chunks=list(away.repeat(3, 0)))])
+    for observation in (seen, again[1]):
+        np.testing.assert_array_equal(observation["agent_pos"][0], last["agent_pos"])
+        for name, image in last["pixels"].items():
+            np.testing.assert_array_equal(observation["pixels"][name][0], image)
+    ((one,), waiting), _ = playing.advance([], away)
+    assert (one.steps, one.truncated, len(one.rewards)) == (limit, True, 3) and not waiting
+    actions = paths()[0][0]
+    stage_of_success = Stage(MAKERS, 1, step_limit_s=60)
+    stage_of_success.advance([start])
+    ((over,), waiting), _ = stage_of_success.advance([], actions[None])
+    assert over.success_at_end and not over.truncated and not waiting
 
 
 def test_a_slot_has_one_environment_of_the_task_it_plays():

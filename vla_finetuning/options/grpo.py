@@ -62,6 +62,12 @@ class GrpoOptions:
     gae_lambda: float = option(
         0.95, "Weight of later decisions in an advantage (GAE), with --grpo.method ppo.", min=0, max=1
     )
+    bootstrap_time_limit: bool = option(
+        False,
+        "Add the critic's value of the last state to the reward of an episode that ends because its time is over, with "
+        "--grpo.method ppo: for dense rewards, which would have gone on.",
+        requires={"grpo.method=ppo": "only a critic knows what a state is worth"},
+    )
     value_lr: float = option(1e-3, "Learning rate of the critic of --grpo.method ppo.", above=0)
     value_clip: float | None = option(
         0.2, "An update moves a value by at most so much; null: no bound. With --grpo.method ppo.", above=0

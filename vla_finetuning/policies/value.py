@@ -154,18 +154,17 @@ def two_bins(returns: Tensor, bins: int) -> Tensor:
 
 
 def advantages_and_targets(
-    rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float
+    rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float, after: float = 0.0
 ) -> tuple[list[float], list[float]]:
     """Generalized advantage estimation over the decisions of one episode (arXiv 1506.02438).
 
-    Nothing follows the last decision: an episode that ran out of time is worth what it had reached.
-
     Args:
-        rewards: of each decision. values: before each decision.
+        rewards: of each decision. values: before each decision. after: of the state after the last one; 0: nothing
+            follows it.
     Returns:
         The advantages, and the value targets: advantage + value.
     """
-    following, advantage, advantages = 0.0, 0.0, []
+    following, advantage, advantages = after, 0.0, []
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         advantage = reward + gamma * following - value + gamma * gae_lambda * advantage
         advantages.append(advantage)

@@ -38,14 +38,26 @@ def everyone(mine: Tensor) -> Tensor:
     return ranks.view(dist.get_world_size(), *mine.shape)
 
 
+def alike(returns: Tensor) -> Tensor:
+    """Return in which groups nothing distinguishes the episodes that were played, bool (N,).
+
+    Args:
+        returns: float (N, G), NaN where an episode could not be played.
+    """
+    highest, lowest = (sign * (sign * returns).nan_to_num(nan=-torch.inf).amax(dim=1) for sign in (1, -1))
+    return highest <= lowest
+
+
 @dataclass(frozen=True)
 class RolloutGroup:
     """What all ranks know of some groups' episodes.
 
     Attributes:
-        returns, success: float32 (N, G). decisions, steps, numbers: int64 (N G,), of each episode.
+        returns, success: float32 (N, G), NaN where an episode could not be played. decisions, steps, numbers: int64
+            (N G,), of each episode.
         rewards: of each decision, by the number of the episode; of this rank's episodes.
-        episodes: this rank's.
+        episodes: this rank's. truncated: numbers of those that ended because their time was over.
+        errors: of those that could not be played.
     """
 
     returns: Tensor
@@ -55,11 +67,13 @@ class RolloutGroup:
     numbers: np.ndarray
     rewards: Mapping[int, list[float]]
     episodes: Sequence[PlayedEpisode] = ()
+    truncated: frozenset[int] = frozenset()
+    errors: Sequence[str] = ()
 
     @property
-    def alike(self) -> Tensor:
-        """Groups whose returns are all equal, bool (N,): nothing distinguishes their episodes."""
-        return (self.returns == self.returns[:, :1]).all(dim=1)
+    def failed(self) -> int:
+        """Return how many episodes could not be played."""
+        return int(self.returns.isnan().sum())
 
     def with_groups(self, replacements: RolloutGroup, places: Tensor) -> RolloutGroup:
         """The same with other groups at `places`, int64 (number of the others,)."""
@@ -70,7 +84,8 @@ class RolloutGroup:
             column[episodes] = getattr(replacements, name)
         returns = self.returns.index_copy(0, places, replacements.returns)
         success = self.success.index_copy(0, places, replacements.success)
-        return RolloutGroup(returns, success, **columns, rewards={**self.rewards, **replacements.rewards})
+        rewards, truncated = {**self.rewards, **replacements.rewards}, self.truncated | replacements.truncated
+        return RolloutGroup(returns, success, **columns, rewards=rewards, truncated=truncated)
 
 
 def group_seed(seed: int, iteration: int, group: int) -> int:
@@ -162,7 +177,7 @@ class RolloutBatch:
         self.table = Table.of(group.decisions, used.flatten().numpy())
         self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
         self.owned = self._owner == worker.rank
-        self.columns = acting.columns()
+        self.columns, self._columns_of = acting.columns(), acting.rows
         # Where a row of the table is in this rank's columns.
         self._place = np.full(self.rows, -1)
         self._place[self.owned] = acting.rows(
@@ -191,6 +206,17 @@ class RolloutBatch:
             for rows in minibatch.micros:
                 if len(rows):
                     yield rows, self._batch(self._place[rows])
+
+    def last_states(self, group: RolloutGroup) -> Iterator[tuple[list[int], Batch]]:
+        """Yield numbers of this rank's episodes whose time was over, and what was seen then, on the device.
+
+        Only with `Playing.bootstraps` was it seen. It comes after the decisions of the episode.
+        """
+        ended = [number for number in sorted(group.truncated) if number in group.numbers]
+        size = self._config.batch_size
+        for numbers in (ended[first : first + size] for first in range(0, len(ended), size)):
+            after = np.array([len(group.rewards[number]) for number in numbers])
+            yield numbers, self._batch(np.array(self._columns_of(np.array(numbers), after)))
 
     def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:
         """Yield each minibatch of a pass: its rows on all ranks, this rank's micro-batches: how many, and one by one.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.evaluation.intervals import AT_END, ONCE, score
 from vla_finetuning.options.grpo import GrpoOptions, Reward
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
-from vla_finetuning.rl.batches import RolloutGroup, everyone, group_seed, rank_of
+from vla_finetuning.rl.batches import RolloutGroup, alike, everyone, group_seed, rank_of
 from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rollouts.episodes import Episode, Line, episode_list
 from vla_finetuning.rollouts.scheduler import Scheduler
@@ -35,17 +39,22 @@ def play_iteration(
 ) -> tuple[RolloutGroup, list[RolloutGroup]]:
     """The groups to learn from, and all that were played for them. Every rank must call it.
 
-    With `--grpo.resample`, groups whose returns are all equal are replaced by groups that begin elsewhere, so many
-    times at most (dynamic sampling, DAPO, arXiv 2503.14476).
+    Episodes that could not be played, because their environment raised, died, hung or gave a reward that is not finite,
+    are left out of their groups. With `--grpo.resample`, groups whose returns are all equal are replaced by groups that
+    begin elsewhere, so many times at most (dynamic sampling, DAPO, arXiv 2503.14476).
+
+    Raises:
+        ValueError: none could be played.
     """
     group = play_groups(options, scene, rollouts, acting, worker, range(options.groups))
     rounds = [group]
     for again in range(1, options.resample + 1):
-        places = group.alike.nonzero().flatten()
+        places = alike(group.returns).nonzero().flatten()
         if not len(places):
             break
         rounds.append(play_groups(options, scene, rollouts, acting, worker, places.tolist(), again))
         group = group.with_groups(rounds[-1], places)
+    check_played(group.returns.isfinite(), [error for played in rounds for error in played.errors])
     return group, rounds
 
 
@@ -74,19 +83,40 @@ def play_groups(
         episode = Episode("plain", task, scene.train_number(task, nth // len(scene.tasks)), seed)
         episodes |= {number * size + i: episode for i in range(size)}
         places |= {number * size + i: place * size + i for i in range(size)}
-    played = rollouts.play_here(episodes, acting)
+    begun = rollouts.play_here(episodes, acting, bootstraps=options.bootstrap_time_limit)
+    played = {number: (line, actions) for number, (line, actions) in begun.items() if actions is not None}
     lines = {number: line for number, (line, _) in played.items()}
     _check_alike(lines, size)
-    table = torch.zeros((len(groups) * size, 5), dtype=torch.float64)
-    for number, line in lines.items():
-        worth = float(line["success_once"]) if options.reward == "success" else line["total_reward"]
-        row = [worth, line["success_once"], line["decisions"], line["steps"], number]
-        table[places[number]] = torch.tensor(row)
-    gathered = everyone(table.to(acting.device)).sum(dim=0).cpu()
-    returns, success = (gathered[:, column].float().view(-1, size) for column in (0, 1))
-    decisions, steps, numbers = (gathered[:, column].long().numpy() for column in (2, 3, 4))
     rewards = {number: rewards_of(line, options.reward) for number, line in lines.items()}
-    return RolloutGroup(returns, success, decisions, steps, numbers, rewards, list(played.values()))
+    table = torch.zeros((len(groups) * size, 6), dtype=torch.float64)
+    for number, place in places.items():
+        table[place, 0] = number
+        if (line := lines.get(number)) is not None:
+            worth = float(line["success_once"]) if options.reward == "success" else line["total_reward"]
+            row = [worth, line["success_once"], len(rewards[number]), line["steps"], 1.0]
+            table[place, 1:] = torch.tensor(row)
+    gathered = everyone(table.to(acting.device)).sum(dim=0).cpu()
+    # One that could not be played is NaN: it is left out of its group.
+    gathered[:, 1:3] = torch.where(gathered[:, 5:] > 0, gathered[:, 1:3], torch.nan)
+    returns, success = (gathered[:, column].float().view(-1, size) for column in (1, 2))
+    numbers, decisions, steps = (gathered[:, column].long().numpy() for column in (0, 3, 4))
+    truncated = frozenset(number for number, line in lines.items() if line["truncated"])
+    errors = [line["error"] for line, actions in begun.values() if actions is None]
+    return RolloutGroup(returns, success, decisions, steps, numbers, rewards, list(played.values()), truncated, errors)
+
+
+def check_played(is_played: Tensor, errors: Sequence[str]) -> None:
+    """End the run where no episode of any rank could be played: others would go the same way.
+
+    Args:
+        is_played: bool, of any shape. errors: of this rank's episodes.
+    """
+    if not bool(is_played.any()):
+        why = f", the first because of {errors[0]}" if errors else ""
+        raise ValueError(
+            f"none of {is_played.numel()} episodes could be played to its end{why}: repair the environment, and "
+            "--resume goes on"
+        )
 
 
 def rewards_of(line: Line, reward: Reward) -> list[float]:
@@ -110,7 +140,8 @@ def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used
     """Refuse to go on if nothing can be learned from the first iteration: it would be the same in the next one."""
     if iteration or bool(used.any()):
         return
-    rate, episodes = float(played.success.mean()), played.success.numel()
+    success = played.success[played.success.isfinite()]
+    rate, episodes = float(success.mean()), len(success)
     remedy = (
         "start from a policy that succeeds at times (more imitation, or an easier task), or raise --grpo.noise_level"
         if rate == 0
@@ -125,11 +156,32 @@ def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used
     )
 
 
-def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor, worker: Worker) -> dict[str, int]:
-    """Success of the deterministic sampler on the held-out list, shared out to the ranks. Every rank must call it."""
+def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor, worker: Worker) -> dict[str, Any]:
+    """Return `intervals.score` of the deterministic sampler on the held-out list, shared out to the ranks, its names
+    after "held_out_". Every rank must call it.
+
+    Raises:
+        ValueError: none could be played.
+    """
     listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
     rank_episodes = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}
     played = rollouts.play_here(rank_episodes, DeterministicActor(actor, config.seed, rank_episodes))
-    counts = torch.tensor([sum(line["success_once"] for line, _ in played.values()), len(played)], device=actor.device)
-    successes, count = everyone(counts).sum(dim=0).tolist()
-    return {"held_out_successes": successes, "held_out_episodes": count}
+    table = torch.zeros((len(listed), 4), dtype=torch.float64)
+    for number, (line, actions) in played.items():
+        if actions is not None:
+            state = int(hashlib.sha256(line["initial_state"].encode()).hexdigest()[:12], 16)  # exact in float64
+            row = [1.0, line["success_once"], line["success_at_end"], state]
+            table[number] = torch.tensor(row, dtype=torch.float64)
+    gathered = everyone(table.to(actor.device)).sum(dim=0).cpu()
+    check_played(gathered[:, 0] > 0, [line["error"] for line, actions in played.values() if actions is None])
+    lines = [
+        {
+            **asdict(episode),
+            "error": None if row[0] else "failed",
+            ONCE: row[1],
+            AT_END: row[2],
+            "initial_state": row[3],
+        }
+        for episode, row in zip(listed, gathered.tolist(), strict=True)
+    ]
+    return {f"held_out_{name}": value for name, value in score(lines).items()}

@@ -14,7 +14,7 @@ from util import StepResult, TrainableOptimizer, make_trainable_optimizer
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor
-from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, alike, everyone
 from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rollouts.scheduler import Scheduler
 
@@ -97,11 +97,13 @@ def metrics_of(
         played: the groups that it learned from. rounds: all that were played, whose success and costs these are.
     """
     means = totals(everyone(objective.sums))
+    success, returns = (torch.cat([getattr(group, name) for group in rounds]) for name in ("success", "returns"))
     norms = [float(result.grad_norm) for result in results]
     return {
-        "success": float(torch.cat([group.success for group in rounds]).mean()),
-        "return": float(torch.cat([group.returns for group in rounds]).mean()),
-        "mixed_groups": 1.0 - float(played.alike.float().mean()),
+        "episodes_failed": sum(group.failed for group in rounds),
+        "success": float(success[success.isfinite()].mean()),
+        "return": float(returns[returns.isfinite()].mean()),
+        "mixed_groups": 1.0 - float(alike(played.returns).float().mean()),
         "resampled_groups": sum(len(group.returns) for group in rounds[1:]),
         "decisions": sum(int(group.decisions.sum()) for group in rounds),
         "used": rollouts.rows,
@@ -121,5 +123,7 @@ def iteration_line(line: Mapping[str, Any]) -> str:
     text = f"success {line['success']:.1%} while exploring, {line['mixed_groups']:.0%} of the groups mixed"
     if line.get("held_out_episodes"):
         text += f"; held out {line['held_out_successes']} of {line['held_out_episodes']}"
+    if line["episodes_failed"]:
+        text += f"; {line['episodes_failed']} episodes could not be played"
     shares = {"waiting": line["waiting_s"], "inference": line["inference_s"], "updates": line["update_s"]}
     return f"{text}; {line['step_s']:.1f} s, " + ", ".join(f"{k} {v:.1f}" for k, v in shares.items())

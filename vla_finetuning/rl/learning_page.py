@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.evaluation.intervals import wilson
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import figures, page
-from vla_finetuning.report.loop import closed_loop
+from vla_finetuning.report.loop import closed_loop, score_row
 from vla_finetuning.report.page import REPORT_NAME, Metrics, columns, page_template, write_page
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, attempts
 
@@ -55,10 +54,11 @@ def write_grpo_report(output_dir: Path) -> Path:
     evaluation = read_json(output_dir / EVALUATION_NAME)
     done, total = lines[-1]["step"] if lines else 0, facts.get("steps")
     policy = facts.get("policy") or {}
-    starts = attempts(output_dir)
+    starts, failed = attempts(output_dir), sum(line.get("episodes_failed", 0) for line in lines)
+    besides = f", of which {failed:,} could not be played and were left out" if failed else ""
     page = page_template("grpo.html").render(
         title=output_dir.name,
-        subtitle=f"Iteration {done} of {total}, {lines[-1].get('episodes', 0) if lines else 0:,} episodes.",
+        subtitle=f"Iteration {done} of {total}, {lines[-1].get('episodes', 0) if lines else 0:,} episodes{besides}.",
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         closed_loop=closed_loop(evaluation, output_dir),
         held_out=[_held_out_row(line) for line in lines if line.get("held_out_episodes")],
@@ -83,9 +83,8 @@ def _with_share(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held_out_row(line: Mapping[str, Any]) -> list[str]:
-    successes, episodes = line["held_out_successes"], line["held_out_episodes"]
-    low, high = wilson(successes, episodes)
-    return [str(line["step"]), str(successes), str(episodes), f"{successes / episodes:.1%}", f"{low:.1%} to {high:.1%}"]
+    score = {key.removeprefix("held_out_"): value for key, value in line.items()}
+    return score_row({"label": str(line["step"]), **score})
 
 
 def _charts(metrics: Metrics, marks: Sequence[float]) -> list[dict[str, str]]:

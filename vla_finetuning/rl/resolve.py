@@ -218,7 +218,7 @@ def describe_grpo(run: GrpoRun) -> str:
     """The plan, as text."""
     config, g, job, policy, scene = run.config, run.options, run.job, run.policy, run.scene
     assert policy.parameters is not None
-    decisions = scene.most_decisions(policy.config.n_action_steps)
+    decisions = scene.most_decisions(policy.config.n_action_steps) + g.bootstrap_time_limit
     size = decision_bytes(scene.env, policy.config, run.sde)
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
     # Where all groups of a worker are replaced each time; those that were replaced are still held.

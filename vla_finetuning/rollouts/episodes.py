@@ -20,6 +20,8 @@ Key = tuple[int, str, int, int]
 Line = dict[str, Any]
 # An episode that came to its end: its line, and the actions that were executed, (steps, A).
 PlayedEpisode = tuple[Line, np.ndarray]
+# An episode is begun so often before what it failed of is its result.
+ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,14 @@ class Playing:
     Attributes:
         number: which of the list. chunks: what it was given to execute, (T, A) each; it begins anew with these.
         failures: how many processes failed that held it.
+        bootstraps: what is seen when its time is over is shown to the policy too, as a decision that is not executed.
     """
 
     number: int
     episode: Episode
     chunks: list[np.ndarray] = field(default_factory=list)
     failures: int = 0
+    bootstraps: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class Ended:
         final_state: hash of the state after the last step; "" where only images show it, and none were rendered.
         rewards: the sum of each decision's rewards. success_decision: in which decision it first succeeded, from 0;
             None if it did not.
+        truncated: it ended because its time was over.
     """
 
     number: int
@@ -94,6 +99,15 @@ class Ended:
     final_state: str = ""
     rewards: tuple[float, ...] = ()
     success_decision: int | None = None
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An episode that cannot be played: its environment failed ATTEMPTS times. `error` says of what."""
+
+    number: int
+    error: str
 
 
 def episode_list(

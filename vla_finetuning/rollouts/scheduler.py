@@ -9,6 +9,7 @@ twice.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections import deque
@@ -21,14 +22,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate
-from vla_finetuning.rollouts.episodes import Ended, Episode, Line, PlayedEpisode, Playing, line_of
+from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Episode, Failed, Line, Playing, line_of
 from vla_finetuning.rollouts.stage import Decision, Stage
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import print_safe
 
-# An episode is begun so often before what it died of is its result.
-ATTEMPTS = 3
-# Stages that fail without an episode that ends between them, before `play` gives up: it is no single episode's fault.
+# Stages that fail before any episode has ended, before `play` gives up: it is no single episode's fault.
 IN_VAIN = 20
 # How often to look whether processes have started, and when to say that some wait for capacity. On a busy machine a
 # process may take as long to start after it was placed.
@@ -38,6 +37,7 @@ ROOM_TIMEOUT_S = 600.0
 # Groups of stages that take turns with a policy of this process.
 HALVES = 2
 
+logger = logging.getLogger(__name__)
 # Decides: (what N rows observe, their decisions) to the actions to execute (N, T, A).
 Decide = Callable[[Observation, Sequence[Decision]], np.ndarray]
 # Takes an episode that is over: its number, its line, and all executed actions, (steps, A), None after an error.
@@ -131,24 +131,31 @@ class Scheduler:
         self, makers: Mapping[str, Maker], *, stages: int, slots: int, cpus: float, step_limit_s: float
     ) -> None:
         self._makers, self._slots, self._cpus, self._step_limit_s = dict(makers), slots, cpus, step_limit_s
+        self._in_vain, self._works = 0, False
         self.seats = [Seat() for _ in range(stages)]
         for seat in self.seats:
             self._make_stage(seat)
 
-    def play_here(self, episodes: Mapping[int, Episode], decide: Decide) -> dict[int, PlayedEpisode]:
+    def play_here(
+        self, episodes: Mapping[int, Episode], decide: Decide, bootstraps: bool = False
+    ) -> dict[int, tuple[Line, np.ndarray | None]]:
         """Play episodes, by number, with a policy of this process.
 
+        Args:
+            bootstraps: as `Playing` has it.
+        Returns:
+            Of each what `OnEnd` takes: one that could not be played has no actions.
         Raises:
-            RuntimeError: as `play`, or an episode could not be played to its end.
+            RuntimeError: as `play`.
         """
-        played: dict[int, PlayedEpisode] = {}
+        played: dict[int, tuple[Line, np.ndarray | None]] = {}
 
         def on_end(number: int, line: Line, actions: np.ndarray | None) -> None:
             if actions is None:
-                raise RuntimeError(f"an environment's process failed {ATTEMPTS} times: {line['error']}")
+                logger.warning("%s, seed %d could not be played: %s", line["task"], line["seed"], line["error"])
             played[number] = line, actions
 
-        self.play(episodes, InTurn(decide), on_end)
+        self.play(episodes, InTurn(decide), on_end, bootstraps=bootstraps)
         return {number: played[number] for number in episodes}
 
     def play(
@@ -157,17 +164,19 @@ class Scheduler:
         policy: Policy,
         on_end: OnEnd,
         stopped: Callable[[], bool] | None = None,
+        bootstraps: bool = False,
     ) -> None:
         """Play episodes, by number, in whatever order they get done.
 
         Args:
             on_end: called as each ends. stopped: asked every second or so; when it says so, what is not over is let go.
+            bootstraps: as `Playing` has it.
         Raises:
             NoCapacityError: nothing that decides, or nothing that simulates, has started for ROOM_TIMEOUT_S.
-            RuntimeError: stages fail without end.
+            RuntimeError: stages fail, and no episode has ever ended.
         """
-        self._policy, self._on_end, self._left, self._in_vain = policy, on_end, set(episodes), 0
-        queue = deque(Playing(number, episode) for number, episode in episodes.items())
+        self._policy, self._on_end, self._left = policy, on_end, set(episodes)
+        queue = deque(Playing(number, episode, bootstraps=bootstraps) for number, episode in episodes.items())
         for place, seat in enumerate(self.seats):
             seat.queue = deque(list(queue)[place :: len(self.seats)]) if policy.is_local else queue
         self._moved_s, self._told = time.monotonic(), False
@@ -229,7 +238,7 @@ class Scheduler:
 
     def _is_suspect(self, playing: Playing) -> bool:
         """Return whether an episode is played alone: whose fault failures were is not known."""
-        return playing.failures > 1 and not self._policy.is_local
+        return playing.failures > 1
 
     def _give(self, batch: Sequence[Seat], chunks: np.ndarray) -> None:
         first = 0
@@ -252,10 +261,11 @@ class Scheduler:
                 raise  # no other would fare better
             self._replace(seat, error)
             return
-        seat.started, self._in_vain = True, 0 if ended else self._in_vain
+        seat.started, self._works = True, self._works or bool(ended)
         remaining = {playing.number: playing for playing in (*seat.playing, *seat.handed)}
         for over in ended:
-            self._end(remaining.pop(over.number), over)
+            failed = isinstance(over, Failed)
+            self._end(remaining.pop(over.number), None if failed else over, over.error if failed else None)
         seat.playing, seat.handed = [remaining.pop(decision.number) for decision in seat.decisions], []
         seat.queue.extendleft(reversed(remaining.values()))
         seat.since = time.monotonic() if seat.playing else None
@@ -263,11 +273,11 @@ class Scheduler:
     def _replace(self, seat: Seat, error: RayError) -> None:
         """Make a stage anew; what it held goes on with the chunks that it had."""
         ray.kill(seat.stage)
-        self._in_vain += 1
+        self._in_vain += not self._works
         why = _why(error, self._step_limit_s)
         if self._in_vain > IN_VAIN:
             raise RuntimeError(
-                f"{self._in_vain} processes that simulate failed, and no episode ended meanwhile: {why}"
+                f"{self._in_vain} processes that simulate failed, and no episode ended: {why}"
             ) from error
         lost, seat.playing, seat.handed = [*seat.playing, *seat.handed], [], []
         for playing in reversed(lost):

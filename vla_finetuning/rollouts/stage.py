@@ -5,9 +5,11 @@ Knows gymnasium, and nothing of policies: a process that only simulates is small
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from vla_finetuning.envs.protocol import (
     stack,
     state_hash,
 )
-from vla_finetuning.rollouts.episodes import Ended, Playing
+from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Failed, Playing
 
 # An environment that is not made after so long hangs. Some load gigabytes of meshes and compile them.
 MAKE_LIMIT_S = 900.0
@@ -58,8 +60,10 @@ class Stage:
 
     def advance(
         self, begin: Sequence[Playing], chunks: np.ndarray | None = None
-    ) -> tuple[tuple[list[Ended], list[Decision]], Observation | None]:
+    ) -> tuple[tuple[list[Ended | Failed], list[Decision]], Observation | None]:
         """Execute a chunk in each waiting episode, and begin others in free slots.
+
+        An episode whose environment raises begins anew in a new environment, ATTEMPTS times at most; others go on.
 
         Args:
             begin: episodes, first those that have chunks already; those for which no slot becomes free are left alone.
@@ -68,7 +72,7 @@ class Stage:
             What ended, and what waits; and what those see, stacked, in their order.
         """
         started = time.perf_counter()
-        ended, to_begin = [], list(begin)
+        ended, to_begin = list[Ended | Failed](), list(begin)
         for slot, chunk in zip(self._waiting, () if chunks is None else chunks, strict=True):
             slot.execute(chunk)
         # Those that go on, before a slot becomes free: they keep their order, whatever ends.
@@ -104,6 +108,7 @@ class _Slot:
     def __init__(self, makers: Mapping[str, Maker], step_limit_s: float) -> None:
         self._makers, self._step_limit_s = makers, step_limit_s
         self._task: str | None = None
+        self._failed: Failed | None = None
         self.free, self.over = True, False
 
     def make(self, task: str) -> None:
@@ -118,14 +123,41 @@ class _Slot:
 
     def begin(self, playing: Playing) -> None:
         """Reset the environment of the episode's task, and execute what the episode has executed already."""
-        episode = playing.episode
+        self._playing, self._chunks = playing, list(playing.chunks)
+        self._try(self._begin)
+
+    def execute(self, chunk: np.ndarray) -> None:
+        """Step through the actions of a chunk (T, A) until the episode is over."""
+        self._chunks.append(chunk)
+        self._try(lambda: self._execute(chunk))
+
+    def _try(self, play: Callable[[], None]) -> None:
+        for last in (*[False] * (ATTEMPTS - 1), True):
+            try:
+                return play()
+            except Exception as error:  # whatever an environment may raise, it is the result of its episode alone
+                self._forget()
+                if last:
+                    self._failed = Failed(self._playing.number, f"{type(error).__name__}: {error}")
+                    self.free, self.over = False, True
+            play = self._begin
+
+    def _forget(self) -> None:
+        """Have the next episode's environment made anew."""
+        if self._task is not None:
+            with contextlib.suppress(Exception):
+                self._env.close()
+        self._task = None
+
+    def _begin(self) -> None:
+        playing, episode = self._playing, self._playing.episode
         self.make(episode.task)
         look_on_demand(self._env, True)
         choose_initial_state(self._env, episode.episode)
         with _limit(MAKE_LIMIT_S if self._fresh else self._step_limit_s):  # some load their simulator here
             self.observation, info = self._env.reset(seed=episode.seed)
         self.free, self.over, self._fresh = False, False, False
-        self._number = playing.number
+        self._number, self._truncated = playing.number, False
         self._initial_state = state_hash(self._env, self.observation)
         # Where LeRobot's evaluation looks, in its order.
         named = [name for name in ("task_description", "task") if self._env.has_wrapper_attr(name)]
@@ -134,34 +166,50 @@ class _Slot:
         self._rewards: list[float] = []
         self._success_decision: int | None = None
         self._reward, self._info = 0.0, info
-        for number, chunk in enumerate(playing.chunks, 1):
+        for number, chunk in enumerate(self._chunks, 1):
             self.decision()
-            self.execute(chunk, look=number == len(playing.chunks))
+            self._execute(chunk, look=number == len(self._chunks))
 
-    def execute(self, chunk: np.ndarray, look: bool = True) -> None:
-        """Step through the actions of a chunk (T, A) until the episode is over. look: at what the last one leads to."""
+    def _execute(self, chunk: np.ndarray, look: bool = True) -> None:
+        """look: at what the last action leads to."""
+        if self._truncated:
+            self.over = True
         for number, action in enumerate(chunk, 1):
-            if self.over:
+            if self.over or self._truncated:
                 return
             with _limit(self._step_limit_s):
-                self._step(action, look and number == len(chunk))
+                self._step(action, look and (number == len(chunk) or self._may_be_last()))
+
+    def _may_be_last(self) -> bool:
+        """Return whether what comes after the next step must be seen, because the time may be over by then."""
+        limit = "_max_episode_steps"
+        known = self._env.get_wrapper_attr(limit) if self._env.has_wrapper_attr(limit) else None
+        return self._playing.bootstraps and known in (None, len(self._success))
 
     def _step(self, action: np.ndarray, look: bool) -> None:
         look_on_demand(self._env, look)
         self.observation, reward, terminated, truncated, self._info = self._env.step(action)
+        if not math.isfinite(reward):
+            raise ValueError(f"step {len(self._success)} gave the reward {reward}: expected a finite number")
         self._reward += float(reward)
         self._rewards[-1] += float(reward)
         self._success.append(bool(self._info.get("is_success", False)))
         if self._success[-1] and self._success_decision is None:
             self._success_decision = len(self._rewards) - 1
-        self.over = terminated or truncated
+        self._truncated = bool(truncated and not terminated)
+        self.over = bool(terminated or (truncated and not self._playing.bootstraps))
 
     def decision(self) -> Decision:
         self._rewards.append(0.0)
         return Decision(self._number, len(self._rewards) - 1, self._instruction)
 
-    def take_ended(self) -> Ended:
+    def take_ended(self) -> Ended | Failed:
         self.free, self.over = True, False
+        if (failed := self._failed) is not None:
+            self._failed = None
+            return failed
+        # What was decided after the end brought no reward.
+        rewards = self._rewards[: len(self._rewards) - (self._truncated and self._playing.bootstraps)]
         return Ended(
             number=self._number,
             instruction=self._instruction,
@@ -173,8 +221,9 @@ class _Slot:
             initial_state=self._initial_state,
             info={key: plain for key, value in self._info.items() if (plain := _plain(value)) is not None},
             final_state=state_hash(self._env, self.observation) if self._can_tell() else "",
-            rewards=tuple(self._rewards),
+            rewards=tuple(rewards),
             success_decision=self._success_decision,
+            truncated=self._truncated,
         )
 
     def take_rendering_s(self) -> float:

@@ -69,7 +69,8 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def used(self, returns: Tensor) -> Tensor:
-        """Return which episodes there is something to learn from, bool (N, G), by their returns, float (N, G)."""
+        """Return which episodes there is something to learn from, bool (N, G), by their returns, float (N, G),
+        NaN where an episode could not be played."""
         raise NotImplementedError
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from util import Batch
 from vla_finetuning.options.grpo import GrpoOptions
-from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, alike
 from vla_finetuning.rl.objectives.base import EPSILON, Objective
 from vla_finetuning.rl.sampler import Walk, score
 
@@ -51,14 +51,23 @@ class GRPO(Objective):
         return clip
 
     def used(self, returns: Tensor) -> Tensor:
-        """Return which episodes are of a group whose returns differ, bool (N, G): the others teach nothing."""
-        return (returns != returns[:, :1]).any(dim=1, keepdim=True).expand_as(returns)
+        """Return which episodes were played in a group whose returns differ, bool (N, G): the others teach nothing."""
+        return ~alike(returns)[:, None] & returns.isfinite()
 
     def advantages(self, returns: Tensor) -> Tensor:
-        """Return each episode's return less its group's mean, by the group's standard deviation: float (N, G)."""
+        """Return each episode's return less its group's mean, by the group's standard deviation: float (N, G).
+
+        A group is of the episodes that could be played; the advantage of others is 0.
+        """
+        worth = self._normalised(returns)
+        for row in returns.isnan().any(dim=1).nonzero().flatten():
+            played = returns[row].isfinite()
+            worth[row, played] = self._normalised(returns[row, played][None])[0]
+        return torch.where(self.used(returns), worth, 0.0)
+
+    def _normalised(self, returns: Tensor) -> Tensor:
         centred = returns - returns.mean(dim=1, keepdim=True)
-        worth = centred / (returns.std(dim=1, keepdim=True) + EPSILON) if self.options.normalise else centred
-        return worth * self.used(returns)
+        return centred / (returns.std(dim=1, keepdim=True) + EPSILON) if self.options.normalise else centred
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
         rollouts.values["advantage"] = self.advantages(group.returns).flatten()[rollouts.table.episode]

@@ -5,6 +5,7 @@ Legend: B rows (decisions), N groups, G episodes of a group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,14 @@ class PPO(GRPO):
         return f"decisions against a critic ({critic}), {super().describe(options)}"
 
     def used(self, returns: Tensor) -> Tensor:
-        """Return all episodes, bool (N, G), unless none was worth anything."""
-        return (returns != 0).any().expand_as(returns)
+        """Return all episodes that were played, bool (N, G), unless none was worth anything."""
+        played = returns.isfinite()
+        return (played & (returns != 0)).any() & played
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
         self.score_rollouts(rollouts, start)
         if rollouts.rows:  # of no rank otherwise
-            self.estimate_advantages(rollouts, group)
+            self.estimate_advantages(rollouts, group, self.values_after(rollouts, group))
 
     def row_shapes(self, columns: Batch, start: Objective | None) -> dict[str, tuple[int, ...]]:
         return super().row_shapes(columns, start) | {"value": ()}
@@ -60,14 +62,35 @@ class PPO(GRPO):
     def score_rows(self, batch: Batch, prefix: Any, start: Objective | None) -> dict[str, Tensor]:
         return super().score_rows(batch, prefix, start) | {"value": self.values(prefix)}
 
-    def estimate_advantages(self, rollouts: RolloutBatch, group: RolloutGroup) -> None:
-        """Add advantages and value targets of the decisions of all ranks, by the critic before the first update."""
+    def values_after(self, rollouts: RolloutBatch, group: RolloutGroup) -> dict[int, float]:
+        """Return what the critic expects after this rank's episodes whose time was over, by their numbers."""
+        if not self.options.bootstrap_time_limit:
+            return {}
+        values = dict[int, float]()
+        with torch.no_grad(), rollouts.computing():
+            for numbers, batch in rollouts.last_states(group):
+                prefix = self.loss.prefix(self.loss.images(batch))
+                values |= dict(zip(numbers, self.values(prefix).tolist(), strict=True))
+        return values
+
+    def estimate_advantages(self, rollouts: RolloutBatch, group: RolloutGroup, after: Mapping[int, float]) -> None:
+        """Add advantages and value targets of the decisions of all ranks, by the critic before the first update.
+
+        Args:
+            after: as of `values_after`; nothing follows other episodes.
+        """
         episodes, values = rollouts.table.episode, rollouts.values["value"]
         estimates = torch.zeros(3, rollouts.rows)  # advantages, targets, values; of this rank's rows
         for episode in np.unique(episodes[rollouts.owned]):
             rows = np.flatnonzero(episodes == episode)  # one after the other
-            rewards = group.rewards[int(group.numbers[episode])]
-            pair = advantages_and_targets(rewards, values[rows].tolist(), self.options.gamma, self.options.gae_lambda)
+            number, options = int(group.numbers[episode]), self.options
+            pair = advantages_and_targets(
+                group.rewards[number],
+                values[rows].tolist(),
+                options.gamma,
+                options.gae_lambda,
+                after.get(number, 0.0),
+            )
             estimates[:, rows] = torch.stack([*map(torch.tensor, pair), values[rows]])
         advantage, target, value = everyone(estimates.to(self.sums.device)).sum(dim=0).cpu()
         normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + EPSILON)
