@@ -20,6 +20,7 @@ from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
+from vla_finetuning.files import append_line, write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
@@ -114,6 +115,26 @@ def test_everything_arrives_with_a_card(server, finished):
     # Nobody's folders and buckets, nothing of a stranger's that is taken for HTML.
     assert "secret" not in text and "`arm / <script>alert(1)</script> 'x'`" in text
     assert TOKEN not in text
+
+
+def test_the_card_has_success_at_any_time_and_at_the_end(finished):
+    assert "Success in the loop" not in push.model_card(finished, REPO)
+    config = json.loads((finished / "config.json").read_text())
+    write_json(finished / "config.json", {**config, "env_type": "two_bins"})
+    score = {
+        "successes": 7,
+        "episodes": 8,
+        "interval": [0.5, 0.9],
+        "successes_at_end": 3,
+        "interval_at_end": [0.1, 0.6],
+    }
+    for step in (20, 40):
+        append_line(finished / "evaluations.jsonl", json.dumps({"step": step, **score, "successes": step // 8}))
+    evaluation = json.loads((finished / "evaluation.json").read_text())
+    write_json(finished / "evaluation.json", {**evaluation, "closed_loop": {"trained": {"label": "<b>", **score}}})
+    rows = [row for row in push.model_card(finished, REPO).splitlines() if "10.0 to 60.0 %" in row]
+    ends = "50.0 to 90.0 % | 3 of 8 | 10.0 to 60.0 % |"
+    assert rows == [f"| `<b>` | 7 of 8 | {ends}", f"| `step 40, two_bins` | 5 of 8 | {ends}"]
 
 
 def test_the_card_says_what_plays_relative_actions(finished):

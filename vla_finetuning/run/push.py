@@ -28,7 +28,7 @@ from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
 from vla_finetuning.run.exported import POLICY_DIR, WEIGHTS_NAME, exported_robots, held_out_errors
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, evaluations
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
 
 logger = logging.getLogger(__name__)
@@ -174,6 +174,9 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
     config, facts = read_json(output_dir / CONFIG_NAME), read_json(output_dir / RUN_NAME)
     policy = read_json(output_dir / POLICY_DIR / robot / CONFIG_NAME)
     lines, evaluation = read_lines(output_dir / METRICS_NAME), read_json(output_dir / EVALUATION_NAME)
+    scores = [] if robot else [*evaluation.get("closed_loop", {}).values()]
+    if not robot and (played := evaluations(output_dir)):
+        scores.append({"label": f"step {played[-1]['step']}, {config['env_type']}", **played[-1]})
     if robot:
         evaluation = evaluation.get("robots", {}).get(robot, {})
     on_hub = config["dataset"]["repo_id"]
@@ -211,6 +214,7 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         metrics=json.loads(lines[-1]) if lines else {},
         errors=held_out_errors(evaluation) if evaluation else {},
         frames=evaluation["trained"]["frames"] if evaluation else 0,
+        scores=[{**score, "label": _as_code(score["label"])} for score in scores if score["episodes"]],
         versions=facts["versions"],
         on_robot=_on_robot(read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)),
         options=json.dumps(_public(config), indent=2),
