@@ -11,9 +11,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
-from vla_finetuning.options.recap import OutcomeOptions
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.outcomes import corrected_frames
 from vla_finetuning.policies.augment import lerobot_step
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.registry import FAMILIES
@@ -164,9 +162,3 @@ def test_transforms_that_change_nothing_are_refused(setting):
         ValueError, match="image_transforms.tfs={.*} does nothing without --dataset.image_transforms.enable"
     ):
         parse_args(in_process.flags(setting, **{"dataset.image_transforms.tfs": json.dumps({"dark": dark})}))
-
-
-def test_a_column_of_corrections_that_no_dataset_has_is_refused(meta):
-    assert not corrected_frames(OutcomeOptions(), [meta])[0].any()
-    with pytest.raises(ValueError, match="--outcome.intervention=is_interventoin: no dataset has that column"):
-        corrected_frames(OutcomeOptions(intervention="is_interventoin"), [meta])

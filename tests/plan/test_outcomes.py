@@ -1,14 +1,17 @@
 """Which episodes succeeded: from columns and from files."""
 
+import inspect
 import json
 
+import lerobot.rollout.context as rollout_context
 import numpy as np
 import pytest
+from lerobot.teleoperators.utils import TeleopEvents
 
 from tests.datasets import edit_rows, make_dataset
-from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.options.recap import OutcomeOptions
-from vla_finetuning.plan.outcomes import corrected_frames, episode_success
+from vla_finetuning.plan.outcomes import corrected_frames, episode_success, intervention_columns
 
 EPISODES = (4, 3, 5)
 
@@ -41,6 +44,22 @@ def test_corrections_are_frames_of_a_column_that_may_be_absent(meta):
     assert np.flatnonzero(found).tolist() == [3, 6, 11]
     (found,) = corrected_frames(OutcomeOptions(), [meta])
     assert not found.any() and len(found) == sum(EPISODES)
+    with pytest.raises(ValueError, match="--outcome.intervention=is_interventoin: no dataset has that column"):
+        corrected_frames(OutcomeOptions(intervention="is_interventoin"), [meta])
+
+
+def test_lerobots_columns_of_corrections_are_known(meta):
+    """A bool of shape (1,), as `next.done` is here; with and without, and by each dataset's own name."""
+    names = ("intervention", TeleopEvents.IS_INTERVENTION.value)
+    assert f'dataset_features["{names[0]}"]' in inspect.getsource(rollout_context)
+    metas = [rename_features(meta, {"next.done": name}) for name in names]
+    found = corrected_frames(OutcomeOptions(), [*metas, meta])
+    assert [np.flatnonzero(frames).tolist() for frames in found] == [[3, 6, 11], [3, 6, 11], []]
+    assert intervention_columns(OutcomeOptions(), [*metas, meta]) == (*names, None)
+    both = rename_features(metas[0], {"next.reward": names[1]})
+    with pytest.raises(ValueError, match="has the columns intervention and is_intervention: say which"):
+        corrected_frames(OutcomeOptions(), [both])
+    assert corrected_frames(OutcomeOptions(intervention=names[0]), [both])[0].sum() == 3
 
 
 @pytest.mark.parametrize("form", ["json", "csv"])

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from vla_finetuning.envs.two_bins_scene import demonstrate
 from vla_finetuning.plan.demo import demo_scenes, disobeyed
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
-from vla_finetuning.rl.values import auroc
+from vla_finetuning.rl.values import auroc, auroc_interval
 
 LENGTH = np.array([5, 1, 9, 3])
 SUCCESS = np.array([True, False, False, True])
@@ -85,3 +86,15 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
     pairs = [(t > f) + 0.5 * (t == f) for t in score[truth] for f in score[~truth]]
     assert auroc(score, truth) == pytest.approx(np.mean(pairs))
     assert auroc(score, np.ones(60, bool)) is None
+
+
+@pytest.mark.parametrize(("positives", "negatives"), [(3, 3), (4, 16), (30, 30)])
+@pytest.mark.parametrize("apart", [0.0, 1.0, 3.0])
+def test_an_interval_holds_the_truth_in_95_of_100_samples(positives, negatives, apart):
+    """Of normal scores, whose AUROC is known: Phi(apart / sqrt(2)). Few rows too, where all pairs are in order."""
+    rng, truth = np.random.default_rng(0), np.repeat([True, False], [positives, negatives])
+    samples = rng.normal(size=(1000, len(truth))) + apart * truth
+    expected = norm.cdf(apart / np.sqrt(2))
+    intervals = np.array([auroc_interval(auroc(score, truth), positives, negatives) for score in samples])
+    assert ((intervals[:, 0] <= expected) & (expected <= intervals[:, 1])).mean() >= 0.94
+    assert auroc_interval(1.0, positives, negatives)[1] == 1.0 > auroc_interval(1.0, positives, negatives)[0]

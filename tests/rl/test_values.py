@@ -10,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from scipy.spatial import KDTree
 
 import value
 from tests.buckets import Bucket, forget, runs_bucket
-from tests.datasets import make_dataset
+from tests.datasets import all_rows, make_dataset
 from tests.in_process import train
 from tests.tiny import make_base
 from vla_finetuning import mirror
@@ -49,7 +50,7 @@ def flags(setting, name="run", **changes):
     folder, root, base = setting
     options = {
         "dataset.root": root,
-        "dataset.eval_split": 0.3,
+        "dataset.eval_split": 0.4,
         "policy.path": base,
         "outcome.success": f"@{folder / 'outcomes.json'}",
         "output_dir": folder / name,
@@ -70,6 +71,15 @@ def flags(setting, name="run", **changes):
 
 def resolved(setting, name="run", **changes):
     return resolve_value(parse_value(flags(setting, name, **changes)), gpus_found=0)
+
+
+@pytest.fixture(scope="module")
+def random_setting(tmp_path_factory):
+    """Forty episodes of five frames, each around a state of its own."""
+    folder = tmp_path_factory.mktemp("random")
+    cameras = {"cameras": {}, "image_cameras": {"observation.images.top": (32, 40)}}
+    root = make_dataset(folder / "dataset", episodes=(5,) * 40, data_files_size_in_mb=100, **cameras)
+    return folder, root, make_base(folder / "base", load_metadata(root), chunk_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +116,8 @@ def test_labels_are_what_plain_numpy_makes_of_the_values(finished, setting):
 @pytest.mark.parametrize("chosen", [(0, 1, 2, 3, 4, 5), (0, 1, 3, 4)])
 def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monkeypatch):
     """Whatever judges frames: all columns, scores and curves against plain numpy, of all episodes and of some."""
-    run = resolved(setting, output_dir=tmp_path / "run", **{"dataset.episodes": ",".join(map(str, chosen))})
+    options = {"dataset.episodes": ",".join(map(str, chosen)), "eval_steps": 0}
+    run = resolved(setting, output_dir=tmp_path / "run", **options)
     judged = np.random.default_rng(0).normal(size=sum(EPISODES)).astype(np.float32)
     own = np.repeat(np.isin(np.arange(6), chosen), EPISODES)
     monkeypatch.setattr(values, "judge_frames", lambda *_: [np.where(own, judged, np.nan)])
@@ -127,6 +138,8 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
     returns = episode_returns(length, success, longest, 1.0)
     advantage = advantages(returns, judged[own], length, 3)
     (held_out,) = run.training.rows.eval_episodes
+    # Of either outcome 40 % of three are one, and of two none.
+    assert held_out.tolist() == ([4, 5] if len(chosen) == 6 else [])
     np.testing.assert_allclose(found["return"], returns, rtol=1e-6)
     np.testing.assert_allclose(found["advantage"], advantage, rtol=1e-6)
     np.testing.assert_array_equal(found["value"], judged[own])
@@ -141,9 +154,10 @@ def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monk
     assert said["labels"]["frames"] == len(positive) and said["labels"]["positive"] == pytest.approx(positive.mean())
     assert said["labels"]["positive_of_successes"] == pytest.approx(positive[of_success].mean())
     assert said["labels"]["positive_of_failures"] == pytest.approx(positive[~of_success].mean())
-    last = judged[own][np.cumsum(length) - 1]
-    pairs = [last[i] < last[j] for i in np.flatnonzero(~success) for j in np.flatnonzero(success)]
-    assert said["labels"]["auroc_last"] == pytest.approx(np.mean(pairs))
+    last, trained = judged[own][np.cumsum(length) - 1], ~np.isin(chosen, held_out)
+    for name, of in (("in_sample", trained), ("held_out", ~trained)):
+        pairs = [last[i] < last[j] for i in np.flatnonzero(of & ~success) for j in np.flatnonzero(of & success)]
+        assert said["labels"][f"auroc_last_{name}"] == (pytest.approx(np.mean(pairs)) if pairs else None)
     # Failures first, of each outcome those held out first, and at most three.
     order = sorted(range(len(chosen)), key=lambda n: (success[n], chosen[n] not in held_out))
     assert [shown["episode"] for shown in said["episodes"]] == [chosen[n] for n in order]
@@ -285,25 +299,62 @@ def test_advantages_that_know_the_outcome_do_not_count():
     columns = {"success": ~failed, "held_out": held_out, "positive": rng.random(18) < 0.5}
     columns |= {"advantage": rng.normal(size=18), "value": rng.normal(size=18)}
     scores = score_labels(columns, to_come, 3)
-    negative, last = -columns["advantage"], [3, 9, 14, 17]
-    pairs = [negative[i] > negative[j] for i in (0, 10, 11) for j in (4, 5, 6)]
-    assert scores["auroc"] == pytest.approx(np.mean(pairs)) and scores["horizon"] == 3
+    negative = -columns["advantage"]
     assert scores["auroc_held_out"] == np.mean([negative[0] > negative[j] for j in (4, 5, 6)])
-    pairs = [columns["value"][i] < columns["value"][j] for i in (last[0], last[2]) for j in (last[1], last[3])]
-    assert scores["auroc_last"] == np.mean(pairs)
+    assert scores["auroc_in_sample"] is None and scores["horizon"] == 3  # the success is as short as the horizon
+    assert scores["auroc_last_held_out"] == (columns["value"][3] < columns["value"][9])
+    assert scores["auroc_last_in_sample"] == (columns["value"][14] < columns["value"][17])
+    # Frames of one episode are no more than one episode.
+    assert (scores["auroc_low"], scores["auroc_high"]) == values.auroc_interval(scores["auroc_held_out"], 1, 1)
     unknown = score_labels(columns, to_come, 50)
-    assert unknown["auroc"] is None and "unknown of advantages over 50 frames" in values.labels_text(unknown)
+    assert unknown["auroc_held_out"] is None and "unknown of advantages over 50 frames" in values.labels_text(unknown)
     assert "BELOW" not in values.labels_text(unknown)
 
 
-@pytest.mark.parametrize(
-    ("all_episodes", "held_out", "low"), [(0.95, 0.8, True), (0.8, None, True), (0.5, 0.95, False), (0.9, None, False)]
-)
-def test_a_value_function_that_sees_no_failure_coming_is_named(all_episodes, held_out, low):
-    """By its held-out episodes, where there are both outcomes."""
-    scores = dict.fromkeys(("positive", "positive_of_successes", "positive_of_failures", "auroc_last"), 0.5)
-    scores |= {"frames": 9, "horizon": 3, "auroc": all_episodes, "auroc_held_out": held_out, "auroc_last_held_out": 0.5}
-    assert ("BELOW 0.9" in values.labels_text(scores)) == low
+@pytest.mark.parametrize("draw", range(3))
+def test_outcomes_drawn_at_random_are_not_seen_coming(random_setting, draw, tmp_path, monkeypatch):
+    """By a value function that knows by heart what it was trained on; the less of an episode is to come, the better."""
+    folder, root, base = random_setting
+    count = load_metadata(root).num_episodes
+    success = np.random.default_rng(draw).permutation(np.arange(count) % 2)
+    (folder / "outcomes.json").write_text(json.dumps(dict(enumerate(success.tolist()))))
+    given = {"output_dir": tmp_path, "eval_steps": 0, "dataset.eval_split": None}
+    given = [flag for flag in flags(random_setting, **given) if not flag.endswith("=None")]
+    run = resolve_value(parse_value(given), gpus_found=0)
+    (held_out,), (meta,) = run.training.rows.eval_episodes, run.training.rows.metas
+    assert np.bincount(success[held_out]).tolist() == [count // 10, count // 10]  # 0.2 of either outcome
+    episode, state = (all_rows(root, [key])[key] for key in ("episode_index", "observation.state"))
+    trained = ~np.isin(episode.reshape(-1), held_out)
+    seen = run.returns[0] * np.concatenate([np.linspace(0, 1, length) for length in meta.episode_length])
+    _, nearest = KDTree(state[trained]).query(state)
+    monkeypatch.setattr(values, "judge_frames", lambda *_: [seen[trained][nearest].astype(np.float32)])
+    text = label_frames(run, run.training, tmp_path)
+    scores = json.loads((tmp_path / VALUES_NAME).read_text())["labels"]
+    for name in ("auroc", "auroc_last"):
+        assert scores[f"{name}_in_sample"] > 0.9
+        assert scores[f"{name}_low"] < 0.5 < scores[f"{name}_high"]
+        held_out_alone = "{:.3f} ({:.3f} to {:.3f}, on held-out episodes)"
+        assert held_out_alone.format(*(scores[f"{name}_{kind}"] for kind in ("held_out", "low", "high"))) in text
+    assert "its interval holds 0.5, which is chance: add episodes" in text and "more --steps" not in text
+
+
+def test_in_sample_is_said_and_advises_nothing():
+    rng, length = np.random.default_rng(0), np.array([4, 6, 5])
+    columns = {"success": np.repeat([True, False, True], length), "held_out": np.repeat([True, False, False], length)}
+    columns |= {"positive": rng.random(15) < 0.5, "advantage": rng.normal(size=15), "value": rng.normal(size=15)}
+    text = values.labels_text(score_labels(columns, np.repeat(np.cumsum(length), length) - np.arange(15) - 1, 3))
+    (line,) = [line for line in text.splitlines() if line.startswith("AUROC")]
+    assert line.count("in-sample") == 2 and "too few episodes are held out: raise --dataset.eval_split" in line
+    assert "BELOW" not in text and "--steps" not in text
+
+
+@pytest.mark.parametrize(("score", "low"), [(0.8, True), (0.95, False)])
+def test_a_value_function_that_sees_no_failure_coming_is_named(score, low):
+    scores = dict.fromkeys(("positive", "positive_of_successes", "positive_of_failures"), 0.5)
+    scores |= {f"auroc{kind}": score for kind in ("_held_out", "_low", "_high", "_last_held_out")}
+    scores |= {"frames": 9, "horizon": 3, "auroc_last_low": score, "auroc_last_high": score}
+    text = values.labels_text(scores)
+    assert ("BELOW 0.9" in text) == low and ("train it for more --steps" in text) == low
 
 
 def test_another_outcome_is_another_run(setting):
@@ -333,6 +384,7 @@ def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
         ({"scaling.strategy": "fsdp2"}, "value functions are not sharded"),
         ({"dataset.episodes": "0,2"}, "all 2 episodes succeeded, which leaves nothing to compare"),
         ({"dataset.on_error": "skip"}, "has no value, and no label"),
+        ({"dataset.eval_split": 0.3}, "eval_split=0.3 of the episodes of either outcome is less than one"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(setting, changes, said):

@@ -18,11 +18,11 @@ from tests.training.test_as_lerobot import resolved
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
+from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pipelines import load_processors, saved_shapes
-from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import FAMILIES
 from vla_finetuning.rollouts.episodes import generator, noise
 from vla_finetuning.rollouts.player import Eyes, Player, check_advantage, check_fits
@@ -436,6 +436,7 @@ def test_an_advantage_is_said_at_the_end_of_the_instruction(labelled, instructio
     said = [f"{text}, Advantage: positive" for text in instructions]
     found = chunks(labelled, instructions, advantage="positive")
     np.testing.assert_array_equal(found, chunks(labelled, said))
+    np.testing.assert_array_equal(found, chunks(labelled, said, advantage="positive"))  # once
     assert not np.array_equal(found, chunks(labelled, instructions, advantage="negative"))
     assert not np.array_equal(found, chunks(labelled, instructions))
 

@@ -10,10 +10,11 @@ from tests.in_process import make_setting, resolved
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.labels import write_labels
+from vla_finetuning.plan.labels import show_labels, write_labels
+from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.loading import save_pretrained
-from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import WithAdvantage
@@ -69,7 +70,8 @@ def labelled(setting, **changes):
     folder, _, _ = setting
     run = resolved(setting)
     path = folder / "labels.parquet"
-    write_labels(path, run.rows.metas, run.rows.episodes, {"positive": np.arange(15) % 2 == 0})
+    columns = {"positive": np.arange(15) % 2 == 0, "advantage": np.arange(15.0), "success": np.arange(15) < 6}
+    write_labels(path, run.rows.metas, run.rows.episodes, columns)
     return resolved(setting, **{"recap.labels": path, **changes})
 
 
@@ -93,6 +95,34 @@ def test_labels_reach_the_policys_tokens_and_the_runs_identity(tmp_path):
     assert not np.array_equal(tokens[0], tokens[1])  # frames of one episode, whose labels differ
     same = make_prepare(plain.policy, plain.rows)(rows)["observation.language.tokens"]
     assert same.shape == tokens.shape and not np.array_equal(same[0], tokens[0])
+
+
+def test_an_advantage_that_was_recorded_is_not_said_twice(tmp_path):
+    """Episodes of a robot that was told one, beside others: prompts and the robot's file are as of plain texts."""
+    texts = ("go to the red bin", "go to the blue bin")
+    recorded = (f"{texts[0]}, Advantage: positive", f"{texts[1]}{ADVANTAGE[True]}{ADVANTAGE[False]}", texts[0])
+    runs = []
+    for name, tasks in (("plain", (*texts, texts[0])), ("recorded", recorded)):
+        cameras = {"observation.images.top": (32, 32)}
+        root = make_dataset(tmp_path / name, episodes=(6, 5, 4), cameras=cameras, tasks=tasks)
+        known = [f"{text}{words}" for text in texts for words in ("", *ADVANTAGE.values())]
+        (tmp_path / f"to_{name}").mkdir()
+        setting = tmp_path / f"to_{name}", root, make_base(tmp_path / f"base-{name}", load_metadata(root), tasks=known)
+        runs.append((labelled(setting), resolved(setting)))
+    (plain, _), (run, unlabelled) = runs
+    rows = [made.rows.in_stored_order().read_rows(list(range(15)), 15) for made in (plain, run)]
+    tokens = [
+        make_prepare(made.policy, made.rows)(block)["observation.language.tokens"]
+        for made, (block,) in zip((plain, run), rows, strict=True)
+    ]
+    np.testing.assert_array_equal(*tokens)
+    assert "not read: the advantage that 2 of 3 tasks end with, as 'go to the red bin, Advantage" in describe(run)
+    (facts,) = robot_facts(run).values()
+    assert facts["instructions"] == sorted(texts) and facts["instructions_end_with"] == ADVANTAGE[True]
+    (meta,) = unlabelled.rows.metas  # without labels of its own, a run trains on the texts as they are
+    assert set(meta.tasks.values()) == set(recorded) and "not read" not in describe(unlabelled)
+    shown, _ = show_labels(tmp_path / "to_recorded" / "labels.parquet", load_metadata(tmp_path / "recorded"))
+    assert [line.split("  ")[-1] for line in shown[2:]] == list(texts)
 
 
 @pytest.mark.parametrize("frame", [0, 1])

@@ -37,7 +37,7 @@ class Option:
         requires, conflicts: conditions that must hold, or must not, where the option is not at its default, and why;
             after a semicolon what to do, where that is not to give the condition, or leave one of the two out.
             A condition is another flag that is not at its default, "eval_steps", or one with a value,
-            "dataset.on_error=skip". Conditions on flags that a program lacks do not apply to it.
+            "dataset.on_error=skip"; a share holds above 0. Conditions on flags that a program lacks do not apply to it.
         only_with: the condition without which the option does nothing. A run that is resumed may have it all the same.
     """
 
@@ -202,7 +202,9 @@ def _holds(config: Any, condition: str, options: Mapping[str, Option], absent: b
         return absent
     option = options[name]
     value = get_option(config, option.path)
-    return value == option.read(text) if equals else option.is_given(value)
+    if equals:
+        return value == option.read(text)
+    return value > 0 if isinstance(value, float) else option.is_given(value)
 
 
 def get_option(config: Any, path: str) -> Any:

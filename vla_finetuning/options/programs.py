@@ -18,7 +18,7 @@ from vla_finetuning.options.job import MAX_SEED, JobOptions, RunOptions, check_o
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.policy import ActingOptions, PolicyOptions, RunPolicyOptions
 from vla_finetuning.options.push import PushOptions
-from vla_finetuning.options.recap import OutcomeOptions, RecapOptions, ValueOptions
+from vla_finetuning.options.recap import OutcomeOptions, RecapOptions, ValueDatasetOptions, ValueOptions
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions
 from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
 from vla_finetuning.options.schedule import (
@@ -232,7 +232,7 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
 class ValueConfig(LogOptions, LengthOptions, RunPolicyOptions, JobOptions):
     """What `value.py` has otherwise than `vla.py`."""
 
-    dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    dataset: ValueDatasetOptions = field(default_factory=ValueDatasetOptions)
     outcome: OutcomeOptions = field(default_factory=OutcomeOptions)
     value: ValueOptions = field(default_factory=ValueOptions)
     train: StepOptions = field(default_factory=StepOptions)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.fields import option
 from vla_finetuning.options.mixture import members, robots
+
+# What an instruction ends with where the prompt says whether an action is better than most (RECAP, 2511.14759).
+ADVANTAGE = {True: ", Advantage: positive", False: ", Advantage: negative"}
+_LABELS = re.compile(rf"({'|'.join(map(re.escape, ADVANTAGE.values()))})+\Z")
+
+
+def without_label(instruction: str) -> str:
+    """Return an instruction without the advantages at its end, which a robot that recorded it was told."""
+    return _LABELS.sub("", instruction)
 
 
 @dataclass
@@ -47,9 +58,24 @@ class OutcomeOptions:
     threshold: float = option(
         1.0, "The value of that column from which on an episode is a success; true counts as 1.", above=0
     )
-    intervention: str = option(
-        "is_intervention",
-        "A column of the frames, true where a person corrected the robot; those frames are positive. It may be absent.",
+    intervention: str | None = option(
+        None,
+        "A column of the frames, true where a person corrected the robot; those frames are positive. When absent, "
+        "LeRobot's `intervention` or `is_intervention` of the datasets that have it.",
+        form="a column of the frames, as intervention",
+    )
+
+
+@dataclass
+class ValueDatasetOptions(DatasetOptions):
+    """Datasets and episodes."""
+
+    eval_split: float = option(
+        0.2,
+        "Share of the episodes of either outcome, in each dataset, that the value function does not learn from, and is "
+        "judged on.",
+        min=0,
+        below=1,
     )
 
 

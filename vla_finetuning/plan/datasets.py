@@ -19,6 +19,7 @@ from vla_finetuning.environment import CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.mixture import Member, members
 from vla_finetuning.options.programs import Config
+from vla_finetuning.options.recap import without_label
 from vla_finetuning.plan.names import check_camera_keys, check_names_known, with_names
 from vla_finetuning.plan.paths import absolute, with_absolute_paths
 
@@ -32,12 +33,14 @@ class Datasets:
         metas: their metadata, with the names that --rename_map gives their features.
         members: the mixture's options of each dataset; the defaults where there is no mixture.
         weights: of all episodes, float64 (E,) for each dataset (--dataset.episode_weights); None: all alike.
+        success: of all episodes, bool (E,) for each dataset, where as many of either outcome are to be held out.
     """
 
     roots: tuple[str, ...]
     metas: tuple[DatasetMetadata, ...]
     members: tuple[Member, ...]
     weights: tuple[np.ndarray, ...] | None = None
+    success: tuple[np.ndarray, ...] | None = None
 
     def __str__(self) -> str:
         return "; ".join(
@@ -61,6 +64,8 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
     for meta, member in zip(metas, listed, strict=True):
         chosen = member.camera_keys
         check_camera_keys(meta, config.dataset.camera_keys if chosen is None else chosen)
+    if config.recap.labels is not None:
+        metas = tuple(map(without_labels, metas))
     source = config.dataset.episode_weights
     weights = None if source is None else tuple(episode_weights(metas, roots, source, absolute))
     return config, Datasets(tuple(roots), metas, listed, weights)
@@ -89,6 +94,21 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
         except ValueError as error:
             raise ValueError(f"--dataset.mixture, {meta.root}: {error}") from error
     return tuple(named)
+
+
+def without_labels(meta: DatasetMetadata) -> DatasetMetadata:
+    """Return the dataset with tasks whose texts end with no advantage: a new one is to be said. The plan says so."""
+    tasks = {number: without_label(text) for number, text in meta.tasks.items()}
+    ended = [text for number, text in meta.tasks.items() if text != tasks[number]]
+    if not ended:
+        return meta
+    line = f"the advantage that {len(ended)} of {len(tasks)} tasks end with, as {ended[0]!r:.200}"
+    return replace(
+        meta,
+        tasks=tasks,
+        episode_tasks=[tuple(dict.fromkeys(map(without_label, texts))) for texts in meta.episode_tasks],
+        not_read=(*meta.not_read, line),
+    )
 
 
 def storage_policy(d: DatasetOptions) -> StoragePolicy:

@@ -161,8 +161,8 @@ def prepare_base(
     Raises:
         ValueError: PI0.5 cannot use the data (`make_tiny_base`).
     """
+    from vla_finetuning.options.recap import ADVANTAGE
     from vla_finetuning.policies import tiny
-    from vla_finetuning.policies.prompts import ADVANTAGE
 
     endings = ("", *ADVANTAGE.values()) if labelled else ("",)
     description: dict[str, Any] = {

@@ -95,8 +95,10 @@ def select(
     """
     metas = datasets.metas
     used = choose(config, datasets)
+    success: Sequence[np.ndarray | None] = datasets.success or [None] * len(metas)
     parts = [
-        _split(meta, episodes, notes, config, dropped) for meta, (episodes, notes) in zip(metas, used, strict=True)
+        _split(meta, episodes, notes, config, dropped, outcomes)
+        for meta, (episodes, notes), outcomes in zip(metas, used, success, strict=True)
     ]
     train, held_out, notes = zip(*parts, strict=True)
     chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))
@@ -155,19 +157,25 @@ def exclusion(config: Config, datasets: Datasets, broken: Mapping[int, Sequence[
 
 
 def _split(
-    meta: DatasetMetadata, chosen: np.ndarray, notes: list[str], config: Config, dropped: int
+    meta: DatasetMetadata,
+    chosen: np.ndarray,
+    notes: list[str],
+    config: Config,
+    dropped: int,
+    success: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return which of the chosen episodes of a dataset to train on and which to hold out, and notes.
 
     The last ceil(n x eval_split) of each task are held out, as in LeRobot. A rehearsal, whose preset chose the share,
-    leaves tasks of a few episodes to training.
+    leaves tasks of a few episodes to training. Where `success` of all episodes is given, bool (E,), it is a share of
+    those of either outcome instead, task after task, rounded down.
     """
     share = config.dataset.eval_split
     by_task: dict[str, list[int]] = {}
     for episode in chosen.tolist():
         by_task.setdefault((meta.episode_tasks[episode] or ("",))[0], []).append(episode)
     groups = list(by_task.values())
-    if config.preset == "demo" and share == float(PRESETS["demo"]["dataset.eval_split"]):
+    if success is None and config.preset == "demo" and share == float(PRESETS["demo"]["dataset.eval_split"]):
         large = [group for group in groups if len(group) >= FEW_EPISODES]
         if len(large) < len(groups):
             groups = large or [max(groups, key=len)] * (len(chosen) > 1)
@@ -176,7 +184,12 @@ def _split(
             if not large:
                 reason = f"of the largest task; no task has {FEW_EPISODES}" if groups else "since there is only one"
             notes = [*notes, f"{count} of {len(chosen)} episodes held out, {reason}"]
-    held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
+    if success is None:
+        held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
+    else:
+        listed = list(itertools.chain(*groups))
+        outcomes = ([e for e in listed if success[e] == outcome] for outcome in (True, False))
+        held_out = sorted(e for same in outcomes for n, e in enumerate(same) if n * share // 1 < (n + 1) * share // 1)
     train = np.setdiff1d(chosen, held_out)
     if not len(train):
         raise ValueError(

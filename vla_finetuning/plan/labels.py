@@ -21,6 +21,7 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.parquet_columns import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.mirror import address, pull
+from vla_finetuning.options.recap import without_label
 from vla_finetuning.run.checkpoint import file_digest
 from vla_finetuning.run.exported import LABELS_NAME
 
@@ -101,7 +102,7 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     """
     index, rows = _rows_of(_read(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
     advantage, success, positive = (rows[name].to_numpy() for name in (*SHOWN, "positive"))
-    texts = np.array([texts[0] if texts else "" for texts in meta.episode_tasks])
+    texts = np.array([without_label(texts[0]) if texts else "" for texts in meta.episode_tasks])
     task = np.repeat(texts, meta.episode_length)[index]
     width = "{:>9} {:>9} {:>13} {:>12} {:>26}  {}"
     heads = ("frames", "positive", "of successes", "of failures", "5 % to 95 % of advantages", "task")

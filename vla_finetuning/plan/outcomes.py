@@ -17,6 +17,8 @@ from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.recap import OutcomeOptions
 
 FLAG = "--outcome.success"
+# What lerobot-rollout's DAgger records, and what LeRobot calls it elsewhere (`TeleopEvents`).
+INTERVENTIONS = ("intervention", "is_intervention")
 
 
 def episode_success(
@@ -50,21 +52,33 @@ def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) 
     """Return which frames a person corrected, by dataset: bool (F,); none where a dataset has no such column.
 
     Raises:
-        ValueError: a column of another name than by default, which no dataset has.
+        ValueError: no dataset has the column that is named, or none is named and a dataset has several.
     """
-    if options.intervention != OutcomeOptions.intervention:
-        features = sorted({key for meta in metas for key in meta.features})
-        if options.intervention not in features:
-            raise ValueError(
-                f"--outcome.intervention={options.intervention}: no dataset has that column, but {', '.join(features)}"
-                f"{did_you_mean(options.intervention, features)}"
-            )
     return tuple(
-        np.concatenate(_of_episodes(meta, options.intervention, "--outcome.intervention")) > 0
-        if options.intervention in meta.features
-        else np.zeros(meta.total_frames, bool)
-        for meta in metas
+        np.zeros(meta.total_frames, bool)
+        if key is None
+        else np.concatenate(_of_episodes(meta, key, "--outcome.intervention")) > 0
+        for meta, key in zip(metas, intervention_columns(options, metas), strict=True)
     )
+
+
+def intervention_columns(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[str | None, ...]:
+    """Return the column of corrections of each dataset, None where it has none. Raises as `corrected_frames`."""
+    known = INTERVENTIONS if options.intervention is None else (options.intervention,)
+    columns = [[name for name in known if name in meta.features] for meta in metas]
+    if options.intervention is not None and not any(columns):
+        features = sorted({key for meta in metas for key in meta.features})
+        raise ValueError(
+            f"--outcome.intervention={options.intervention}: no dataset has that column, but {', '.join(features)}"
+            f"{did_you_mean(options.intervention, features)}"
+        )
+    for meta, names in zip(metas, columns, strict=True):
+        if len(names) > 1:
+            raise ValueError(
+                f"dataset {meta.root} has the columns {' and '.join(names)}: say which is of corrections by a person, "
+                f"--outcome.intervention={names[0]}"
+            )
+    return tuple(names[0] if names else None for names in columns)
 
 
 def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]:
@@ -81,7 +95,7 @@ def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]
 
     def of_file(file: dict[str, Any]) -> list[tuple[int, np.ndarray]]:
         episodes = episode_arrays(meta.fs, features=[feature], **file)
-        return [(episode, arrays[key].reshape(-1).astype(np.float64)) for episode, arrays in episodes]
+        return [(episode, arrays[feature.key].reshape(-1).astype(np.float64)) for episode, arrays in episodes]
 
     values: list[np.ndarray] = [np.empty(0)] * meta.num_episodes
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -7,9 +7,9 @@ from typing import Any
 from vla_finetuning.data.metadata import dimension_names
 from vla_finetuning.data.reader import height_width
 from vla_finetuning.data.selection import tasks_of
+from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.statistics import absolute_dimensions
-from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.spec import Robot
 
 # A robot is told one of them; thousands would hide the rest of the file.

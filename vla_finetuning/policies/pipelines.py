@@ -27,6 +27,7 @@ from transformers.utils import cached_file
 
 from vla_finetuning.data.hub import require_model
 from vla_finetuning.files import read_foreign_json
+from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.policies.loading import check_header
 from vla_finetuning.policies.processors import (
     EMPTY_CAMERA,
@@ -35,7 +36,6 @@ from vla_finetuning.policies.processors import (
     normalization_mode,
     required_stats,
 )
-from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 from vla_finetuning.policies.tokenizer_check import check_tokenizer

@@ -1,4 +1,4 @@
-"""What prompts say besides the instruction, and how long they are where they are computed with.
+"""How long prompts are where they are computed with.
 
 A tokenizer pads all to one length, most of it nothing.
 
@@ -21,10 +21,6 @@ from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TO
 STEP, MAX_LENGTHS = 32, 7
 # A length at which a kernel is known to be wrong is left in steps of this, to which kernels align masks anyway.
 ALIGNMENT = 8
-
-
-# What an instruction ends with where the prompt says whether an action is better than most (RECAP, 2511.14759).
-ADVANTAGE = {True: ", Advantage: positive", False: ", Advantage: negative"}
 
 
 def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:

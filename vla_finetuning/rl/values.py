@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from scipy.stats import mannwhitneyu
+from scipy.stats import mannwhitneyu, t
 
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.evaluation.intervals import CONFIDENCE
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import ValueConfig
-from vla_finetuning.plan.datasets import Datasets
+from vla_finetuning.plan.datasets import Datasets, find_datasets, without_labels
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.labels import histogram, write_labels
-from vla_finetuning.plan.outcomes import corrected_frames, episode_success
+from vla_finetuning.plan.outcomes import corrected_frames, episode_success, intervention_columns
 from vla_finetuning.plan.paths import absolute
 from vla_finetuning.plan.resolve import Run, make_job, resolve
 from vla_finetuning.policies.meta import meta_policy
@@ -37,6 +38,7 @@ from vla_finetuning.terminal import escaped
 
 # Episodes of each outcome that the report shows, frames of each, and pixels of the strip that they make.
 SHOWN, SHOWN_FRAMES, STRIP_WIDTH = 3, 8, 960
+IN_SAMPLE = "in-sample"
 # Below this AUROC a value function hardly sees a failure coming. In the demo, labels of one at 0.74 taught nothing.
 LOW_AUROC = 0.9
 
@@ -64,8 +66,14 @@ def resolve_value(config: ValueConfig, gpus_found: int, datasets: Datasets | Non
     Args:
         datasets: where `preflight.examine` has found them for these options.
     """
+    options = config.training()
+    if datasets is None:
+        options, datasets = find_datasets(options)
+    metas = tuple(map(without_labels, datasets.metas))
+    success = episode_success(config.outcome, metas, datasets.roots, absolute)
+    corrected = corrected_frames(config.outcome, metas)
     # What trains is no option of the policy's.
-    run = resolve(config.training(), gpus_found, datasets, compare_base=False)
+    run = resolve(options, gpus_found, replace(datasets, metas=metas, success=success), compare_base=False)
     policy, rows = run.policy, run.rows
     if not family_of(policy.config).flow:
         raise ValueError(
@@ -73,9 +81,13 @@ def resolve_value(config: ValueConfig, gpus_found: int, datasets: Datasets | Non
             f"{types_that(lambda family: family.flow)} compute of images and language; "
             "give a --policy.path of one of these types"
         )
-    success = episode_success(config.outcome, rows.metas, run.config.dataset.roots or [rows.metas[0].root], absolute)
-    used = [outcomes[selected] for outcomes, selected in zip(success, rows.episodes, strict=True)]
-    _check_both_outcomes(config, np.concatenate(used))
+    _check_both_outcomes(config, _of_episodes(success, rows.episodes))
+    if config.eval_steps and not any(map(len, rows.eval_episodes)):
+        raise ValueError(
+            f"--eval_steps={config.eval_steps}: --dataset.eval_split={config.dataset.eval_split:g} of the episodes of "
+            "either outcome is less than one, and none is held out to compute a loss on; raise it, or leave out "
+            "--eval_steps"
+        )
     tasks = _task_numbers(rows.metas)
     longest = _longest(rows.metas, rows.episodes, tasks)
     returns = tuple(
@@ -95,7 +107,12 @@ def resolve_value(config: ValueConfig, gpus_found: int, datasets: Datasets | Non
     policy = replace(policy, value=spec, flops_by_prompt={}, parameters=_count(policy, spec))
     job = make_job(run.config, policy, run.job.steps, rows.identity)
     training = replace(run, policy=policy, rows=rows, job=job)
-    return ValueRun(config, training, success, corrected_frames(config.outcome, rows.metas), tasks, returns)
+    return ValueRun(config, training, success, corrected, tasks, returns)
+
+
+def _of_episodes(success: Sequence[np.ndarray], episodes: Sequence[np.ndarray]) -> np.ndarray:
+    """The outcomes of some episodes of each dataset, one after the other: bool (E,)."""
+    return np.concatenate([outcomes[selected] for outcomes, selected in zip(success, episodes, strict=True)])
 
 
 def _check_both_outcomes(config: ValueConfig, success: np.ndarray) -> None:
@@ -138,11 +155,14 @@ def _count(policy: PolicySpec, spec: ValueSpec) -> TrainableReport:
 def describe_value(run: ValueRun) -> str:
     """The plan, as text."""
     rows, v = run.training.rows, run.config.value
-    used = np.concatenate([outcomes[selected] for outcomes, selected in zip(run.success, rows.episodes, strict=True)])
+    used, held_out = (_of_episodes(run.success, episodes) for episodes in (rows.episodes, rows.eval_episodes))
     corrected = sum(int(frames.sum()) for frames in run.corrected)
+    columns = sorted({key for key in intervention_columns(run.config.outcome, rows.metas) if key})
+    judged = "which it is judged on" if 0 < held_out.sum() < len(held_out) else f"too few: its AUROC is {IN_SAMPLE}"
     lines = [
         f"Outcomes     {used.sum()} of {len(used)} episodes succeeded, by {run.config.outcome.success}"
-        + (f"; {corrected} frames are corrections" if corrected else ""),
+        + (f"; {corrected} frames are corrections, by {' and '.join(columns)}" if columns else ""),
+        f"             {held_out.sum()} of {len(held_out)} held-out episodes succeeded, {judged}",
         f"Value        {v.bins} bins of the return, in lengths of the task's longest episode; a failure costs "
         f"{v.failure_penalty:g}",
         f"Labels       advantages over {v.horizon} frames; {v.positive:.0%} of each task's frames positive",
@@ -247,9 +267,11 @@ def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon
     Returns:
         `positive` shares of frames, all, of successful and of failed episodes; `auroc` of the negative advantage for
         "the episode failed", over frames that end within their episode, and `auroc_last` of the negative value, over
-        the last frames of episodes; `_held_out`: of held-out episodes; None where there are not both outcomes.
+        the last frames of episodes: `_held_out` of held-out episodes, with its interval `_low` to `_high`, and
+        `_in_sample` of those that were trained on; None where there are not both outcomes.
     """
     failed, held_out = ~columns["success"], columns["held_out"]
+    episode = np.cumsum(to_come == 0) - (to_come == 0)
     scores: dict[str, float | None] = {
         "frames": len(failed),
         "horizon": horizon,
@@ -258,8 +280,11 @@ def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon
         "positive_of_failures": float(columns["positive"][failed].mean()),
     }
     for name, column, mask in (("auroc", "advantage", to_come >= horizon), ("auroc_last", "value", to_come == 0)):
-        scores[name] = auroc(-columns[column][mask], failed[mask])
-        scores[f"{name}_held_out"] = auroc(-columns[column][mask & held_out], failed[mask & held_out])
+        for kind, chosen in (("held_out", mask & held_out), ("in_sample", mask & ~held_out)):
+            scores[f"{name}_{kind}"] = auroc(-columns[column][chosen], failed[chosen])
+        if (score := scores[f"{name}_held_out"]) is not None:
+            numbers = (_episodes_worth(episode[mask & held_out & outcome]) for outcome in (failed, ~failed))
+            scores[f"{name}_low"], scores[f"{name}_high"] = auroc_interval(score, *numbers)
     return scores
 
 
@@ -271,26 +296,50 @@ def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
     return float(mannwhitneyu(positives, negatives).statistic / len(positives) / len(negatives))
 
 
+def _episodes_worth(episode: np.ndarray) -> float:
+    """How many episodes of one length say as much as these frames, if those of an episode say the same (Kish)."""
+    frames = np.unique(episode, return_counts=True)[1]
+    return float(frames.sum() ** 2 / (frames**2).sum())
+
+
+def auroc_interval(score: float, positives: float, negatives: float) -> tuple[float, float]:
+    """Newcombe's interval for an AUROC (his method 5, doi 10.1002/sim.2324), of so many independent rows.
+
+    Wilson's way: all those from which what was found is no further than chance would take it. By Student's quantile,
+    since rows may be few.
+    """
+    theta, more = np.append(np.linspace(0, 1, 10_001), score), (positives + negatives) / 2 - 1
+    spread = 1 + more * ((1 - theta) / (2 - theta) + theta / (1 + theta))
+    quantile = t.ppf((1 + CONFIDENCE) / 2, max(positives + negatives - 2, 0.1))
+    deviation = quantile * np.sqrt(theta * (1 - theta) * spread / (positives * negatives))
+    inside = theta[np.abs(theta - score) <= deviation]
+    return float(inside.min(initial=score)), float(inside.max(initial=score))
+
+
 def labels_text(scores: Mapping[str, Any]) -> str:
     """Return the lines that `value.py` ends with."""
+    told = [_told(scores, name) for name in ("auroc", "auroc_last")]
+    few = "; too few episodes are held out: raise --dataset.eval_split, or add episodes of the rarer outcome"
     lines = [
         f"Positive     {scores['positive']:.1%} of {scores['frames']} frames: "
         f"{scores['positive_of_successes']:.1%} of successful episodes', "
         f"{scores['positive_of_failures']:.1%} of failed ones'",
-        f"AUROC        for failed episodes: {_told(scores, 'auroc')} of advantages over {scores['horizon']} frames "
-        f"of an episode, {_told(scores, 'auroc_last')} of the values of its last frame",
+        f"AUROC        for failed episodes: {told[0]} of advantages over {scores['horizon']} frames "
+        f"of an episode, {told[1]} of the values of its last frame" + (few if IN_SAMPLE in "".join(told) else ""),
     ]
-    aurocs = [scores[name] for name in ("auroc_held_out", "auroc") if scores[name] is not None]
-    if aurocs and aurocs[0] < LOW_AUROC:
+    if (score := scores["auroc_held_out"]) is not None and score < LOW_AUROC:
+        remedy = "train it for more --steps, or with --value.backbone true"
+        if scores["auroc_low"] <= 0.5 <= scores["auroc_high"]:
+            remedy = "its interval holds 0.5, which is chance: add episodes before anything else"
         lines.append(
             f"             BELOW {LOW_AUROC}: it hardly sees a failure before the episode ends, and labels of earlier "
-            "frames say little; train it for more --steps, or with --value.backbone true"
+            f"frames say little; {remedy}"
         )
     return "\n".join(lines)
 
 
 def _told(scores: Mapping[str, Any], name: str) -> str:
-    if scores[name] is None:
-        return "unknown"
-    held_out = scores[f"{name}_held_out"]
-    return f"{scores[name]:.3f}" + (f" ({held_out:.3f} on held-out episodes)" if held_out is not None else "")
+    if (score := scores[f"{name}_held_out"]) is not None:
+        return f"{score:.3f} ({scores[f'{name}_low']:.3f} to {scores[f'{name}_high']:.3f}, on held-out episodes)"
+    score = scores[f"{name}_in_sample"]
+    return "unknown" if score is None else f"{score:.3f} {IN_SAMPLE}"

@@ -26,11 +26,11 @@ from lerobot.utils.constants import ACTION, OBS_STATE, OBS_STR
 from vla_finetuning.envs.protocol import Observation, select_rows, stack
 from vla_finetuning.files import read_json
 from vla_finetuning.options.policy import ROBOT_NAME
+from vla_finetuning.options.recap import ADVANTAGE, without_label
 from vla_finetuning.policies.flow import FlowLoss, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors
 from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
-from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.rollouts.episodes import Key, generator, noise
@@ -221,6 +221,8 @@ class Player:
     def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
         """Return what the policy sees of N rows, on its device; `words` are what instructions end with."""
         with remote_code(self._trusted), torch.no_grad():
+            if self._words:  # which a client may say, too
+                instructions = list(map(without_label, instructions))
             tasks = [f"{self._opening}{instruction}{words}" for instruction in instructions]
             seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: tasks})
             prepared = self._pre({self._rename_map.get(key, key): value for key, value in seen.items()})

@@ -16,6 +16,7 @@ from torch import nn
 
 from lerobot_datasource import read_source
 from util import Batch, Draws, TrainableOptimizer, take_optimizer
+from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.record import record_attention
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
@@ -26,7 +27,6 @@ from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
-from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import family_of, train_as
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
