@@ -8,7 +8,7 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.pi0 import modeling_pi0
 from lerobot.policies.pi0.configuration_pi0 import PI0Config
 
-from tests.policies.test_pi05 import gradient_errors, gradients, in_float64, relative_error, to_float64  # noqa: F401
+from tests.policies.test_pi05 import gradient_errors, gradients, relative_error, to_float64
 from tests.tiny_backbones import VOCABULARY, tiny_paligemma
 from vla_finetuning.policies.attention import Shape, what_is_wrong
 from vla_finetuning.policies.counting import flops_per_sample
@@ -69,7 +69,7 @@ def lerobots(policy, noise, time):
 @MODES
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(("cameras", "missing"), [(1, ()), (2, ()), (2, ("observation.images.1",))])
-def test_loss_and_every_gradient_are_lerobots(mode, attention, cameras, missing, in_float64):  # noqa: F811
+def test_loss_and_every_gradient_are_lerobots(mode, attention, cameras, missing, in_float64):
     policy = make_policy(cameras).double()
     batch, noise, time = to_float64(*make_batch(policy, missing=missing))
     choose_trainable(policy, mode)
@@ -103,7 +103,7 @@ def test_in_float32_without_what_training_never_uses(mode):
     assert relative_error(*whole) <= 2e-6
 
 
-def test_several_draws_are_the_mean_of_lerobots_losses(in_float64):  # noqa: F811
+def test_several_draws_are_the_mean_of_lerobots_losses(in_float64):
     policy, draws = make_policy().double(), 3
     batch, noise, time = to_float64(*make_batch(policy, draws=draws))
     expected = []

@@ -10,7 +10,7 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
-from tests.policies.test_pi05 import gradient_errors, gradients, in_float64, relative_error, to_float64  # noqa: F401
+from tests.policies.test_pi05 import gradient_errors, gradients, relative_error, to_float64
 from tests.tiny_backbones import VOCABULARY, smolvlm
 from vla_finetuning.policies.attention import Shape, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler
@@ -101,7 +101,7 @@ def lerobots(policy, batch, noise, time, reduction="mean"):
         ("marks", "sdpa", ("observation.images.0",)),
     ],
 )
-def test_loss_and_every_gradient_are_lerobots(backbone, mode, variant, attention, missing, in_float64):  # noqa: F811
+def test_loss_and_every_gradient_are_lerobots(backbone, mode, variant, attention, missing, in_float64):
     policy = make_policy(backbone, **VARIANTS[variant]).double()
     arguments = to_float64(*make_batch(policy, missing))
     choose_trainable(policy, mode)
