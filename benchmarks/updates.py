@@ -20,7 +20,7 @@ from util import DeviceMetrics, NumpyToTorchCollate, cuda_prefetcher, train_step
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import Attention, Precision, TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import why_not
-from vla_finetuning.policies.loading import FeatureMatch
+from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.processors import to_float

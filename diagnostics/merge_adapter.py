@@ -15,14 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vla_finetuning.files import read_foreign_json
-from vla_finetuning.policies.loading import (
-    check_header,
-    fetch_pretrained,
-    load_policy,
-    load_policy_config,
-    save_pretrained,
-)
+from vla_finetuning.policies.loading import check_header, fetch_pretrained, load_policy, load_policy_config
 from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.terminal import print_safe, print_safe_error
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

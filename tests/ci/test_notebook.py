@@ -13,8 +13,8 @@ from ci.strip_notebooks import main as strip_notebooks
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.saving import save_pretrained
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "README.ipynb"

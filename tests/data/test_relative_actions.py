@@ -20,7 +20,7 @@ from vla_finetuning.data.relative_actions import RelativeActions, relative_actio
 from vla_finetuning.data.statistics import STATISTICS
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import with_stats
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 
 CHUNK, EXCLUDED = 6, ["motor_1"]
 

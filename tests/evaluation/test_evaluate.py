@@ -19,7 +19,7 @@ from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import write_json
 from vla_finetuning.mirror import as_path
 from vla_finetuning.options.command_line import parse_evaluate
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
 

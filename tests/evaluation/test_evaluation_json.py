@@ -19,7 +19,7 @@ from vla_finetuning.evaluation import after_training, open_loop, side_by_side
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.run import cluster
 

@@ -28,7 +28,7 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.matching import policy_data
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import make_tiny_base
 from vla_finetuning.run import cluster
 from vla_finetuning.training.export import in_own_names

@@ -15,7 +15,7 @@ from tests.evaluation import several  # noqa: F401 registers its environment
 from tests.evaluation.test_evaluate import lines_of
 from tests.rollouts.test_player import STATS, act_config
 from vla_finetuning.envs.two_bins_scene import BINS
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 
 
 @pytest.fixture(scope="module")

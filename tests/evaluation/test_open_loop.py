@@ -29,8 +29,8 @@ from vla_finetuning.evaluation.open_loop import (
     other_instructions,
     without_future,
 )
-from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.registry import FAMILIES
+from vla_finetuning.policies.saving import save_pretrained
 
 CHUNK, ACTION, ROWS = 5, 3, 7
 TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]

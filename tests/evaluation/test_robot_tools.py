@@ -20,8 +20,9 @@ from tests.in_process import TINY
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.robot_tools import compare_tools, describe_tools
-from vla_finetuning.policies.loading import load_policy, load_policy_config, save_pretrained
+from vla_finetuning.policies.loading import load_policy, load_policy_config
 from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 
 STEPS, CHUNK = 5, 6

@@ -12,7 +12,7 @@ from tests.in_process import resolved
 from tests.training.test_as_lerobot import resolved as resolved_from_nothing
 from tests.training.test_as_lerobot import resolved_from
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.matching import policy_data
 from vla_finetuning.plan.resolve import resolve, with_stats
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push
 from vla_finetuning.run.folder import attempts

@@ -26,7 +26,7 @@ from vla_finetuning.plan import statistics
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.plan.statistics import CONSTANT_RANGE, hold_statistics, usable
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 
 VECTORS = ("action", "observation.state")
 

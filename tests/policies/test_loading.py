@@ -26,18 +26,17 @@ from safetensors.torch import load_file, save_file
 
 from tests.memory import takes_at_most
 from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy, real_config
-from vla_finetuning.policies import loading as policy_module
+from vla_finetuning.policies import saving
 from vla_finetuning.policies.loading import (
-    exported_dtypes,
     fetch_pretrained,
     load_policy,
     load_policy_config,
     make_policy_config,
     new_policy,
     read_weights,
-    save_pretrained,
 )
 from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.saving import exported_dtypes, save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 
@@ -361,7 +360,7 @@ def test_lerobot_reads_it_in_a_fresh_process(original, saved, tmp_path):
     save_file(observation, tmp_path / "observation.safetensors")
     code = f"""
 import sys, torch
-sys.path.insert(0, {str(Path(policy_module.__file__).parent)!r})
+sys.path.insert(0, {str(Path(saving.__file__).parent)!r})
 import tiny_pi05
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
@@ -465,7 +464,7 @@ def test_nothing_of_this_machine_is_in_it(original, saved, tmp_path):
 def test_an_export_replaces_the_last_one_or_nothing(original, saved, tmp_path, monkeypatch):
     target = export(original, saved, tmp_path / "policy")
     (target / "old").touch()
-    monkeypatch.setattr(policy_module, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(saving, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         export(original, saved, target)
     assert (target / "old").exists() and (target / "model.safetensors").exists()

@@ -16,7 +16,7 @@ from lerobot.policies.vla_jepa.configuration_vla_jepa import VLAJEPAConfig
 from lerobot.utils.constants import ACTION, OBS_STATE
 
 from tests.tiny import ACTION_DIM, STATE_DIM, make_config
-from vla_finetuning.policies.loading import match_features
+from vla_finetuning.policies.matching import match_features
 from vla_finetuning.policies.own_names import own_camera_names
 
 

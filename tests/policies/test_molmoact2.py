@@ -11,7 +11,7 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 
 from tests.policies.test_match_features import Feature, as_metadata, camera
 from tests.tiny_backbones import MOLMOACT2, molmo
-from vla_finetuning.policies.loading import match_features
+from vla_finetuning.policies.matching import match_features
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.texts import with_texts

@@ -26,10 +26,11 @@ from transformers import AutoTokenizer
 from tests.datasets import make_dataset
 from tests.tiny import make_config
 from vla_finetuning.policies import tokenizer_check
-from vla_finetuning.policies.loading import match_features, save_pretrained
+from vla_finetuning.policies.matching import match_features
 from vla_finetuning.policies.pipelines import check_prompts_differ, make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats, to_float
 from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
 

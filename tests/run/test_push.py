@@ -26,9 +26,9 @@ from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.preflight import Examined
-from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run import push
 

@@ -14,7 +14,7 @@ from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.labels import show_labels, write_labels
 from vla_finetuning.plan.robot_facts import robot_facts
-from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import WithAdvantage

@@ -20,8 +20,8 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.plan.robot_facts import robot_facts
-from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint, exported_config, policy_at
 

@@ -18,7 +18,7 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.policies.augment import WRIST
-from vla_finetuning.policies.loading import aligned
+from vla_finetuning.policies.matching import aligned
 from vla_finetuning.policies.own_names import describe_names
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import brought_along

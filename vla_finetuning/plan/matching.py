@@ -33,7 +33,7 @@ from vla_finetuning.plan.mixture import (
 )
 from vla_finetuning.plan.names import observations_renamed
 from vla_finetuning.plan.statistics import relative_actions
-from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
+from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import Robot

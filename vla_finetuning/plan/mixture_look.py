@@ -10,7 +10,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets, load_datasets
 from vla_finetuning.plan.matching import by_robot, check_rates, window_step
 from vla_finetuning.plan.mixture import check_alike, check_ranges, ordered_alike
-from vla_finetuning.policies.loading import aligned
+from vla_finetuning.policies.matching import aligned
 
 VECTORS = ("observation.state", "action")
 # Vectors that policies take.

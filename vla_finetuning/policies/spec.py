@@ -15,7 +15,8 @@ from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.ema import EmaOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.loading import FeatureMatch, fetch_pretrained, load_policy, new_policy
+from vla_finetuning.policies.loading import fetch_pretrained, load_policy, new_policy
+from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
 from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters

@@ -33,7 +33,7 @@ from vla_finetuning.plan.paths import absolute
 from vla_finetuning.plan.resolve import make_job
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.counting import flops_by_prompt
-from vla_finetuning.policies.loading import FeatureMatch
+from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.policies.registry import family_of, types_that

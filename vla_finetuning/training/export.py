@@ -19,7 +19,6 @@ from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config
-from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
 from vla_finetuning.policies.own_names import (
     config_with_names,
@@ -28,6 +27,7 @@ from vla_finetuning.policies.own_names import (
     saved_names,
 )
 from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.saving import save_adapters, save_pretrained
 from vla_finetuning.policies.spec import PolicySpec, Processors
 from vla_finetuning.run.checkpoint import (
     AVERAGE,

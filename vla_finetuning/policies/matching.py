@@ -1,0 +1,301 @@
+"""Match a dataset's features with a policy's: cameras, state and action, by their names and shapes."""
+
+import copy
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.utils.constants import (
+    ACTION,
+    OBS_PREFIX,
+    OBS_STATE,
+    REWARD,
+)
+
+from vla_finetuning.policies.processors import (
+    EMPTY_CAMERA,
+    DatasetFeature,
+    normalization_mode,
+    policy_feature,
+)
+from vla_finetuning.policies.registry import family_of
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """A policy's feature and where it comes from, for a printed table.
+
+    Attributes:
+        dataset_key, dataset_shape: None for a camera that is masked.
+        policy_key, policy_shape: images channel-first; the shape that its configuration had before it was fitted.
+        normalization: mode, as LeRobot names it.
+    """
+
+    dataset_key: str | None
+    policy_key: str
+    dataset_shape: tuple[int, ...] | None
+    policy_shape: tuple[int, ...]
+    normalization: str
+
+
+@dataclass(frozen=True)
+class FeatureMatch:
+    """How a dataset feeds a policy.
+
+    Attributes:
+        camera_keys: cameras to decode, by their names in the dataset.
+        rows: a row for each input and output of the policy.
+        delta_timestamps: seconds from a frame, by dataset key, as LeRobot's `resolve_delta_timestamps`.
+    """
+
+    camera_keys: tuple[str, ...]
+    rows: tuple[FeatureRow, ...]
+    delta_timestamps: dict[str, list[float]]
+
+    @property
+    def dataset_keys(self) -> tuple[str, ...]:
+        """Return the dataset's features that the policy uses."""
+        return tuple(row.dataset_key for row in self.rows if row.dataset_key is not None)
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """Return what the policy is trained on: the dataset's shapes by the policy's keys, masked cameras not among
+        them.
+        """
+        return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the match with other names for features of the dataset."""
+        rows = tuple(replace(row, dataset_key=names.get(row.dataset_key or "", row.dataset_key)) for row in self.rows)
+        deltas = {names.get(key, key): seconds for key, seconds in self.delta_timestamps.items()}
+        cameras = tuple(names.get(key, key) for key in self.camera_keys)
+        return replace(self, camera_keys=cameras, rows=rows, delta_timestamps=deltas)
+
+    def table(self) -> list[str]:
+        """The rows as aligned lines of text."""
+        cells = [
+            (
+                row.dataset_key or "(no camera)",
+                "masked" if row.dataset_shape is None else "x".join(map(str, row.dataset_shape)),
+                "->",
+                row.policy_key,
+                "x".join(map(str, row.policy_shape)),
+                row.normalization,
+            )
+            for row in self.rows
+        ]
+        return aligned(cells)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells as text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+def match_features(
+    config: PreTrainedConfig,
+    dataset_features: Mapping[str, DatasetFeature],
+    rename_map: Mapping[str, str],
+    *,
+    fps: float,
+    missing_cameras: Literal["error", "mask"] = "error",
+    left_out: Sequence[str] = (),
+) -> FeatureMatch:
+    """Match a dataset's features to a policy's, and fit the configuration to the dataset.
+
+    As LeRobot's `make_policy`, it sets `config.output_features` to the dataset's actions,
+    `config.input_features` if it is empty, and `config.action_feature_names`. LeRobot leaves the shapes of the
+    other robot in the inputs of a pretrained policy; here they are the dataset's. LeRobot takes any cameras
+    as long as one side's are a subset of the other's; here a camera is left out only on request.
+
+    Args:
+        config: the policy's configuration.
+        dataset_features: the dataset's features, without the cameras that were not chosen.
+        rename_map: dataset key to policy key, for `observation.*`.
+        fps: frames per second of the dataset.
+        missing_cameras: "mask" lets a policy that can run without cameras that it has and the dataset lacks.
+        left_out: cameras of the dataset that were not chosen, for a message.
+    Raises:
+        ValueError: naming the key, what was found, what was expected, and the flag that settles it.
+    """
+    _check_rename_map(config, dataset_features, rename_map)
+    sources = {rename_map.get(key, key): key for key in dataset_features}
+    available = {key: policy_feature(source, dataset_features[source]) for key, source in sources.items()}
+    features = {key: feature for key, feature in available.items() if feature is not None}
+
+    outputs = {key: feature for key, feature in features.items() if feature.type is FeatureType.ACTION}
+    if ACTION not in outputs:
+        raise ValueError(f"the dataset has no '{ACTION}'; its features are {sorted(dataset_features)}")
+    fitted = copy.deepcopy(config)
+    fitted.output_features = outputs
+    fitted.input_features = fitted.input_features or {key: f for key, f in features.items() if key not in outputs}
+    described = {key: dataset_features[source] for key, source in sources.items()}
+    _tell_features(fitted, described)
+    fitted.validate_features()  # what the policy's constructor adds, its state among others, must be normalised too
+    inputs = fitted.input_features
+    cameras = [key for key, feature in features.items() if feature.type is FeatureType.VISUAL]
+    masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras, left_out)
+    for key, feature in inputs.items():
+        if feature.type is not FeatureType.VISUAL and key not in features:
+            raise ValueError(
+                f"the policy needs '{key}', and the dataset's features are {sorted(dataset_features)}; "
+                f'--rename_map=\'{{"observation.x": "{key}"}}\' gives one of them that name'
+            )
+    exact = getattr(config, "proprio_dim", None)
+    if exact is not None and OBS_STATE in features and features[OBS_STATE].shape != (exact,):
+        shape = features[OBS_STATE].shape
+        raise ValueError(
+            f"'{sources[OBS_STATE]}' has the shape {shape}, and the policy's proprio_dim is {exact}: give "
+            f"--policy.proprio_dim={shape[0]}, or null for a policy that sees no state"
+        )
+    for key, limit in ((OBS_STATE, "max_state_dim"), (ACTION, "max_action_dim")):
+        if key in features:
+            _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))
+
+    keeps = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
+    config.output_features = outputs
+    config.input_features = {
+        key: feature if feature.type in keeps or key not in features else replace(feature, shape=features[key].shape)
+        for key, feature in inputs.items()
+    }
+    _tell_features(config, described)
+    if hasattr(config, "action_feature_names"):
+        named = _flat_names(dataset_features[ACTION].names) or config.action_feature_names
+        # Those that the pretrained policy had may be of another robot.
+        config.action_feature_names = named if named and len(named) == outputs[ACTION].shape[0] else None
+
+    used = {**inputs, **outputs}
+    rows = tuple(
+        FeatureRow(
+            None if key in masked else sources[key],
+            key,
+            None if key in masked else tuple(dataset_features[sources[key]].shape),
+            tuple(feature.shape),
+            normalization_mode(config, feature.type).value,
+        )
+        for key, feature in used.items()
+    )
+    return FeatureMatch(
+        camera_keys=tuple(sources[key] for key in config.image_features if key in cameras),
+        rows=rows,
+        delta_timestamps=_delta_timestamps(config, dataset_features, fps),
+    )
+
+
+def _tell_features(config: PreTrainedConfig, features: Mapping[str, DatasetFeature]) -> None:
+    """Describe a dataset's features to a configuration that asks for them, as LeRobot's `make_policy` does."""
+    if callable(set_features := getattr(config, "set_dataset_feature_metadata", None)):
+        set_features(
+            {key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in features.items()}
+        )
+
+
+def _check_rename_map(
+    config: PreTrainedConfig, dataset_features: Mapping[str, DatasetFeature], rename_map: Mapping[str, str]
+) -> None:
+    names = {key: rename_map.get(key, key) for key in dataset_features}
+    for key, name in rename_map.items():
+        entry = f'--rename_map has "{key}": "{name}"'
+        if key not in dataset_features:
+            raise ValueError(f"{entry}, and the dataset's features are {sorted(dataset_features)}")
+        if not key.startswith(OBS_PREFIX):
+            raise ValueError(f"{entry}; LeRobot renames only keys that start with '{OBS_PREFIX}'")
+        if config.input_features and name not in config.input_features:
+            hint = f": it has '{key}' already, leave that out" if key in config.input_features else ""
+            raise ValueError(f"{entry}, and the policy's inputs are {sorted(config.input_features)}{hint}")
+        same = sorted(other for other in names if names[other] == name)
+        if len(same) > 1:
+            raise ValueError(f"{entry}, so that {same} would all be called '{name}'")
+
+
+def _check_cameras(
+    config: PreTrainedConfig,
+    inputs: Mapping[str, PolicyFeature],
+    cameras: Sequence[str],
+    sources: Mapping[str, str],
+    rename_map: Mapping[str, str],
+    missing_cameras: str,
+    left_out: Sequence[str],
+) -> set[str]:
+    """The policy's cameras that stay without an image; an error unless that was asked for."""
+    policy_cameras = [key for key, feature in inputs.items() if feature.type is FeatureType.VISUAL]
+    empty = {key for key in policy_cameras if key.startswith(EMPTY_CAMERA) and key not in cameras}
+    missing = [key for key in policy_cameras if key not in cameras and key not in empty]
+    unknown = [key for key in cameras if key not in policy_cameras]
+    masks = family_of(config).masks_cameras
+    can_mask = masks and len(missing) < len(policy_cameras) - len(empty)
+    if not unknown and (not missing or (missing_cameras == "mask" and can_mask)):
+        return empty | set(missing)
+    problems, ways = [], []
+    if missing:
+        reason = f"are not among those chosen ({list(left_out)} are left out)" if left_out else "the dataset lacks"
+        problems.append(f"the policy has cameras that {reason}: {missing}")
+    if unknown:
+        problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
+    if missing and unknown:
+        pairs = _pair_names(unknown, missing)
+        suggestion = json.dumps({**rename_map, **{sources[key]: name for key, name in pairs.items()}})
+        ways.append(f"if these are the same cameras, --rename_map='{suggestion}'")
+    if left_out:
+        ways.append("choose more cameras with --dataset.camera_keys")
+    if unknown:
+        ways.append("name the dataset's cameras to use with --dataset.camera_keys")
+    if missing and cameras and masks:
+        ways.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
+    ways = ways or ["choose another policy"]
+    remedy = f". Either {', or '.join(ways)}" if len(ways) > 1 else f"; {ways[0]}"
+    raise ValueError("; ".join(problems) + remedy)
+
+
+def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Pair each key with one name, the most alike first."""
+
+    def last(key: str) -> str:
+        return key.rpartition(".")[2]
+
+    likeness = sorted(
+        ((difflib.SequenceMatcher(None, last(key), last(name)).ratio(), key, name) for key in keys for name in names),
+        key=lambda candidate: -candidate[0],
+    )
+    pairs: dict[str, str] = {}
+    for _, key, name in likeness:
+        if key not in pairs and name not in pairs.values():
+            pairs[key] = name
+    return pairs
+
+
+def _check_vector(key: str, feature: DatasetFeature, limit_name: str, limit: int | None) -> None:
+    shape = tuple(feature.shape)
+    if len(shape) != 1 or shape[0] < 2:
+        # LeRobot reads a feature of shape (1,) as a scalar, and its processors then take rows for dimensions.
+        raise ValueError(f"'{key}' has the shape {shape}; policies need a vector of two or more numbers")
+    if limit is not None and shape[0] > limit:
+        raise ValueError(f"'{key}' has {shape[0]} dimensions, and the policy takes {limit} ({limit_name})")
+
+
+def _flat_names(names: Any) -> list[str] | None:
+    """The names of a vector's dimensions: datasets store a list, or a dict of lists."""
+    if isinstance(names, Mapping):
+        names = [name for group in names.values() for name in group]
+    return [str(name) for name in names] if names else None
+
+
+def _delta_timestamps(
+    config: PreTrainedConfig, dataset_features: Mapping[str, DatasetFeature], fps: float
+) -> dict[str, list[float]]:
+    """Seconds for each windowed key, by the rule of LeRobot's `resolve_delta_timestamps`."""
+    deltas: dict[str, list[float]] = {}
+    for key in dataset_features:
+        if key == ACTION:
+            indices = config.action_delta_indices
+        elif key == REWARD:
+            indices = config.reward_delta_indices
+        else:
+            indices = config.observation_delta_indices if key.startswith(OBS_PREFIX) else None
+        if indices is not None:
+            deltas[key] = [index / fps for index in indices]
+    return deltas
