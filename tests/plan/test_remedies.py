@@ -365,11 +365,16 @@ def test_a_base_is_proposed_to_be_left_out_only_where_there_is_such_an_option(se
 @pytest.mark.ray
 @pytest.mark.faults
 @pytest.mark.slow  # what the read task says: tests/data/test_datasource.py
-def test_a_truncated_mp4(setting, ray_cluster, root, tmp_path, capsys):
-    """The program fails cleanly, and tries nothing twice."""
+def test_a_truncated_mp4(setting, ray_cluster, root, tmp_path, capsys, monkeypatch):
+    """One that is cut off once the run has been checked: it fails cleanly, and tries nothing twice."""
     meta, output_dir = load_metadata(root), tmp_path / "out"
     file = meta.video_files[TOP][0]
-    (root / file).write_bytes((root / file).read_bytes()[: (root / file).stat().st_size // 2])
+
+    def cut_off(*_):
+        (root / file).write_bytes((root / file).read_bytes()[: (root / file).stat().st_size // 2])
+        return []
+
+    monkeypatch.setattr(vla, "look_at_rows", cut_off)
     assert vla.main(in_process.flags(setting, **{"dataset.root": root, "output_dir": output_dir})) == 1
     assert not (output_dir / "pretrained_model").exists()
     assert (output_dir / LOG_NAME).read_text().count(" failed on rank ") == 1
