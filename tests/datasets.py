@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.options import Features, Order, Reading, Selection
+from vla_finetuning.data.statistics import files_of
 from vla_finetuning.envs.writing import writing_videos
 
 FRAME_NUMBER_BITS = 16
@@ -26,6 +27,11 @@ EXTRA_FEATURES: dict[str, dict] = {
     "observation.counter": {"dtype": "int64", "shape": (2,), "names": ["up", "down"]},
     "observation.grid": {"dtype": "float32", "shape": (2, 3), "names": None},
 }
+
+
+def one_after_the_other(meta, episodes, describe):
+    """Make a pass over files as `statistics.over_files`, without Ray."""
+    return (describe(meta.fs, file) for file in files_of(meta, episodes))
 
 
 def make_dataset(

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.test_relative_actions import one_after_the_other
-from tests.datasets import all_rows, edit_rows, make_dataset
+from tests.datasets import all_rows, edit_rows, make_dataset, one_after_the_other
 from tests.plan import test_frames as idling
-from vla_finetuning.data import quantiles
+from vla_finetuning.data import quantiles, statistics
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import load_metadata, reorder_dimensions
 from vla_finetuning.data.quantiles import QUANTILES, Source, exact_stats, outside, sample_rows
@@ -295,8 +294,8 @@ def test_a_sample_is_a_few_episodes_of_a_few_files(root, second, monkeypatch):
     assert read == meta.num_episodes
     np.testing.assert_array_equal(rows["action"], rows_of(meta, "action", order))
     opened = []
-    real = quantiles.read_groups
-    monkeypatch.setattr(quantiles, "read_groups", lambda *args: opened.append(args[2]) or real(*args))
+    real = statistics.read_groups
+    monkeypatch.setattr(statistics, "read_groups", lambda *args: opened.append(args[2]) or real(*args))
     monkeypatch.setattr(quantiles, "SAMPLE_FILES", 2)
     monkeypatch.setattr(quantiles, "SAMPLE_FILE_EPISODES", 1)
     rows, read = sample_rows(meta, np.arange(1, 6), ["action"])

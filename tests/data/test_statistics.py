@@ -12,7 +12,7 @@ import pytest
 from tests.datasets import make_dataset
 from vla_finetuning.data import statistics as dataset_stats
 from vla_finetuning.data.metadata import load_metadata, rename_features
-from vla_finetuning.data.statistics import STATISTICS, aggregate_episode_stats, complete_stats, file_episode_stats
+from vla_finetuning.data.statistics import STATISTICS, complete_stats, compute_as_lerobot
 
 # Of one frame, shorter and longer than each other, in several parquet files.
 EPISODES = (12, 7, 15, 1, 10, 9)
@@ -50,25 +50,6 @@ def drop_quantiles(stats):
             del values[name]
 
 
-def stats_without_ray(meta, keys, episodes=None):
-    episodes = meta.episode_index if episodes is None else np.asarray(episodes)
-    parts = []
-    for file in np.unique(meta.episode_data_file[episodes]):
-        members = episodes[meta.episode_data_file[episodes] == file]
-        parts.append(
-            file_episode_stats(
-                meta.fs,
-                f"{meta.base}/{meta.data_files[file]}",
-                [meta.features[key] for key in keys],
-                members.tolist(),
-                meta.episode_data_row[members].tolist(),
-                meta.episode_length[members].tolist(),
-            )
-        )
-    # In reverse: the order in which tasks end must not matter.
-    return aggregate_episode_stats({name: np.concatenate([p[name] for p in parts[::-1]]) for name in parts[0]})
-
-
 def no_pass(*args):
     raise AssertionError("a pass over the data was started")
 
@@ -77,7 +58,7 @@ def test_equals_what_lerobot_wrote_bit_for_bit(original):
     meta = load_metadata(original)
     assert len(meta.data_files) > 1
     keys = ["action", "observation.state", "observation.counter", "next.reward"]
-    computed = stats_without_ray(meta, keys)
+    computed = compute_as_lerobot(meta, keys, meta.episode_index)
     for key in keys:
         assert set(computed[key]) == set(STATISTICS) == set(meta.stats[key])
         for name in STATISTICS:
@@ -90,7 +71,7 @@ def test_two_dimensional_features_equal_lerobots(tmp_path):
         tmp_path / "d", episodes=(5, 3, 8), cameras={}, extra_features=True, fps=30, true_quantiles=False
     )
     meta = load_metadata(root)
-    computed = stats_without_ray(meta, ["observation.grid"])
+    computed = compute_as_lerobot(meta, ["observation.grid"], meta.episode_index)
     for name in STATISTICS:
         np.testing.assert_array_equal(computed["observation.grid"][name], meta.stats["observation.grid"][name])
 
@@ -101,15 +82,14 @@ def test_some_episodes_only(original):
     rows = np.concatenate([pq.read_table(original / f)["action"].combine_chunks().values for f in meta.data_files])
     rows = rows.reshape(-1, 3)
     chosen = np.concatenate([rows[meta.episode_start[e] :][: EPISODES[e]] for e in (1, 4)]).astype(np.float64)
-    computed = stats_without_ray(meta, ["action"], episodes=[1, 4])["action"]
+    computed = compute_as_lerobot(meta, ["action"], np.array([1, 4]))["action"]
     np.testing.assert_allclose(computed["mean"], chosen.mean(0), rtol=1e-5)
     np.testing.assert_allclose(computed["std"], chosen.std(0), rtol=1e-4)
     np.testing.assert_array_equal(computed["max"], chosen.max(0))
     assert computed["count"].tolist() == [17]
 
 
-def test_whoever_may_read_the_run_may_read_them(root, tmp_path, monkeypatch, assert_usual_permissions):
-    monkeypatch.setattr(dataset_stats, "_compute", stats_without_ray)
+def test_whoever_may_read_the_run_may_read_them(root, tmp_path, assert_usual_permissions):
     edit_stats(root, drop_quantiles)
     complete_stats(load_metadata(root), {"action": {"q01"}}, cache_dir=tmp_path / "stats")
     assert len(list((tmp_path / "stats").iterdir())) == 1
@@ -117,15 +97,14 @@ def test_whoever_may_read_the_run_may_read_them(root, tmp_path, monkeypatch, ass
 
 
 def test_nothing_missing_starts_no_pass(original, monkeypatch):
-    monkeypatch.setattr(dataset_stats, "_compute", no_pass)
+    monkeypatch.setattr(dataset_stats, "compute_as_lerobot", no_pass)
     meta = load_metadata(original)
     stats, computed = complete_stats(meta, {"action": {"q01", "q99"}, "observation.state": {"mean"}}, cache_dir=None)
     assert computed == []
     assert stats == meta.stats
 
 
-@pytest.mark.ray
-def test_missing_quantiles_come_back(original, root, ray_cluster, tmp_path, monkeypatch):
+def test_missing_quantiles_come_back(original, root, tmp_path, monkeypatch):
     edit_stats(root, drop_quantiles)
     wanted = load_metadata(original).stats
     required = {"action": {"q01", "q99", "mean"}, "observation.state": {"q99"}}
@@ -138,15 +117,14 @@ def test_missing_quantiles_come_back(original, root, ray_cluster, tmp_path, monk
     assert "q01" not in meta.stats["action"], "the metadata stays as it was read"
     np.testing.assert_array_equal(stats["action"]["mean"], wanted["action"]["mean"])
 
-    monkeypatch.setattr(dataset_stats, "_compute", no_pass)
+    monkeypatch.setattr(dataset_stats, "compute_as_lerobot", no_pass)
     again, computed_again = complete_stats(load_metadata(root), required, cache_dir=tmp_path / "cache")
     assert computed_again == computed
     np.testing.assert_array_equal(again["action"]["q99"], stats["action"]["q99"])
     assert again["action"]["q99"].dtype == stats["action"]["q99"].dtype
 
 
-@pytest.mark.ray
-def test_without_stats_json(original, root, ray_cluster):
+def test_without_stats_json(original, root):
     (root / "meta/stats.json").unlink()
     meta = load_metadata(root)
     assert meta.stats == {}
@@ -160,8 +138,7 @@ def test_without_stats_json(original, root, ray_cluster):
     np.testing.assert_array_equal(stats["observation.joints"]["mean"], wanted["observation.state"]["mean"])
 
 
-@pytest.mark.ray
-def test_errors_of_a_task_name_dataset_and_episode(root, ray_cluster):
+def test_errors_name_dataset_and_episode(root):
     (root / "meta/stats.json").unlink()
     meta = load_metadata(root)
     os.remove(root / meta.data_files[1])
@@ -179,9 +156,9 @@ def test_the_cache_knows_another_dataset_at_the_same_place(root, tmp_path, monke
 
     def compute(meta, keys, episodes):
         passes.append((keys, episodes.tolist()))
-        return stats_without_ray(meta, keys, episodes)
+        return compute_as_lerobot(meta, keys, episodes)
 
-    monkeypatch.setattr(dataset_stats, "_compute", compute)
+    monkeypatch.setattr(dataset_stats, "compute_as_lerobot", compute)
     cache = tmp_path / "cache"
     complete_stats(load_metadata(root), {"action": {"q01"}}, cache_dir=cache)
     complete_stats(load_metadata(root), {"action": {"q99"}}, cache_dir=cache)
@@ -195,9 +172,8 @@ def test_the_cache_knows_another_dataset_at_the_same_place(root, tmp_path, monke
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"action": {"q01": "x"}}', '{"action": 1}'])
-def test_a_damaged_cache_is_computed_again(root, tmp_path, monkeypatch, damage):
+def test_a_damaged_cache_is_computed_again(root, tmp_path, damage):
     (root / "meta/stats.json").unlink()
-    monkeypatch.setattr(dataset_stats, "_compute", lambda meta, keys, episodes: stats_without_ray(meta, keys))
     meta = load_metadata(root)
     first, _ = complete_stats(meta, {"action": {"q01"}}, cache_dir=tmp_path)
     (path,) = tmp_path.glob("stats-*.json")
@@ -262,7 +238,7 @@ def test_data_that_is_not_what_the_metadata_says(root, values, message):
     meta = load_metadata(root)
     rewrite_column(root, meta, "action", values)
     with pytest.raises(ValueError, match=f"{meta.data_files[0]}.*{message}"):
-        stats_without_ray(meta, ["action"])
+        compute_as_lerobot(meta, ["action"], meta.episode_index)
 
 
 def nan_at(column, row):

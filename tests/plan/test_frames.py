@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from diagnostics import check_rows
-from tests.data.test_relative_actions import one_after_the_other
-from tests.datasets import all_rows, edit_rows, make_dataset
+from tests.datasets import all_rows, edit_rows, make_dataset, one_after_the_other
 from vla_finetuning.data import quantiles
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args

@@ -12,11 +12,10 @@ import pytest
 
 from diagnostics.show_dataset import main as show_dataset
 from lerobot_datasource import LeRobotDatasource
-from tests.data.test_relative_actions import one_after_the_other
-from tests.datasets import make_dataset
+from tests.datasets import make_dataset, one_after_the_other
 from tests.in_process import resolved, train
 from tests.tiny import make_base
-from vla_finetuning.data import quantiles, statistics
+from vla_finetuning.data import quantiles
 from vla_finetuning.data.frames import movement_keys
 from vla_finetuning.data.idle import runs_kept
 from vla_finetuning.data.metadata import load_metadata
@@ -261,8 +260,7 @@ def test_two_observations_of_one_name_are_still_refused(settings):
 def test_computed_statistics_of_a_joined_state_are_those_of_one(settings, split, monkeypatch):
     plain = load_metadata(settings[0][1])
     (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
-    for module in (quantiles, statistics):
-        monkeypatch.setattr(module, "over_files", one_after_the_other)
+    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
     required = {"observation.state": set(STATISTICS)}
     exact, as_lerobot = [], []
     for meta in (plain, joined):

@@ -20,14 +20,13 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 import vla
 from diagnostics import check_rows, show_dataset
 from tests import in_process, planted
-from tests.data.test_relative_actions import one_after_the_other
-from tests.datasets import make_dataset
+from tests.datasets import make_dataset, one_after_the_other
 from tests.planted import Fault
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
 from util import DeviceMetrics
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT
-from vla_finetuning.data import quantiles, relative_actions
+from vla_finetuning.data import quantiles
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture, robots
@@ -175,9 +174,8 @@ def test_a_rows_inputs_are_those_of_its_robot_alone(both):
     assert columns[BASE + IS_PRESENT].all()
 
 
-def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path, monkeypatch):
+def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path):
     """With the dimensions, the statistics and the state of its own; the robot's policy gives them back absolute."""
-    monkeypatch.setattr(relative_actions, "over_files", one_after_the_other)
     flags = ("--policy.use_relative_actions=true", '--policy.relative_exclude_joints=["motor_1"]')
     flags += ("--dataset.statistics=lerobot", f"--output_dir={tmp_path / 'run'}")  # which gets the statistics
     run = mixed(folder, *flags)
@@ -231,8 +229,7 @@ def test_a_stride_takes_every_second_frame(folder):
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])
 def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp_path, monkeypatch, statistics):
     """Against numpy over the rows that are trained on."""
-    for module in (quantiles, relative_actions):
-        monkeypatch.setattr(module, "over_files", one_after_the_other)
+    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
     flags = ("--policy.use_relative_actions=true", f"--dataset.statistics={statistics}")
     flags += ("--dataset.missing_cameras=mask", f"--output_dir={tmp_path / 'run'}")
     run = with_stats(mixed(folder, *flags, mixture={"members": [{**MIXTURE["members"][1], "fps": 10}]}))

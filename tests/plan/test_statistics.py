@@ -14,8 +14,7 @@ from lerobot.policies.factory import make_pre_post_processors
 import vla
 from tests import in_process
 from tests.data.test_quantiles import assert_numpys, rows_of
-from tests.data.test_relative_actions import one_after_the_other
-from tests.datasets import edit_rows, make_dataset
+from tests.datasets import edit_rows, make_dataset, one_after_the_other
 from vla_finetuning.data import quantiles
 from vla_finetuning.data import statistics as data_statistics
 from vla_finetuning.data.metadata import load_metadata

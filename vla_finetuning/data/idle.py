@@ -10,16 +10,14 @@ it is the last one, after which something moves.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vla_finetuning.data.dataset import NUMERIC_DTYPES, DatasetMetadata, Feature
-from vla_finetuning.data.statistics import episode_arrays, files_of
+from vla_finetuning.data.statistics import episode_arrays, in_threads
 
 # A dimension stands still while it stays within this share of its range.
 STILL = 1e-3
@@ -141,9 +139,5 @@ def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], 
             runs.append(np.stack([np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]], axis=1))
         return np.concatenate(runs)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            runs = np.concatenate(list(pool.map(of_file, files_of(meta, episodes))))
-        except (ValueError, OSError) as error:
-            raise type(error)(f"dataset {meta.root}: {error}") from error
+    runs = np.concatenate(in_threads(meta, episodes, of_file))
     return runs[np.lexsort((runs[:, 1], runs[:, 0]))]

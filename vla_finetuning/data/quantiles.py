@@ -22,10 +22,9 @@ import numpy as np
 
 from vla_finetuning.data.dataset import DatasetMetadata, Feature
 from vla_finetuning.data.idle import Movement
-from vla_finetuning.data.parquet_columns import DataFile, Span, numbers, read_groups
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
-from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files
+from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, over_files
 from vla_finetuning.data.storage import check_still_there
 
 # So many values (256 MiB of counts at most) are counted in one pass; more are in two.
@@ -123,43 +122,25 @@ def sample_rows(
     SAMPLE_FILE_EPISODES episodes in each of SAMPLE_FILES files. A file that is damaged or missing is left out: training
     reads it again, and tells.
     """
-    files = np.unique(meta.episode_data_file[episodes])
-    samples: dict[str, list[np.ndarray]] = {key: [] for key in keys}
-    read = 0
-    for file in files[evenly_spaced(len(files), SAMPLE_FILES)].tolist():
-        members = episodes[meta.episode_data_file[episodes] == file]
-        members = members[evenly_spaced(len(members), SAMPLE_FILE_EPISODES)]
-        spans = [
-            Span(f"episode {e}", first, first + length)
-            for e, first, length in zip(
-                members.tolist(),
-                meta.episode_data_row[members].tolist(),
-                meta.episode_length[members].tolist(),
-                strict=True,
-            )
-        ]
-        path = f"{meta.base}/{meta.data_files[file]}"
-        features = {key: meta.features[key] for key in keys}
-        features |= {feature.key: feature for feature in (() if movement is None else movement.features)}
+    features = {key: meta.features[key] for key in keys}
+    by_key = features | {feature.key: feature for feature in (() if movement is None else movement.features)}
+    samples = {key: [np.empty((0, _width(feature)))] for key, feature in features.items()}
+    files, read = files_of(meta, episodes), 0
+    for number in evenly_spaced(len(files), SAMPLE_FILES).tolist():
+        file = files[number]
+        chosen = evenly_spaced(len(file["episodes"]), SAMPLE_FILE_EPISODES)
+        file |= {name: np.array(file[name])[chosen].tolist() for name in ("episodes", "first_rows", "lengths")}
         try:
-            data = DataFile(meta.fs, path, path, meta.root)
-            columns = {c.key: c for f in features.values() for c in f.columns}
-            groups = read_groups(data, dict.fromkeys(columns), spans, None)
-            table = {key: numbers(groups.table[key], None, c.shape, path) for key, c in columns.items()}
+            episode_values = [arrays for _, arrays in episode_arrays(meta.fs, features=list(by_key.values()), **file)]
         except (ValueError, FileNotFoundError) as error:
             _logger.warning("dataset %s: not looked at before training: %s", meta.root, error)
             continue
-        read += len(spans)
-        arrays = {key: feature.values(table) for key, feature in features.items()}
-        for span in spans:
-            span_rows = slice(groups.at(span.first), groups.at(span.first) + len(span))
-            episode_values = {key: values[span_rows] for key, values in arrays.items()}
-            moving = slice(None) if movement is None else ~movement.idle(episode_values)
-            for key in keys:
-                samples[key].append(_vectors(episode_values[key], features[key]).astype(np.float64)[moving])
-    return {key: np.concatenate([np.empty((0, _width(meta.features[key]))), *rows]) for key, rows in samples.items()}, (
-        read
-    )
+        read += len(episode_values)
+        for arrays in episode_values:
+            moving = slice(None) if movement is None else ~movement.idle(arrays)
+            for key, feature in features.items():
+                samples[key].append(_vectors(arrays[feature.key], feature).astype(np.float64)[moving])
+    return {key: np.concatenate(rows) for key, rows in samples.items()}, read
 
 
 def outside(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:

@@ -7,10 +7,13 @@ means of the episodes' quantiles (`lerobot/datasets/compute_stats.py`). Video is
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,7 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
-from vla_finetuning.data.limits import MAX_DATA_BYTES
-from vla_finetuning.data.parquet_columns import numbers
-from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.parquet_columns import DataFile, Span, numbers, read_groups
 from vla_finetuning.files import write_json
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -42,8 +43,8 @@ def complete_stats(
 ) -> tuple[Stats, list[str]]:
     """Return the dataset's statistics with every required one in place.
 
-    Runs on the driver. What is missing is computed by a Ray Data pass, one task per parquet file, over the
-    columns concerned only; Ray is started if it is not running. What stats.json holds is returned as it is.
+    Runs on the driver. What is missing is computed from the columns concerned. What stats.json holds is returned as it
+    is.
 
     Args:
         required: `{"action": {"q01", "q99"}, ...}`; names out of `STATISTICS`.
@@ -73,7 +74,9 @@ def complete_stats(
     stats: Stats = {key: dict(values) for key, values in meta.stats.items()}
     if missing:
         keys = sorted(missing)
-        computed = cached_stats(keys, cache_dir, digest(meta, keys, chosen), lambda: _compute(meta, keys, chosen))
+        computed = cached_stats(
+            keys, cache_dir, digest(meta, keys, chosen), lambda: compute_as_lerobot(meta, keys, chosen)
+        )
         for key, names in missing.items():
             stats.setdefault(key, {}).update({name: computed[key][name] for name in names})
     check_stats(replace(meta, stats=stats), required)
@@ -99,38 +102,6 @@ def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None
                 )
 
 
-def file_episode_stats(
-    fs: fsspec.AbstractFileSystem,
-    path: str,
-    features: Sequence[Feature],
-    episodes: Sequence[int],
-    first_rows: Sequence[int],
-    lengths: Sequence[int],
-) -> dict[str, np.ndarray]:
-    """Compute LeRobot's statistics of each episode of one parquet file. Pure; runs in a Ray Data task.
-
-    Args:
-        path: of the parquet file inside `fs`.
-        features: numeric ones.
-        episodes, first_rows, lengths: of the n episodes to describe: index, first row in the file, frames.
-    Returns:
-        `"episode_index"`, int64 (n,), and for every feature and statistic `"feature/statistic"`, (n, ...).
-    Raises:
-        ValueError: the rows are not those of the episodes, or a value is missing or not finite.
-    """
-    from lerobot.datasets.compute_stats import compute_episode_stats
-
-    declared = {f.key: {"dtype": f.dtype, "shape": f.shape, "info": f.info} for f in features}
-    rows: dict[str, list[np.ndarray]] = {}
-    for _, data in episode_arrays(fs, path, features, episodes, first_rows, lengths):
-        for key, values in compute_episode_stats(data, declared).items():
-            for name, value in values.items():
-                rows.setdefault(f"{key}/{name}", []).append(value)
-    return {"episode_index": np.asarray(episodes, dtype=np.int64)} | {
-        name: np.stack(values) for name, values in rows.items()
-    }
-
-
 def episode_arrays(
     fs: fsspec.AbstractFileSystem,
     path: str,
@@ -139,25 +110,31 @@ def episode_arrays(
     first_rows: Sequence[int],
     lengths: Sequence[int],
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Each episode's index and values by feature, of one parquet file. Arguments and errors as `file_episode_stats`."""
+    """Yield each episode's index and values by feature, of one parquet file; row groups without them are not read.
+
+    Args:
+        path: of the parquet file inside `fs`.
+        features: numeric ones.
+        episodes, first_rows, lengths: of n episodes: index, first row in the file, frames.
+    Raises:
+        ValueError: the rows are not those of the episodes, or a value is missing or not finite.
+    """
     columns = {column.key: column for feature in features for column in feature.columns}
-    with open_parquet(fs, path) as file:
-        absent = sorted({"episode_index", *columns} - set(file.schema_arrow.names))
-        if absent:
-            raise ValueError(f"{path} lacks the columns {absent}, which meta/info.json promises")
-        table = read_columns(file, ["episode_index", *columns], Budget("rows", None, MAX_DATA_BYTES), name=path)
+    spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
+    groups = read_groups(DataFile(fs, path, path, path), dict.fromkeys(["episode_index", *columns]), spans, None)
+    table = groups.table
     index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
     stored = {key: numbers(table[key], None, c.shape, f"{path}: column {key}") for key, c in columns.items()}
     arrays = {feature.key: feature.values(stored) for feature in features}
     for episode, first, length in zip(episodes, first_rows, lengths, strict=True):
-        part = index[first : first + length]
-        if len(part) != length or (part != episode).any():
+        rows = slice(groups.at(first), groups.at(first) + length)
+        if (index[rows] != episode).any():
             raise ValueError(
                 f"{path}: rows {first}..{first + length - 1} should be episode {episode}, found "
-                f"{sorted(set(part.tolist()))[:5]} in {len(part)} rows: the file and meta/episodes do not "
-                "belong together; rebuild the dataset"
+                f"{np.unique(index[rows])[:5].tolist()}: the file and meta/episodes do not belong together; rebuild "
+                "the dataset"
             )
-        data = {key: array[first : first + length] for key, array in arrays.items()}
+        data = {key: array[rows] for key, array in arrays.items()}
         for key, array in data.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 frame = int(np.flatnonzero(~np.isfinite(array).reshape(length, -1).all(axis=1))[0])
@@ -166,28 +143,6 @@ def episode_arrays(
                     "episode out (--dataset.episodes) or repair it"
                 )
         yield episode, data
-
-
-def aggregate_episode_stats(columns: Mapping[str, np.ndarray]) -> Stats:
-    """Fold the statistics of n episodes into the dataset's, as LeRobot's writer does episode by episode.
-
-    Args:
-        columns: of `file_episode_stats`, of all files concatenated, in any order.
-    Returns:
-        `{feature: {statistic: float64 array}}`; `count` is int64 (1,).
-    """
-    from lerobot.datasets.compute_stats import aggregate_stats
-
-    total: Stats | None = None
-    names = [name.rpartition("/") for name in columns if name != "episode_index"]
-    for row in np.argsort(columns["episode_index"], kind="stable").tolist():
-        episode: Stats = {}
-        for key, _, name in names:
-            episode.setdefault(key, {})[name] = columns[f"{key}/{name}"][row]
-        total = episode if total is None else aggregate_stats([total, episode])
-    if total is None:
-        raise ValueError("no episode to aggregate statistics of")
-    return total
 
 
 def _check_computable(meta: DatasetMetadata, key: str, names: list[str]) -> None:
@@ -239,11 +194,42 @@ def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str,
     return _to_stats(values)
 
 
-def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> Stats:
-    features = [meta.features[key] for key in keys]
-    parts = list(over_files(meta, episodes, lambda fs, file: file_episode_stats(fs, features=features, **file)))
-    stats = aggregate_episode_stats({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-    return {key: stats[feature.key] for key, feature in zip(keys, features, strict=True)}
+def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray) -> Stats:
+    """Return LeRobot's statistics of some numeric features in some episodes (int64, ascending), computed by its code.
+
+    Runs on the driver, without Ray.
+
+    Raises:
+        ValueError, FileNotFoundError: as `complete_stats`.
+    """
+    from lerobot.datasets.compute_stats import aggregate_stats, compute_episode_stats
+
+    features = {key: meta.features[key] for key in keys}
+    declared = {f.key: {"dtype": f.dtype, "shape": f.shape, "info": f.info} for f in features.values()}
+
+    def of_file(file: dict[str, Any]) -> dict[int, Stats]:
+        arrays = episode_arrays(meta.fs, features=list(features.values()), **file)
+        return {episode: compute_episode_stats(values, declared) for episode, values in arrays}
+
+    by_episode: dict[int, Stats] = {}
+    for part in in_threads(meta, episodes, of_file):
+        by_episode |= part
+    in_order = (by_episode[episode] for episode in episodes.tolist())
+    stats = functools.reduce(lambda total, more: aggregate_stats([total, more]), in_order)
+    return {key: stats[feature.key] for key, feature in features.items()}
+
+
+def in_threads[T](meta: DatasetMetadata, episodes: np.ndarray, describe: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Return what is computed of each parquet file that has some of the episodes, as many at a time as there are CPUs.
+
+    Args:
+        describe: of a file, given as `files_of` does. Its ValueError and OSError get the dataset's name.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            return list(pool.map(describe, files_of(meta, episodes)))
+        except (ValueError, OSError) as error:
+            raise type(error)(f"dataset {meta.root}: {error}") from error
 
 
 def files_of(meta: DatasetMetadata, episodes: np.ndarray) -> list[dict[str, Any]]:
