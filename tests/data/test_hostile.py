@@ -281,7 +281,7 @@ def test_an_instruction_of_any_length(root):
 
 def test_a_file_for_each_of_millions_of_episodes(monkeypatch):
     """As one megabyte of metadata may claim, for each of sixteen cameras."""
-    monkeypatch.setattr(paths, "_render", None)  # no path is made
+    monkeypatch.setattr(paths, "_check_inside", None)  # no path is made
     episodes = {"episode_index": np.arange(4_000_000), "data/chunk_index": np.zeros(4_000_000, np.int32)}
     with pytest.raises(ValueError, match="data_path: 4,000,000 files, more than the 2,000,000 that a dataset may have"):
         paths.assign_files({}, episodes | {"data/file_index": np.arange(4_000_000)})

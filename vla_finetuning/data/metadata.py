@@ -162,39 +162,25 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
     Raises:
         ValueError: two features would have the same name.
     """
-
-    def renamed[T](values: Mapping[str, T]) -> dict[str, T]:
-        return {names.get(key, key): value for key, value in values.items()}
-
     for name in names.values():
         same = [key for key in meta.features if names.get(key, key) == name]
         if len(same) > 1:
             raise ValueError(f"dataset {meta.root}: {same} would all be called {name!r}")
-    return replace(
-        meta,
-        features=renamed(meta.features),
-        stats=renamed(meta.stats),
-        video_files=renamed(meta.video_files),
-        episode_video_file=renamed(meta.episode_video_file),
-        episode_video_start_s=renamed(meta.episode_video_start_s),
-        broken=renamed(meta.broken),
-    )
+    return _called(meta, {key: names.get(key, key) for key in (*meta.features, *meta.stats, *meta.broken)})
 
 
 def without_features(meta: DatasetMetadata, keys: Collection[str]) -> DatasetMetadata:
     """The dataset without the features `keys`."""
+    return _called(meta, {key: key for key in (*meta.features, *meta.stats, *meta.broken) if key not in keys})
 
-    def left[T](values: Mapping[str, T]) -> dict[str, T]:
-        return {key: value for key, value in values.items() if key not in keys}
 
-    return replace(
-        meta,
-        features=left(meta.features),
-        stats=left(meta.stats),
-        video_files=left(meta.video_files),
-        episode_video_file=left(meta.episode_video_file),
-        episode_video_start_s=left(meta.episode_video_start_s),
-    )
+def _called(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
+    """Return the dataset with what is said of the features `{key: name}` under these names, and of no others."""
+    by_key = ("features", "stats", "video_files", "episode_video_file", "episode_video_start_s", "broken")
+    tables: dict[str, Any] = {table: getattr(meta, table) for table in by_key}
+    for table, values in tables.items():
+        tables[table] = {names[key]: value for key, value in values.items() if key in names}
+    return replace(meta, **tables)
 
 
 def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> DatasetMetadata:

@@ -7,13 +7,13 @@ the root. Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import stat
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -54,10 +54,9 @@ def assign_files(
     name, prefix = ("data_path", "data") if video_key is None else ("video_path", f"videos/{video_key}")
     template = info.get(name, DEFAULT_TEMPLATES[name])
     label = f"{INFO_PATH}: {name}"
-    parts = _parse(label, template, allow_video_key=video_key is not None)
+    used = _fields(label, template, allow_video_key=video_key is not None)
     columns = {"episode_index": episodes["episode_index"]}
     columns |= {field: episodes[f"{prefix}/{field}"] for field in ("chunk_index", "file_index")}
-    used = {part.field for part in parts}
     if "episode_chunk" in used:
         chunks_size = info.get("chunks_size", DEFAULT_CHUNKS_SIZE)
         if type(chunks_size) is not int or chunks_size < 1:
@@ -75,9 +74,11 @@ def assign_files(
     rank = np.empty_like(by_first_use)
     rank[by_first_use] = np.arange(len(first))
     paths = [
-        _render(label, parts, {"video_key": video_key, **{field: int(c[episode]) for field, c in columns.items()}})
+        template.format(video_key=video_key, **{field: int(column[episode]) for field, column in columns.items()})
         for episode in first[by_first_use].tolist()
     ]
+    for path in paths:
+        _check_inside(label, path)
     if len(set(paths)) != len(paths):
         raise ValueError(
             f"{label} {template!r:.200} gives different files the same path; it must hold {{chunk_index}} and "
@@ -150,23 +151,17 @@ def read_lines(
     with _naming_metadata(fs, base, path):
         size = fs.size(f"{base}/{path}")
         _check_bytes(path, size, size if most_bytes is None else most_bytes)
-        with fs.open(f"{base}/{path}", "rb") as file:
-            partial, number = b"", 1
-            while piece := file.read(PIECE_BYTES):
-                lines = (partial + piece).splitlines(keepends=True)
-                partial = b"" if lines[-1].endswith(b"\n") else lines.pop()
-                if max(map(len, [*lines, partial])) > line_bytes:
-                    at = number + [len(line) > line_bytes for line in [*lines, partial]].index(True)
+        with fs.open(f"{base}/{path}", "rb") as opened:
+            file = io.BufferedReader(opened, PIECE_BYTES)
+            for number, line in enumerate(iter(lambda: file.readline(line_bytes + 1), b""), 1):
+                if len(line) > line_bytes:
                     raise ValueError(
-                        f"{path}, line {at} has more than the {line_bytes / 2**20:,.0f} MiB that it may have: it is "
-                        "damaged or made to exhaust the memory; restore the file"
+                        f"{path}, line {number} has more than the {line_bytes / 2**20:,.0f} MiB that it may have: it "
+                        "is damaged or made to exhaust the memory; restore the file"
                     )
                 if number == 1:
-                    refuse_pointer(path, piece)
-                yield from lines
-                number += len(lines)
-            if partial:
-                yield partial
+                    refuse_pointer(path, line)
+                yield line
 
 
 @contextlib.contextmanager
@@ -187,39 +182,20 @@ def _check_bytes(path: str, size: int, most_bytes: int) -> None:
         )
 
 
-class _Part(NamedTuple):
-    """A stretch of a template: text, then the value of a field (None: no more) padded with zeros to a width."""
-
-    literal: str
-    field: str | None
-    width: int
-
-
-def _parse(label: str, template: Any, *, allow_video_key: bool) -> list[_Part]:
-    label = f"{label} {template!r:.200}"
-    if not isinstance(template, str):
-        raise ValueError(f"{label}: expected a path template such as {DEFAULT_TEMPLATES['data_path']!r}")
-    try:
-        raw = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"{label}: not a path template ({error})") from None
-    allowed = ["chunk_index", "file_index", "episode_index", "episode_chunk", *["video_key"] * allow_video_key]
-    parts = []
-    for literal, field, spec, conversion in raw:
-        width = re.fullmatch(r"0([1-9])d", spec or "")
-        plain = not conversion and (not spec or (width and field != "video_key"))
-        if field is not None and not (field in allowed and plain):
-            placeholder = "{" + field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
-            raise ValueError(
-                f"{label}: {placeholder:.100} is not allowed; only {sorted(allowed)}, numbers in a format like :03d"
-            )
-        parts.append(_Part(literal, field, int(width[1]) if width else 0))
-    return parts
+def _fields(label: str, template: Any, *, allow_video_key: bool) -> set[str]:
+    """Return the fields of a path template that `str.format` may fill in: numbers with a width, no attributes."""
+    numbers = r"(?:chunk_index|file_index|episode_index|episode_chunk)(?::0[1-9]d)?"
+    field = rf"{numbers}|video_key" if allow_video_key else numbers
+    if not isinstance(template, str) or not re.fullmatch(rf"(?:[^{{}}]|\{{(?:{field})\}})*", template):
+        raise ValueError(
+            f"{label} is {template!r:.200}, expected a path template such as "
+            f"{DEFAULT_TEMPLATES['video_path' if allow_video_key else 'data_path']!r}, with no other fields than "
+            "chunk_index, file_index, episode_index and episode_chunk"
+        )
+    return set(re.findall(r"\{(\w+)", template))
 
 
-def _render(label: str, parts: Sequence[_Part], values: Mapping[str, Any]) -> str:
-    text = "".join(p.literal + (str(values[p.field]).zfill(p.width) if p.field else "") for p in parts)
-    steps = text.split("/")
-    if not text.isprintable() or "\\" in text or ":" in text or any(step in ("", ".", "..") for step in steps):
-        raise ValueError(f"{label} leads to {text!r:.200}, which is not a path inside the dataset")
-    return text
+def _check_inside(label: str, path: str) -> None:
+    steps = path.split("/")
+    if not path.isprintable() or "\\" in path or ":" in path or any(step in ("", ".", "..") for step in steps):
+        raise ValueError(f"{label} leads to {path!r:.200}, which is not a path inside the dataset")
