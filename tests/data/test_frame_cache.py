@@ -16,7 +16,6 @@ from lerobot_datasource import keeps_frames, local_batches, read_lerobot, read_s
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import disk_cache
-from vla_finetuning.data import frame_cache as lerobot_frame_cache
 from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
@@ -148,9 +147,9 @@ def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, d
             shutil.copyfile(other / video.relative_to(root), video)
             os.utime(video, ns=(before.st_atime_ns, before.st_mtime_ns))
     elif change == "decoder":
-        monkeypatch.setattr(lerobot_frame_cache.av, "__version__", "0.0.0")
+        monkeypatch.setattr(lerobot_videos.av, "__version__", "0.0.0")
     elif change == "rules":
-        monkeypatch.setattr(lerobot_frame_cache, "RULES", 0)
+        monkeypatch.setattr(lerobot_videos, "RULES", 0)
     elif change == "tolerance":
         options["tolerance_s"] = 1e-3
     else:

@@ -19,7 +19,7 @@ from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.disk_cache import CacheFolder
 from vla_finetuning.data.reader import DatasetFiles, Decoding
 from vla_finetuning.data.storage import file_identity
-from vla_finetuning.data.videos import video_file
+from vla_finetuning.data.videos import frames_place
 
 
 class FeatureCache(CacheFolder):
@@ -147,7 +147,7 @@ class FeatureStore:
             files, reader, key = self._files_of(camera, dataset), self._readers[dataset], self._cameras[camera]
             identities = [file_identity(reader.fs, path) for path in files.paths[number]]
             identity = "\0".join([*map(str, identities), files.places[number]])
-            frames = video_file(reader, key, "\0".join(files.paths[number]), identity, self._decoding)
-            place = f"{frames.place}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
-            self._contents[file_key] = None if None in identities else (place, frames.path, identity)
+            frames, path = frames_place(reader, key, "\0".join(files.paths[number]), self._decoding)
+            place = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
+            self._contents[file_key] = None if None in identities else (place, path, identity)
         return self._contents[file_key]

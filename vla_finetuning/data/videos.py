@@ -6,23 +6,29 @@ A camera's frames are in videos, each at a time, or images in data files, each i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import av
+import cv2
 import numpy as np
+import PIL
 
 from vla_finetuning.data.dataset import Feature, naming_file
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
 from vla_finetuning.data.disk_cache import Records, disk_records
-from vla_finetuning.data.frame_cache import VideoFile
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.parquet_columns import DataFile, read_images
 from vla_finetuning.data.paths import read_whole
 from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
+
+# To be raised with every change of what `decode` makes of a file.
+RULES = 3
 
 
 @dataclass
@@ -182,28 +188,30 @@ def cached_frames(reader: DatasetFiles, key: str, file: str, decoding: Decoding)
     identity = None if decoding.frame_cache is None else file_identity(reader.fs, path)
     if decoding.frame_cache is None or identity is None:
         return None
-    cache, video = decoding.frame_cache.opened(), video_file(reader, key, path, identity, decoding)
-    folder = cache.content(video.place, video.path, video.identity)
-    frame_bytes = math.prod(video.shape) * video.dtype.itemsize
-    return None if folder is None else disk_records(cache, folder, frame_bytes)
+    cache = decoding.frame_cache.opened()
+    folder = cache.content(*frames_place(reader, key, path, decoding), identity)
+    shape, dtype = frame_of(reader.features[key], decoding.image_size)
+    return None if folder is None else disk_records(cache, folder, math.prod(shape) * dtype.itemsize)
 
 
-def video_file(reader: DatasetFiles, key: str, path: str, identity: str, decoding: Decoding) -> VideoFile:
-    """Return what tells the frames of a camera's file from others. A data file holds images of several cameras."""
+def frames_place(reader: DatasetFiles, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
+    """Return what tells the frames of a camera's file from others of the same content, as `DiskCache.content` takes it.
+
+    That is the dataset, with all that may change a pixel, and the file: one of data holds images of several cameras.
+    """
     feature = reader.features[key]
     shape, dtype = frame_of(feature, decoding.image_size)
-    is_video = feature.dtype == "video"
-    return VideoFile(
-        dataset=reader.dataset,
-        path=path if is_video else f"{path}\0{feature.key}",
-        identity=identity,
-        fps=reader.fps if is_video else 1,
-        tolerance_s=decoding.tolerance_s if is_video else None,
-        shape=shape,
-        dtype=dtype,
-        stored=height_width(feature),
-        depth=reader.depth_mm.get(key) if is_video else feature.info.get("depth_unit"),
-    )
+    resizing = cv2.__version__ if shape[:2] != height_width(feature) else None
+    decoder: tuple[Any, ...]
+    if feature.dtype == "video":
+        depth = reader.depth_mm.get(key)
+        depth_digest = None if depth is None else hashlib.sha256(depth.tobytes()).hexdigest()
+        libraries = sorted(av.library_versions.items())
+        decoder = RULES, av.__version__, libraries, resizing, reader.fps, decoding.tolerance_s, depth_digest
+    else:
+        path = f"{path}\0{feature.key}"
+        decoder = RULES, PIL.__version__, resizing, feature.info.get("depth_unit")
+    return f"{reader.dataset}\0{shape}\0{dtype}\0{decoder!r}", path
 
 
 def _keys(times_s: np.ndarray) -> list[float]:
