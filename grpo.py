@@ -130,16 +130,14 @@ def work(run: GrpoRun) -> int:
     with contextlib.ExitStack() as stack:
         print_safe("Starting     Ray and the workers")
         cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
-        from vla_finetuning.rl.learning_page import (
-            write_grpo_report,  # not above: training processes need no matplotlib
-        )
+        from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
         record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
         if run.scene.states:
             write_json(
                 job.output_dir / INITIAL_STATES_NAME, {task: asdict(state) for task, state in run.scene.states.items()}
             )
-        stack.callback(write_grpo_report, job.output_dir)
+        stack.enter_context(keep_report(job.output_dir))
         workers = partial(worker_group, job, train_loop_per_worker, {"run": ray.put(run)})
         steps_done = fit(job, workers, iteration_line)
         if steps_done < job.steps:

@@ -2,11 +2,14 @@
 
 import base64
 import json
+import math
 
 import pytest
 
 from tests.pages import check_page
 from vla_finetuning.files import write_json
+from vla_finetuning.options.programs import GrpoConfig
+from vla_finetuning.report import page
 from vla_finetuning.report.page import write_report
 
 HOSTILE = "<script>alert('x')</script>"
@@ -103,6 +106,35 @@ def test_success_over_steps_is_a_chart_and_a_table(folder):
     page = check_page(write_report(folder, []).read_text())
     table = f"Successes by task task step 2,000 step 4,000 {HOSTILE} 9 of 25 9 of 25 push – 1 of 25"
     assert table in page.text
+
+
+def test_a_run_of_grpo_shows_held_out_success_with_wilsons_interval(tmp_path):
+    """By its formula (Wilson 1927); a run without datasets says nothing of any."""
+    write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
+    write_json(tmp_path / "run.json", {"steps": 3, "plan": HOSTILE, "datasets": []})
+    lines = [{"step": 0, "held_out_successes": 3, "held_out_episodes": 12, "play_s": 1.5}]
+    lines += [{"step": step, "loss": 0.5, "success": 0.1 * step, "play_s": 2.5, "kl": None} for step in (1, 2, 3)]
+    lines[3] |= {"held_out_successes": 12, "held_out_episodes": 12}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    score = {"label": "after learning", "successes": 19, "episodes": 20, "interval": [0.764, 0.991]}
+    write_json(tmp_path / "evaluation.json", {"closed_loop": {"after": score}, "films": []})
+    assert page.main([str(tmp_path)]) == 0
+    shown, z, rows = check_page((tmp_path / "report.html").read_text()), 1.959963984540054, []
+    for step, wins in ((0, 3), (3, 12)):
+        centre, half = wins / 12 + z**2 / 24, z * math.sqrt(wins / 12 * (1 - wins / 12) / 12 + (z / 24) ** 2)
+        low, high = ((centre + side * half) / (1 + z**2 / 12) for side in (-1, 1))
+        rows.append(f"step {step} {wins} 12 {wins / 12:.1%} {low:.1%} to {high:.1%}")
+    assert " ".join(rows) in shown.text and "All 3 steps done." in shown.text
+    assert "after learning 19 20 95.0% 76.4% to 99.1%" in shown.text and "success in the loop 95%" in shown.text
+    said = [svg["aria-label"] for svg in shown.all("svg")]
+    assert "success over steps: from 0.1 to 0.3, lowest 0.1" in said
+    assert "Success in the loop over steps: from 25% to 100%, at most 100%" in said
+    assert "kl: not measured in this run." in shown.text and "ataset" not in shown.text.partition("Configuration")[0]
+
+
+def test_a_run_of_grpo_that_has_only_begun_has_a_page_too(tmp_path):
+    write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
+    assert "Nothing has been logged yet" in check_page(write_report(tmp_path).read_text()).text
 
 
 def test_a_run_without_a_loop_says_nothing_of_one(folder):

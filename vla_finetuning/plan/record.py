@@ -108,5 +108,5 @@ def code_revision() -> str:
 
 
 def errors_by_robot(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `evaluation.json` says of each robot, by its name: "" of the only one."""
-    return evaluation.get("robots", {"": evaluation})
+    """Return each robot's errors in `evaluation.json`, by its name: "" of the only one. Empty without any."""
+    return evaluation.get("robots") or ({"": evaluation} if "trained" in evaluation else {})

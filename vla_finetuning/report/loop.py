@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from vla_finetuning.report import figures
 from vla_finetuning.report.figures import plain
 from vla_finetuning.run.folder import FILMS, evaluations
 
 
-def closed_loop(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return what the template shows of `evaluation.json`'s `closed_loop` and `films`, and of how checkpoints of the
-    run fared (`evaluations.jsonl`); None if nothing was tried."""
-    scores, over_steps = evaluation.get("closed_loop") or {}, evaluations(folder)
+def closed_loop(
+    evaluation: Mapping[str, Any], folder: Path, lines: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Return what the template shows of `evaluation.json`'s `closed_loop` and `films`, and of how the run fared on the
+    way (`evaluations.jsonl`, and held-out episodes of its log `lines`); None if nothing was tried."""
+    scores = evaluation.get("closed_loop") or {}
+    over_steps = [*evaluations(folder), *(_held_out(line) for line in lines if line.get("held_out_episodes"))]
     if not scores and not over_steps:
         return None
     rows = [score_row({**line, "label": f"step {line['step']:,}"}) for line in over_steps]
@@ -28,6 +32,12 @@ def closed_loop(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any] |
         "scores": [score_row(score) for score in scores.values()],
         "films": shown_films(evaluation.get("films", ()), folder),
     }
+
+
+def _held_out(line: Mapping[str, Any]) -> dict[str, Any]:
+    successes, episodes = line["held_out_successes"], line["held_out_episodes"]
+    interval = binomtest(successes, episodes).proportion_ci(method="wilson")
+    return {"step": line["step"], "successes": successes, "episodes": episodes, "interval": list(interval)}
 
 
 def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -2,8 +2,9 @@
 
     python -m vla_finetuning.report.page OUTPUT_DIR
 
-writes the report of a run anew from what its folder holds. What a folder lacks is left out, and the page says so. Pages
-are made from `templates/` with everything escaped: instructions, names and paths are a stranger's text.
+writes the report of a run of `vla.py`, `value.py` or `grpo.py` anew from what its folder holds. What a folder lacks is
+left out, and the page says so. Pages are made from `templates/` with everything escaped: instructions, names and paths
+are a stranger's text.
 """
 
 from __future__ import annotations
@@ -207,8 +208,9 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
             name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not content
         ],
         charts=metric_charts(lines, [attempt["resumed_from_step"] for attempt in starts[1:]]),
-        held_out=list(_held_out(evaluation, facts)) if evaluation else [],
-        closed_loop=closed_loop(evaluation, output_dir),
+        held_out=list(_held_out(evaluation, facts)),
+        closed_loop=closed_loop(evaluation, output_dir, lines),
+        has_datasets="grpo" not in config,
         values=values_section(output_dir),
         held_out_expected=bool((config.get("dataset") or {}).get("eval_split")),
         attempts=starts,
@@ -232,22 +234,22 @@ def _key_figures(
 ) -> list[tuple[str, str]]:
     """Return the figures that a reader looks for first: (name, value)."""
     entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
-    if metrics:
+    if "loss" in metrics:
         entries.append(("loss", _g(metrics["loss"][-1])))
-    for robot, errors in errors_by_robot(evaluation).items() if evaluation else ():
+    for robot, errors in errors_by_robot(evaluation).items():
         trained, whose = errors["trained"], f", {robot}" if robot else ""
         if baseline := trained["mean_action"]["mse"]:
             entries.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
     for name, tried in evaluation.get("closed_loop", {}).items():
         robot, _, condition = name.rpartition("/")
-        if condition == "trained" and tried["episodes"]:
+        if condition in ("trained", "after") and tried["episodes"]:
             whose = f", {robot}" if robot else ""
             unknown = f", {tried['errors']} not played to the end" if tried.get("errors") else ""
             entries += [
                 (f"success in the loop{when}{whose}{unknown}", f"{tried[key] / tried['episodes']:.0%}")
                 for key, when in (("successes", ""), ("successes_at_end", " at the end"))
             ]
-    if metrics:
+    if "samples" in metrics:
         seconds, samples, waited = _totals(metrics)
         entries += [("samples / s", _g(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
     return entries
@@ -270,7 +272,7 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
     if versions := facts.get("versions"):
         text = ", ".join(f"{name} {version}" for name, version in versions.items())
         lines.append(("Versions", re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", text)))
-    if metrics:
+    if "samples" in metrics:
         seconds, samples, _ = _totals(metrics)
         lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
     return lines
@@ -490,13 +492,9 @@ def write_page(path: Path, text: str) -> Path:
     return path
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    write: Callable[[Path], Path] = write_report,
-    description: str | None = __doc__,
-) -> int:
-    """Write a run's page again, by `write`. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a run's page again. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=as_path, help="a run's folder")
     folder = parser.parse_args(argv).output_dir
     url = address(folder)
@@ -505,13 +503,8 @@ def main(
     if not (folder / CONFIG_NAME).is_file():
         print_safe_error(f"{url} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
         return 2
-    if write is write_report and "grpo" in read_json(folder / CONFIG_NAME):
-        print_safe_error(
-            f"{url} holds a run of grpo.py; `python -m vla_finetuning.rl.learning_page {url}` writes its page"
-        )
-        return 2
     with synced(folder):
-        print_safe(address(write(folder)))
+        print_safe(address(write_report(folder)))
     return 0
 
 
