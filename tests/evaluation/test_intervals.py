@@ -50,7 +50,7 @@ def test_a_score_has_both_outcomes_and_what_errors_may_have_been():
     assert share(found) == (
         "5 of 6, 83.3 % (35.9 to 97.4); at the end 3 of 6, 50.0 % (15.8 to 84.2); 1 more ended in an error"
     )
-    assert share(score(lines[:1])) == "1 of 1, 100.0 % (20.7 to 100.0); at the end too"
+    assert share(score(lines[:1])) == "1 of 1, 100.0 % (20.7 to 100.0); the same at the end"
     assert share(score([])) == "none played" and score(lines[6:])["interval"] == [0.0, 1.0]
 
 

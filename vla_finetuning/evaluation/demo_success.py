@@ -61,7 +61,8 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         ValueError: a policy that cannot play.
     """
     exported = fetched_for_good(job.output_dir / "pretrained_model")
-    env, trained = env_config("two_bins"), load_policy_config(exported)
+    # Episodes go on after success, so that the table says whether the gripper stays.
+    env, trained = env_config("two_bins", ["--terminates=false"]), load_policy_config(exported)
     options: dict[str, Any] = {"env": env, "trusted": policy.trusted, "opening": policy.robots[0].opening}
     options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {"trained": PolicySource(exported, trained, **options)}
