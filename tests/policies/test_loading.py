@@ -526,10 +526,26 @@ def test_a_configuration_is_read_as_lerobot_reads_it_and_leaves_no_file(tmp_path
         ("--optimizer_betas=[0.8, 0.9]", lambda config: tuple(config.optimizer_betas) == (0.8, 0.9)),
         ("--compile_model=True", lambda config: config.compile_model is True),
         ("--optimizer_lr=1e-3", lambda config: config.optimizer_lr == 1e-3),
+        ("--rtc_training_max_delay=49", lambda config: copy.deepcopy(config).rtc_training_max_delay == 49),
+        ("--chunk_size=60", lambda config: config.rtc_training_max_delay == 0),
     ],
 )
 def test_options_of_a_policy_are_values(option, of):
     assert of(make_policy_config("pi05", [option]))
+
+
+@pytest.mark.parametrize(
+    ("policy_type", "value", "error"),
+    [
+        ("pi05", "50", "=50: expected a whole number of actions from 0 to 49, .*--policy.chunk_size=50"),
+        ("pi05", "-1", "=-1: expected a whole number of actions from 0 to 49"),
+        ("pi05", "1.5", "=1.5: expected a whole number of actions from 0 to 49"),
+        ("pi0", "3", ": no option of PI0Config"),
+    ],
+)
+def test_how_many_actions_are_given_is_fewer_than_a_chunk_has(policy_type, value, error):
+    with pytest.raises(ValueError, match=f"--policy.rtc_training_max_delay{error}"):
+        make_policy_config(policy_type, [f"--rtc_training_max_delay={value}"])
 
 
 @pytest.mark.parametrize(

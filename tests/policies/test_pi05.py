@@ -8,6 +8,7 @@ import pytest
 import torch
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.common.flow_matching import sample_time_beta
+from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,7 @@ from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_co
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.flow import sample_noise_and_time
+from vla_finetuning.policies.flow import continue_chunk, sample_noise_and_time
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
@@ -193,6 +194,107 @@ def test_the_loss_of_several_draws_is_the_mean_of_lerobots_losses(mode):
     assert len(set(losses)) == draws
     whole = [torch.cat([g.flatten() for g in side.values()]) for side in (gradients(policy), wanted)]
     assert relative_error(*whole) <= 1e-6
+
+
+def with_given_actions(policy, number, monkeypatch):
+    """A copy of LeRobot's policy whose expert sees the first actions at time 0: its own norm, a position at a time."""
+    theirs, norm = copy.deepcopy(policy), PiGemmaRMSNorm.forward
+    embed, denoise = theirs.model.embed_suffix, theirs.model.denoise_step
+
+    def embed_suffix(noisy_actions, time):
+        *tokens, condition = embed(noisy_actions, time)
+        _, _, _, clean = embed(noisy_actions, torch.zeros_like(time))
+        return *tokens, torch.stack([clean if t < number else condition for t in range(noisy_actions.shape[1])], dim=1)
+
+    def norm_positions(module, hidden, cond=None):
+        if cond is None or cond.ndim == 2:
+            return norm(module, hidden, cond)
+        positions = [norm(module, hidden[:, [t]], cond[:, t]) for t in range(hidden.shape[1])]
+        return tuple(torch.cat(part, dim=1) for part in zip(*positions, strict=True))
+
+    def denoise_step(**inputs):
+        velocity = denoise(**inputs)
+        velocity[:, :number] = 0
+        return velocity
+
+    monkeypatch.setattr(PiGemmaRMSNorm, "forward", norm_positions)
+    theirs.model.embed_suffix, theirs.model.denoise_step = embed_suffix, denoise_step
+    return theirs
+
+
+@pytest.mark.parametrize("mode, attention", [("expert", "eager"), ("full", "sdpa")])
+def test_loss_and_gradients_of_chunks_with_given_actions_are_of_a_plain_loop(mode, attention, in_float64, monkeypatch):
+    draws, rows = 2, 4
+    policy = make_policy(2).double()
+    policy.config.rtc_training_max_delay = 4
+    choose_trainable(policy, mode)
+    noise, time = sample_noise_and_time(policy.config, rows * draws, 0, 0, "cpu")
+    batch, noise, time = to_float64(make_batch(policy)[0], noise, time)
+    loss = PI05Loss(policy, attention=attention, checkpointing=mode == "full")
+    whole = loss(batch, noise, time)
+    whole.backward()
+    half, half_draws = rows // 2, rows // 2 * draws
+    parts = [
+        loss({k: v[i * half :][:half] for k, v in batch.items()}, noise[i * half_draws :][:half_draws],
+             time[i * half_draws :][:half_draws], per_row=True).mean().item()
+        for i in range(2)
+    ]  # fmt: skip
+    assert whole.item() == pytest.approx(np.mean(parts), rel=1e-13) and parts[0] != parts[1]
+
+    delays = [int((row[:, 0] == 0).sum()) for row in time]
+    assert len(set(delays)) > 2
+    total, wanted = 0.0, {}
+    for number, delay in enumerate(delays):
+        row = {key: value[[number // draws]] for key, value in batch.items()}
+        with monkeypatch.context() as patch:
+            theirs = with_given_actions(policy, delay, patch)
+            theirs.zero_grad()
+            actions, from_noise = theirs.prepare_action(row), noise[[number]].clone()
+            from_noise[:, :delay] = actions[:, :delay]  # noisy actions are then these, at any time
+            images, masks = theirs._preprocess_images(row)
+            tokens, mask = row["observation.language.tokens"], row["observation.language.attention_mask"]
+            losses = theirs.model.forward(images, masks, tokens, mask, actions, from_noise, time[[number], -1, 0])
+            loss = losses[:, delay:, :ACTION_DIM].sum()
+            loss.backward()
+        total += loss.item()
+        for name, gradient in gradients(theirs).items():
+            wanted[name] = wanted.get(name, 0) + gradient
+    count = sum(policy.config.chunk_size - delay for delay in delays) * ACTION_DIM
+    assert whole.item() == pytest.approx(total / count, rel=1e-12)
+    errors = gradient_errors(gradients(policy), {name: gradient / count for name, gradient in wanted.items()})
+    assert max(errors.values()) <= 1e-9, sorted(errors.items(), key=lambda item: -item[1])[:3]
+
+
+def test_how_many_actions_are_given_is_drawn_after_noise_and_time():
+    config, rows = make_config(1), 4000
+    noise, time = sample_noise_and_time(config, rows, 7, 3, "cpu")
+    config.rtc_training_max_delay = 3
+    same_noise, drawn = sample_noise_and_time(config, rows, 7, 3, "cpu")
+    times, weight = drawn.unbind(-1)
+    assert torch.equal(noise, same_noise)
+    delays = (weight == 0).sum(dim=1)
+    given = torch.arange(config.chunk_size) < delays[:, None]
+    assert torch.equal(times, torch.where(given, 0.0, time[:, None]))
+    assert torch.bincount(delays).tolist() == pytest.approx([rows / 4] * 4, rel=0.15)
+    torch.testing.assert_close(weight, ~given / (~given).float().mean())
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_a_chunk_goes_on_from_given_actions_as_by_lerobots_sampler(delay, monkeypatch):
+    policy = make_policy(2).eval()
+    batch, noise, _ = make_batch(policy)
+    prefix = torch.randn(4, delay, ACTION_DIM, generator=torch.Generator().manual_seed(1))
+    found = continue_chunk(PI05Loss(policy), batch, noise, prefix)
+    assert torch.equal(found[:, :delay], prefix)
+    theirs, start = with_given_actions(policy, delay, monkeypatch), noise.clone()
+    start[:, :delay] = theirs.prepare_action({"action": prefix})
+    expected = theirs.predict_action_chunk(batch, noise=start)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    if delay == 0:
+        assert torch.equal(found, continue_chunk(PI05Loss(policy), batch, noise))
+    else:
+        plain = policy.predict_action_chunk(batch, noise=start)
+        assert (found - plain)[:, delay:].abs().max() > 1e-3
 
 
 def test_several_draws_leave_padded_steps_out_as_one_does():

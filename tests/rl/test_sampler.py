@@ -9,7 +9,8 @@ import torch
 
 from tests.tiny import ACTION_DIM, make_batch, make_policy
 from vla_finetuning.policies.families.pi05 import PI05Loss
-from vla_finetuning.rl.sampler import Draws, FlowSDE, Walk, follow, log_prob, sample, score
+from vla_finetuning.policies.flow import continue_chunk
+from vla_finetuning.rl.sampler import Draws, FlowSDE, Walk, log_prob, sample, score
 
 SDE = FlowSDE(steps=5, noise_level=0.6)
 
@@ -98,7 +99,7 @@ def lerobots_velocity(model, embedded, x, t):
 def test_without_noise_it_is_lerobots_sampler(loss, steps):
     batch, draws = inputs(loss), draw(SDE, loss, 6)
     theirs = loss.policy.predict_action_chunk(loss.images(batch), noise=draws.start, num_steps=steps)
-    torch.testing.assert_close(follow(loss, batch, draws.start, steps), theirs, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(continue_chunk(loss, batch, draws.start, steps=steps), theirs, atol=2e-6, rtol=1e-5)
     still = FlowSDE(steps, 0.0)
     chunk, _ = sample(loss, batch, still, draw(still, loss, 6)._replace(start=draws.start))
     torch.testing.assert_close(chunk, theirs, atol=5e-6, rtol=1e-5)

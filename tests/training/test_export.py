@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 import yaml
-from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
 
 from tests import in_process
 from tests.datasets import make_dataset
@@ -148,6 +149,37 @@ def test_an_export_describes_what_was_trained(folder, tmp_path):
     again = trained(folder, f"--dataset.root={folder / 'humanoid'}", f"--policy.path={where}", "--output_dir=x")
     assert again.policy.config.input_features == run.policy.config.input_features
     assert again.policy.start().config.output_features["action"].shape == (26,)
+
+
+def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path):
+    data = f"--dataset.root={folder / 'humanoid'}"
+    run = trained(folder, data, "--policy.rtc_training_max_delay=2", f"--output_dir={tmp_path / 'run'}")
+    assert "the first 0 to 2 actions of a chunk are given" in describe(run)
+    where = exported(run)
+    check_is_of(where, folder / "humanoid")
+    assert json.loads((where / "robot.json").read_text())["rtc_training_max_delay"] == 2
+    again = trained(folder, data, f"--policy.path={where}", "--output_dir=x")
+    assert again.policy.config.rtc_training_max_delay == 2
+    off = trained(folder, data, f"--policy.path={where}", "--policy.rtc_training_max_delay=0", "--output_dir=x")
+    assert "rtc_training_max_delay" not in robot_facts(off)[""] and "are given" not in describe(off)
+
+    # LeRobot's own real-time chunking guides it, as any.
+    policy = get_policy_class("tiny_pi05").from_pretrained(where)
+    policy.config.rtc_config = RTCConfig(execution_horizon=3)
+    policy.init_rtc_processor()
+    pre, _ = make_pre_post_processors(policy.config, pretrained_path=str(where))
+    seen = {key: torch.rand(1, *of["shape"]) for key, of in features_of(folder / "humanoid").items() if key != "action"}
+    batch, noise = pre({**seen, "task": ["go to the red bin"]}), torch.randn(1, 4, policy.config.max_action_dim)
+    plain, guided = (
+        policy.predict_action_chunk(batch, noise=noise, inference_delay=1, prev_chunk_left_over=left)
+        for left in (None, torch.full((1, 3, 26), 0.5))
+    )
+    assert (guided - 0.5)[:, 0].abs().max() < 0.5 * (plain - 0.5)[:, 0].abs().max()
+
+    # Where LeRobot's main has it, this version would not load it.
+    edit(where / "config.json", lambda config: config | {"type": "pi05", "rtc_training_max_delay": 2})
+    with pytest.raises(Exception, match="rtc_training_max_delay"):
+        PreTrainedConfig.from_pretrained(where)
 
 
 def test_freeze_flags_are_the_runs(folder):

@@ -96,6 +96,11 @@ def test_a_rows_draws_do_not_depend_on_the_batch(setting):
     assert measured(small)["eval_loss"] == pytest.approx(measured(resolved(setting))["eval_loss"], rel=1e-5)
 
 
+def test_no_action_of_a_held_out_chunk_is_given(setting):
+    plain, given = (measured(resolved(setting, **{"policy.rtc_training_max_delay": most})) for most in (0, 3))
+    assert {**plain, "eval_s": 0} == {**given, "eval_s": 0}
+
+
 def test_held_out_frames_are_not_augmented(setting):
     augmented = measured(resolved(setting, **{"train.augmentation": "openpi"}))
     assert augmented["eval_loss"] == measured(resolved(setting))["eval_loss"]

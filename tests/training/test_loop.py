@@ -23,7 +23,7 @@ from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies import compiling
 from vla_finetuning.policies.families import pi05
 from vla_finetuning.policies.families.pi05 import PI05Loss
-from vla_finetuning.policies.flow import sample_noise_and_time
+from vla_finetuning.policies.flow import sample_noise_and_time, time_without_given
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, own_folder
@@ -300,9 +300,12 @@ def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog
     assert made == [1]
 
 
-def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monkeypatch):
+@pytest.mark.parametrize("max_delay", [0, 2])
+def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monkeypatch, max_delay):
     """As held-out losses need them too; and nothing of it is left: the loop's losses are those without."""
-    run = resolved(setting, **{"train.compile": "true", "train.mode": "full"})
+    run = resolved(
+        setting, **{"train.compile": "true", "train.mode": "full", "policy.rtc_training_max_delay": max_delay}
+    )
     run = replace(run, policy=replace(run.policy, prompts=(16, 24)))
     dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
     data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
@@ -329,7 +332,7 @@ def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monk
                 loss(cut, *draws).backward()
                 loss.eval()
                 with torch.no_grad():
-                    loss(cut, *draws, per_row=True)
+                    loss(cut, draws[0], time_without_given(draws[1]), per_row=True)
                 loss.train()
     torch._dynamo.reset()
 

@@ -18,6 +18,7 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.policies.augment import WRIST
+from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.matching import aligned
 from vla_finetuning.policies.own_names import describe_names
 from vla_finetuning.policies.registry import family_of
@@ -161,6 +162,10 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
             f"({what_trains})" + _flops(policy)
         )
         lines += [f"             {line}" for line in policy.parameters.adapted]
+    if delay := getattr(policy.config, MAX_DELAY, 0):
+        lines.append(
+            f"             the first 0 to {delay} actions of a chunk are given and have no loss (--policy.{MAX_DELAY})"
+        )
     if policy.trusted and (brought := brought_along(policy.config)):
         lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
     return lines

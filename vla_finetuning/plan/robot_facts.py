@@ -10,6 +10,7 @@ from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.statistics import absolute_dimensions
+from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.spec import Robot
 
 # A robot is told one of them; thousands would hide the rest of the file.
@@ -23,7 +24,8 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
     "absolute", or "relative to the state at the start of the chunk" but for `absolute_entries`. `cameras`: height and
     width as recorded; `export` adds the policy's name where it stays another. `instructions`: as trained, between
     `instructions_begin_with` and `instructions_end_with`. `chunk_size`, `n_action_steps`: actions predicted, and
-    executed of them. `statistics`: as --dataset.statistics.
+    executed of them. `rtc_training_max_delay`: the most first actions that were given, where it was trained so.
+    `statistics`: as --dataset.statistics.
     """
     return {robot.name: _facts(run, robot) for robot in run.robots}
 
@@ -52,5 +54,6 @@ def _facts(run: Run, robot: Robot) -> dict[str, Any]:
         "instructions_end_with": "" if rows.positive is None else ADVANTAGE[True],
         "chunk_size": len(config.action_delta_indices or [0]),
         "n_action_steps": getattr(config, "n_action_steps", 1),
+        **({MAX_DELAY: delay} if (delay := getattr(config, MAX_DELAY, 0)) else {}),
         "statistics": run.config.dataset.statistics,
     }

@@ -36,6 +36,9 @@ TRAIN_OPTIONS = (
     "knowledge_insulation",
 )
 Columns = dict[str, np.ndarray]
+# The option `--policy.rtc_training_max_delay` of LeRobot's main (#4056), and where it is in robot.json: LeRobot 0.6.1
+# refuses a config.json with it.
+MAX_DELAY = "rtc_training_max_delay"
 # A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
 MEAN_COUNT = "mean_count"
 # The embedding of words: a sixth of what trains of PI0.5 in full.
@@ -173,6 +176,7 @@ class Family:
         without_effect: options of the policy that change nothing here, and what does.
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
+        delays: it can be trained on chunks whose first actions are given (`flow.FlowLoss`), with the option MAX_DELAY.
         masks_cameras: it can do without some of its cameras.
         sorts_cameras: it takes cameras in the order of their names, whatever their order in its configuration.
         takes_any: it plays with any of its cameras, and masks the others, and pads or cuts a state of any length.
@@ -202,6 +206,7 @@ class Family:
     without_effect: ClassVar[Mapping[str, str]] = {}
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
+    delays: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
     sorts_cameras: ClassVar[bool] = False
     takes_any: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from lerobot.utils.constants import ACTION
 from torch import Tensor
 
 from vla_finetuning.columns import ACTION_DIMS, ROBOT
-from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.family import MAX_DELAY, PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 
 # Columns of a batch that a row's loss is multiplied by.
@@ -54,7 +54,8 @@ def sample_noise_and_time(
         global_batch_size: rows of the step, G.
         times: the distribution of the time, of a policy whose configuration says none.
     Returns:
-        noise float32 (G, T, max_action_dim), standard normal; time float32 (G,).
+        noise float32 (G, T, max_action_dim), standard normal; time float32 (G,). With MAX_DELAY in the configuration
+        time is (G, T, 2), as `give_first_actions` makes it.
     """
     flow: Any = config
     generator = torch.Generator(device=device)
@@ -75,7 +76,32 @@ def sample_noise_and_time(
         concentration[:, 0].fill_(alpha)
         concentration[:, 1].fill_(beta)
         fraction = torch._sample_dirichlet(concentration, generator=generator)[:, 0]
-    return noise, fraction * scale + offset
+    time = fraction * scale + offset
+    if max_delay := getattr(config, MAX_DELAY, 0):
+        time = give_first_actions(time, flow.chunk_size, max_delay, generator)
+    return noise, time
+
+
+def give_first_actions(time: Tensor, chunk: int, max_delay: int, generator: torch.Generator) -> Tensor:
+    """Draw how many first actions of each chunk are given, as those that a robot executes while it waits.
+
+    Training-time real-time chunking (arXiv 2512.05964): uniform from 0 to `max_delay`, as LeRobot's main draws it
+    (#4056). Given actions are at the clean end of the flow, time 0, and carry no loss.
+
+    Args:
+        time: float32 (G,), of all rows of an optimizer step.
+    Returns:
+        float32 (G, T, 2): the time of each action, and what its loss is multiplied by, 0 or a number by which the mean
+        over the step's rows and actions, zeros included, is that over the actions that carry loss.
+    """
+    delays = torch.randint(max_delay + 1, (len(time), 1), generator=generator, device=time.device)
+    predicted = torch.arange(chunk, device=time.device) >= delays
+    return torch.stack([time[:, None] * predicted, predicted / predicted.to(time.dtype).mean()], dim=-1)
+
+
+def time_without_given(time: Tensor) -> Tensor:
+    """Return the times (B*K,) of chunks as if no action were given; a chunk's last one has the time of all others."""
+    return time[:, -1, 0] if time.ndim == 3 else time
 
 
 class FlowLoss(PolicyLoss):
@@ -111,8 +137,9 @@ class FlowLoss(PolicyLoss):
                 `action_is_pad` bool (B, T). Optional: `action_dims` bool (B, A), the dimensions that a row's robot has,
                 one at least, whose mean its loss is; `row_weight` float32 (B,), what a row's loss is multiplied by,
                 and `is_read` bool (B,), False where it is zero; the mean's denominator stays the number of rows.
-            noise, time: rows of what `Family.draw` returns: float32 (B*K, T, max_action_dim) and float32 (B*K,),
-                the K draws of a row one after the other. Images and language are computed once for all K, and the
+            noise, time: rows of what `Family.draw` returns: float32 (B*K, T, max_action_dim) and float32 (B*K,) or, of
+                chunks whose first actions are given, (B*K, T, 2) as of `give_first_actions`; the K draws of a row one
+                after the other. Images and language are computed once for all K, and the
                 loss is the mean over the draws: another estimator of the same expectation than K = 1, with less
                 variance per row.
             per_row: the loss of each draw of each row instead, float32 (B*K,), whose mean that is.
@@ -127,12 +154,17 @@ class FlowLoss(PolicyLoss):
         if rest or not draws:
             raise ValueError(f"{len(time)} draws of noise and time for {len(actions)} rows: not the same for each row")
         actions = repeat_rows(actions, draws)
-        mix = time[:, None, None]
+        weight = None
+        if time.ndim == 3:
+            time, weight = time.unbind(-1)
+        mix = time[..., None] if time.ndim == 2 else time[:, None, None]
         noisy_actions = mix * noise + (1 - mix) * actions
         prefix = self.prefix(batch)
         velocity = self.velocity(noisy_actions, time, self.prefix_of_flow(prefix))
         losses = F.mse_loss(noise - actions, velocity, reduction="none")
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
+        if weight is not None:
+            losses = losses * weight[..., None]
         if self.metrics is not None and self.robots and not per_row:
             by_row = self.reduce(losses.detach(), batch, draws, per_row=True)
             add_by_robot(self.metrics.sums("loss_by_robot", self.robots), by_row, batch, draws)
@@ -174,7 +206,11 @@ class FlowLoss(PolicyLoss):
         raise NotImplementedError
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:
-        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,): the same shape."""
+        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time: the same shape.
+
+        Args:
+            time: float32 (B*K,); of a family with `delays` also (B*K, T), of each action.
+        """
         raise NotImplementedError
 
 
@@ -197,6 +233,36 @@ def guided_chunk(
         time = torch.full((len(x),), 1.0 - step / steps, device=x.device)
         with_label, without = (loss.velocity(x, time, prefix) for prefix in prefixes)
         x = x - (without + guidance * (with_label - without)) / steps
+    return x[:, :, : config.output_features[ACTION].shape[0]]
+
+
+@torch.no_grad()
+def continue_chunk(
+    loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, prefix: Tensor | None = None, steps: int | None = None
+) -> Tensor:
+    """Predict action chunks by LeRobot's sampler, their first actions given: for a policy that was trained with
+    MAX_DELAY.
+
+    Args:
+        batch: B rows for the policy. noise: float32 (B, T, max_action_dim).
+        prefix: the first actions, float32 (B, d, at most max_action_dim), normalised, d < T; None: none.
+        steps: of the sampler; the policy's num_inference_steps when absent.
+    Returns:
+        float32 (B, T, A), normalised; its first d actions are the prefix.
+    """
+    config: Any = loss.policy.config
+    steps, x, given = steps or config.num_inference_steps, noise, 0
+    if prefix is not None and (given := prefix.shape[1]):
+        x = torch.cat([F.pad(prefix, (0, noise.shape[2] - prefix.shape[2])), noise[:, given:]], dim=1)
+    seen, dt = loss.prefix(loss.images(batch)), -1.0 / steps
+    for step in range(steps):
+        time = torch.full(x.shape[: 2 if given else 1], 1.0 + step * dt, device=x.device)
+        if given:
+            time[:, :given] = 0.0
+        change = dt * loss.velocity(x, time, seen).float()
+        if given:
+            change[:, :given] = 0.0
+        x = x + change
     return x[:, :, : config.output_features[ACTION].shape[0]]
 
 

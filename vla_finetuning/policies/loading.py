@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lerobot.configs import PreTrainedConfig
@@ -25,7 +25,9 @@ from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import read_foreign_json, refuse_pointer
 from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.mirror import as_path, contents, fetched_for_good
-from vla_finetuning.policies.registry import family_of
+from vla_finetuning.options.policy import ROBOT_NAME
+from vla_finetuning.policies.family import MAX_DELAY
+from vla_finetuning.policies.registry import family_of, family_of_class
 from vla_finetuning.policies.remote_code import remote_code
 
 WEIGHTS_FILE = "model.safetensors"
@@ -42,15 +44,17 @@ def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedC
     """LeRobot's configuration of a policy, as its folder says, with options ("--chunk_size=20") in its place.
 
     As `PreTrainedConfig.from_pretrained`, which also leaves a temporary file behind, takes its parser's own flags, and
-    keeps where the folder's policy came from and was published (WHENCE).
+    keeps where the folder's policy came from and was published (WHENCE). MAX_DELAY is read from robot.json.
 
     Raises:
         OSError, ValueError: config.json cannot be read, is no policy's, or an option is not the policy's.
     """
     saved = read_foreign_json(folder / "config.json")
     policy_type = saved.pop("type")
+    saved = {name: value for name, value in saved.items() if name not in WHENCE}
+    about = read_foreign_json(folder / ROBOT_NAME) if (folder / ROBOT_NAME).is_file() else {}
     return make_policy_config(
-        policy_type, options, {name: value for name, value in saved.items() if name not in WHENCE}, "config.json"
+        policy_type, options, saved | {key: about[key] for key in about.keys() & {MAX_DELAY}}, "config.json"
     )
 
 
@@ -58,10 +62,24 @@ def make_policy_config(
     policy_type: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
 ) -> PreTrainedConfig:
     """LeRobot's configuration of a type of policy, on the CPU: where it was saved, another device may be named."""
-    cls = PreTrainedConfig.get_choice_class(policy_type)
-    config = cast(PreTrainedConfig, make_config(cls, "policy", options, {**(saved or {}), "device": "cpu"}, source))
+    cls, saved = PreTrainedConfig.get_choice_class(policy_type), {**(saved or {}), "device": "cpu"}
+    max_delay = None
+    if family_of_class(cls, policy_type).delays and MAX_DELAY not in {field.name for field in dataclasses.fields(cls)}:
+        max_delay = str(saved.pop(MAX_DELAY, 0))
+        for option in [option for option in options if option.startswith(f"--{MAX_DELAY}=")]:
+            max_delay = option.partition("=")[2]
+        options = [option for option in options if not option.startswith(f"--{MAX_DELAY}=")]
+    config: Any = make_config(cls, "policy", options, saved, source)
     config.device = "cpu"
     _check_sizes(config, source)
+    if max_delay is not None:
+        most = config.chunk_size - 1
+        if not max_delay.isdecimal() or int(max_delay) > most:
+            raise ValueError(
+                f"--policy.{MAX_DELAY}={max_delay}: expected a whole number of actions from 0 to {most}, so that one "
+                f"of a chunk (--policy.chunk_size={config.chunk_size}) is left to predict"
+            )
+        setattr(config, MAX_DELAY, int(max_delay))
     return config
 
 

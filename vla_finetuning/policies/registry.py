@@ -28,7 +28,7 @@ def family_of(config: PreTrainedConfig) -> Family:
 
     Of a run that `train_as` has chosen one for, that one.
     """
-    return getattr(config, CHOSEN, None) or _family_of(type(config), config.type)
+    return getattr(config, CHOSEN, None) or family_of_class(type(config), config.type)
 
 
 def train_as(config: PreTrainedConfig, family: Family) -> None:
@@ -36,7 +36,8 @@ def train_as(config: PreTrainedConfig, family: Family) -> None:
     setattr(config, CHOSEN, family)
 
 
-def _family_of(config_class: type, policy_type: str) -> Family:
+def family_of_class(config_class: type, policy_type: str) -> Family:
+    """Return the family of a policy by its configuration's class and the name of its type."""
     names = {cls: name for name, cls in PreTrainedConfig.get_known_choices().items()}
     candidates = (FAMILIES.get(names.get(base, "")) for base in config_class.__mro__)
     return next(filter(None, candidates), Family(policy_type))
@@ -57,7 +58,7 @@ def require_trained(policy_type: Any, source: str) -> None:
     classes = PreTrainedConfig.get_known_choices()
     if not isinstance(policy_type, str) or policy_type not in classes:
         raise ValueError(f"{source}: no policy is of type {policy_type!r}; LeRobot knows {', '.join(sorted(classes))}")
-    family = _family_of(classes[policy_type], policy_type)
+    family = family_of_class(classes[policy_type], policy_type)
     if family.refused:
         raise ValueError(
             f"{source}: a '{policy_type}' is not trained here: {family.refused}. Train it with lerobot-train"

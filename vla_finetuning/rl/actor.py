@@ -15,9 +15,9 @@ from torch import Tensor
 
 from util import Batch
 from vla_finetuning.envs.protocol import Observation
-from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.flow import FlowLoss, continue_chunk
 from vla_finetuning.policies.prompts import cut_prompts
-from vla_finetuning.rl.sampler import FlowSDE, follow, sample
+from vla_finetuning.rl.sampler import FlowSDE, sample
 from vla_finetuning.rollouts.episodes import Episode, noise
 from vla_finetuning.rollouts.player import Player
 from vla_finetuning.rollouts.stage import Decision
@@ -171,4 +171,4 @@ class DeterministicActor:
         names = [(self._seed, episode.task, episode.episode, number) for episode, number in played]
         start = torch.from_numpy(np.stack([noise(*name, shape=actor.shape[:2]) for name in names])).to(actor.device)
         with actor.computing():
-            return follow(actor.loss, actor.on_device(columns), start, int(actor.config.num_inference_steps))
+            return continue_chunk(actor.loss, actor.on_device(columns), start)

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lerobot.utils.constants import ACTION
 from torch import Tensor
 
 from util import Batch
@@ -136,17 +135,6 @@ def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Te
     recorded = [torch.stack(part, dim=1) for part in (before, after)]
     recorded = [part.gather(1, step_index.expand(-1, -1, *part.shape[2:])) for part in recorded]
     return x[..., :width], Walk(recorded[0], recorded[1], draws.which)
-
-
-@torch.no_grad()
-def follow(loss: FlowLoss, batch: Batch, start: Tensor, steps: int) -> Tensor:
-    """LeRobot's own sampler: normalised chunks float32 (B, T, A) from noise (B, T, W), nothing random in between."""
-    prefix = loss.prefix(loss.images(batch))
-    x, dt = start, -1.0 / steps
-    for number in range(steps):
-        time = torch.full((len(x),), 1.0 + number * dt, device=x.device)
-        x = x + dt * loss.velocity(x, time, prefix).float()
-    return x[..., : loss.policy.config.output_features[ACTION].shape[0]]
 
 
 def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from util import Batch, NumpyToTorchCollate, cuda_prefetcher
 from vla_finetuning.columns import IS_SKIPPED, ROW_COLUMNS
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.flow import time_without_given
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.texts import with_texts
@@ -162,7 +163,7 @@ class HeldOutLoss:
         skip = (first - groups.start * DRAWN_TOGETHER) * self._per_row
         row_slice = slice(skip, skip + self._size * self._per_row)
         noise, times = (torch.cat([pair[member] for pair in pairs])[row_slice] for member in (0, 1))  # type: ignore[misc]
-        return noise, times
+        return noise, time_without_given(times)  # comparable with policies that were trained otherwise
 
     def _summary(self, losses: np.ndarray, counted: np.ndarray, times: np.ndarray) -> dict[str, Any]:
         """Return what an evaluation tells, of float64 (N*K,) each."""

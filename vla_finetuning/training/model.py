@@ -25,7 +25,7 @@ from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.flow import FlowLoss, time_without_given
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.registry import family_of, train_as
 from vla_finetuning.policies.spec import PolicySpec
@@ -135,7 +135,8 @@ def compile_all(
         if evaluates:
             loss.eval()
             with torch.no_grad(), torch.autocast(result.device.type, autocast, enabled=autocast is not None):
-                loss({**batch, **fitted}, *draws)
+                noise, time = draws
+                loss({**batch, **fitted}, noise, time if time is None else time_without_given(time))
             loss.train()
             free_gathered(loss)
     optimizer.clear_gradients()

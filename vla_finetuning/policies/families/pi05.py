@@ -43,7 +43,7 @@ from transformers import CONFIG_MAPPING
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss, require
+from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -103,7 +103,7 @@ class PI05Loss(LayeredLoss):
             return self._run_prefix(batch)
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,), by the expert."""
+        """Compute noise - actions by the expert, as `FlowLoss.velocity`."""
         return self._run_suffix(noisy_actions, time, prefix)
 
     def value_inputs(self, prefix: Prefix) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
@@ -184,8 +184,9 @@ class PI05Loss(LayeredLoss):
         expert = core.paligemma_with_expert.gemma_expert.model
         config = self.policy.config
         embedded_time = create_sinusoidal_pos_embedding(
-            time, core.action_in_proj.out_features, config.min_period, config.max_period, device=time.device
-        ).to(time.dtype)
+            time.flatten(), core.action_in_proj.out_features, config.min_period, config.max_period, device=time.device
+        )
+        embedded_time = embedded_time.to(time.dtype).unflatten(0, time.shape)
         with in_float32(noisy_actions):
             hidden, condition = self._suffix_tokens(noisy_actions, embedded_time, prefix)
         hidden = hidden.to(self._suffix_dtype or hidden.dtype)
@@ -204,7 +205,9 @@ class PI05Loss(LayeredLoss):
     def _suffix_tokens(
         self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix
     ) -> tuple[Tensor, Tensor | None]:
-        """The expert's tokens (B*K, tokens, width), and what its norms are conditioned on, (B*K, width); float32."""
+        """The expert's tokens (B*K, tokens, width), and what its norms are conditioned on, (B*K, width) or
+        (B*K, tokens, width); float32.
+        """
         core = self.policy.model
         condition = F.silu(core.time_mlp_out(F.silu(core.time_mlp_in(embedded_time))))
         return core.action_in_proj(noisy_actions), condition
@@ -283,13 +286,16 @@ def suffix_layer(
 def norm(layer: Any, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """LeRobot's `PiGemmaRMSNorm` by PyTorch's, on CUDA one kernel for its seven, which keeps its input alone.
 
+    Args:
+        hidden: (N, tokens, width). condition: (N, width), or (N, tokens, width).
     Returns:
         The normed, in the dtype of `hidden`; and, where there is a condition, what the residual is multiplied by.
     """
     if condition is None:
         normed = F.rms_norm(hidden.float(), (layer.dim,), 1.0 + layer.weight.float(), layer.eps)
         return normed.type_as(hidden), None
-    scale, shift, gate = layer.dense(condition)[:, None].chunk(3, dim=-1)
+    modulation = layer.dense(condition)
+    scale, shift, gate = (modulation[:, None] if modulation.ndim == 2 else modulation).chunk(3, dim=-1)
     normed = F.rms_norm(hidden.float(), (layer.dim,), None, layer.eps) * (1 + scale.float()) + shift.float()
     return normed.type_as(hidden), gate.to(hidden.dtype)
 
@@ -368,7 +374,7 @@ class PI05(Family):
         "compile_mode": "--train.compile",
         "gradient_checkpointing": "--train.activation_checkpointing",
     }
-    row_losses = flow = masks_cameras = fits_images = from_config = True
+    row_losses = flow = delays = masks_cameras = fits_images = from_config = True
     # The modules of the part "heads", and how many tokens the expert has before the actions.
     heads: ClassVar[tuple[str, ...]] = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
     before_actions: ClassVar[int] = 0
@@ -466,7 +472,7 @@ class PI05(Family):
     def empty_inputs(
         self, config: Any, rows: int, draws: int, device: torch.device | str
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """The noise is (B*K, T, max_action_dim), the time (B*K,)."""
+        """The noise is (B*K, T, max_action_dim), the time (B*K,) or (B*K, T, 2), as `sample_noise_and_time` has it."""
         with torch.device(device):
             tokens = (rows, config.tokenizer_max_length)
             batch = {key: torch.empty(rows, *image.shape) for key, image in config.image_features.items()}
@@ -476,7 +482,7 @@ class PI05(Family):
             return (
                 batch,
                 torch.empty(rows * draws, config.chunk_size, config.max_action_dim),
-                torch.empty(rows * draws),
+                torch.empty(rows * draws, *((config.chunk_size, 2) if getattr(config, MAX_DELAY, 0) else ())),
             )
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
