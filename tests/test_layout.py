@@ -152,10 +152,10 @@ def test_a_planted_circle_is_found(tmp_path):
 TYPES = {
     path.stem.removeprefix("configuration_")
     for path in Path(find_spec("lerobot.policies").origin).parent.glob("*/configuration_*.py")
-} | {"tiny_pi05"}
+} - {"rtc"} | {"tiny_pi05"}  # real-time chunking is of many policies
 TYPE_IN_NAME = re.compile("|".join(sorted(kind.replace("_", "_?") for kind in TYPES if len(kind) > 3)), re.IGNORECASE)
 # Modules of LeRobot's that are of no policy alone.
-OF_ALL = {"lerobot.policies", "lerobot.policies.factory", "lerobot.policies.pretrained"}
+OF_ALL = {f"lerobot.policies{name}" for name in ("", ".factory", ".pretrained", ".rtc")}
 
 
 def naming_policies(root):

@@ -85,6 +85,47 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     assert evaluate.main(["--compare", str(a), str(b)]) == 0
 
 
+@pytest.mark.ray
+def test_success_over_latencies(ray_cluster, folder, tmp_path, capsys):
+    a, b = tmp_path / "a", tmp_path / "b"
+    flags = [f"--policy.path={folder}", "--policy.n_action_steps=4", "--eval.videos=2", *FLAGS, "--eval.n_episodes=3"]
+    flags += ["--eval.exact", "--eval.batch_size=3"]
+    late = [*flags, "--eval.latency_s=0,0.1,0.11"]
+    assert evaluate.main([*late, f"--output_dir={a}"]) == 0
+    out = capsys.readouterr().out
+    lines = lines_of(a)
+    assert all(f"0 of 3, 0.0 % (0.0 to 56.1); at the end too; latency {name} s" in out for name in ("0", "0.1", "0.11"))
+    assert sorted((line["latency_s"], line["seed"]) for line in lines) == [
+        (latency_s, seed) for latency_s in (0, 0.1, 0.11) for seed in (1000, 1001, 1002)
+    ]
+    assert len({line["initial_state"] for line in lines}) == 3
+    page = check_page((a / "report.html").read_text())
+    assert "0.11 s, all episodes 0 3" in page.text and "latency / ms" in page.text
+    assert len([image for image in page.all("img") if image["src"].startswith("data:image/webp")]) == 2
+    # As if nothing were late; and killed, it goes on.
+    assert evaluate.main([*flags, f"--output_dir={b}"]) == 0
+    executed = {(line["condition"], line["seed"]): actions for line, actions in read_actions(a)}
+    for line, actions in read_actions(b):
+        assert (executed["latency 0 s", line["seed"]] == actions).all()
+        assert not (executed["latency 0.1 s", line["seed"]] == executed["latency 0.11 s", line["seed"]]).all()
+    (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
+    assert evaluate.main([*late, f"--output_dir={a}"]) == 0
+    assert sorted(map(json.dumps, lines_of(a))) == sorted(map(json.dumps, lines))
+    capsys.readouterr()
+    assert evaluate.main(["--compare", str(a), str(a)]) == 0
+    assert capsys.readouterr().out.count("At a latency 0.11 s") == 1
+    assert evaluate.main(["--compare", str(a), str(b)]) == 2
+    assert "played at other latencies: give both the same --eval.latency_s" in capsys.readouterr().err
+    # In real time: of its first chunk of 4 actions the policy leaves out one, so that 12 steps take another chunk.
+    flags[0] = f"--policy.path={make_base(tmp_path / 'base', list(INSTRUCTIONS.values()))}"
+    real_time = ["--eval.controller=rtc", "--eval.latency_s=0.1", f"--output_dir={tmp_path / 'c'}"]
+    assert evaluate.main([*flags, *real_time]) == 0
+    assert "latency 0.1 s\n" in (out := capsys.readouterr().out) and "Controller   rtc" in out
+    assert all((line["steps"], line["decisions"]) == (12, 4) for line in lines_of(tmp_path / "c"))
+    policy = json.loads((tmp_path / "c" / "evaluated.json").read_text())["policy"]
+    assert (policy["controller"], policy["latency_s"]) == ("rtc", [0.1])
+
+
 def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tmp_path):  # noqa: F811
     flags = [f"--policy.path={masked}", f"--output_dir={tmp_path / 'out'}"]
     found = trial.resolve_trial(parse_evaluate([*flags, *FLAGS]))
@@ -167,6 +208,15 @@ def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, 
         ([*good, "--env.type=somebody/envs@main:env.py"], "would run code from the Hub"),
         ([*good, "--output_dir=hf://a/b"], "--output_dir=hf://a/b: expected a path, s3://BUCKET/FOLDER, gs://"),
         ([*good, "--eval.record_dataset=s3://runs/played"], "datasets are written to a disk; give a path"),
+        ([*good, "--eval.latency_s=0.1,x"], "--eval.latency_s=0.1,x: expected numbers, as 0,0.1, at least 0"),
+        ([*good, "--eval.latency_s=0,-0.1"], "--eval.latency_s=0,-0.1: expected numbers, as 0,0.1, at least 0"),
+        ([*good, "--eval.latency_s=0.1,0.1"], "--eval.latency_s=0.1,0.1: give each one once"),
+        ([*good, "--eval.latency_s=0.1"], "nothing is left until the next one arrives; give --policy.n_action_steps"),
+        (
+            [*good, "--eval.latency_s=0.1", "--eval.controller=select_action"],
+            "--eval.latency_s=[0.1] with --eval.controller=select_action: a loop over select_action stands still",
+        ),
+        ([*good, "--eval.controller=rtc"], "LeRobot has no real-time chunking for this policy, of type 'act'"),
         (["--compare", str(tmp_path)], "two folders"),
         (["--compare", str(tmp_path), str(tmp_path)], "holds no evaluation"),
         ([*good, "--rename_map={"], "--rename_map={: expected JSON"),
@@ -190,14 +240,14 @@ def test_the_controller_is_of_relative_actions(folder, tmp_path):
         return trial.resolve_trial(parse_evaluate(flags))
 
     by_steps = found(relative, "--eval.controller=select_action")
-    assert by_steps.source.by_select_action and by_steps.options.policy_actors == 1
+    assert by_steps.source.controller == "select_action" and by_steps.options.policy_actors == 1
     assert by_steps.about["policy"]["controller"] == "select_action"
     (line,) = trial.describe_controller(by_steps.source)
     assert "added to the current state, as by lerobot-eval" in line
     (line,) = trial.describe_controller(found(relative).source)
     assert "lerobot-rollout --inference.type=rtc and PolicyServer" in line and "--eval.controller=select_action" in line
     for other in (found(relative), found(folder, "--eval.controller=select_action")):
-        assert not other.source.by_select_action and "controller" not in other.about["policy"]
+        assert other.source.controller == "chunk" and "controller" not in other.about["policy"]
     assert not trial.describe_controller(found(folder).source)
     with pytest.raises(ValueError, match="--eval.policy_actors=2: with --eval.controller=select_action one process"):
         found(relative, "--eval.controller=select_action", "--eval.policy_actors=2")

@@ -11,9 +11,10 @@ import numpy as np
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.envs.two_bins_scene import BINS, GANTRY, INSTRUCTIONS
-from vla_finetuning.rollouts.episodes import noise
+from vla_finetuning.rollouts.episodes import LeftOver, noise
 
-BATCHES = "batches"
+# Of the actions of a chunk, where it is late.
+EXECUTED = 3
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Seeing:
         scatter_cm: standard deviation of where it goes; every decision draws anew.
         notes: a folder in which it notes the size of each batch.
         dies: a file; where there is none, the player makes it and ends its process. "always": no such file is made.
+        dies_after: only once an episode in its batch has had so many decisions.
     """
 
     scatter_cm: float = 11.0
     notes: str | None = None
     dies: str | None = None
+    dies_after: int = 0
 
     weights_bytes = 0
 
@@ -36,7 +39,7 @@ class Seeing:
         return self
 
     def __call__(self, observation, instructions, keys):
-        if self.dies and not Path(self.dies).exists():
+        if self.dies and not Path(self.dies).exists() and max(key[3] for key in keys) >= self.dies_after:
             if self.dies != "always":
                 Path(self.dies).touch()
             os._exit(1)
@@ -54,25 +57,36 @@ class Seeing:
             chunks.append(position + (goal - position) * np.linspace(0.2, 1, 5)[:, None])
         return np.array(chunks, np.float32)
 
+    def act_late(self, observation, instructions, keys, delay, left):
+        chunks = self(observation, instructions, keys)
+        begun = [chunk[:0] for chunk in chunks] if left is None else [last.actions for last in left]
+        executed = [np.concatenate([old, chunk[len(old) : EXECUTED]]) for old, chunk in zip(begun, chunks, strict=True)]
+        return executed, [LeftOver(chunk[EXECUTED : EXECUTED + delay], None) for chunk in chunks]
 
-def plain_loop(seed, key, replaced=(), **options):
-    """One episode alone, by gymnasium and `Seeing`, `key` being (seed of the noise, task, number)."""
+
+def plain_loop(seed, key, replaced=(), delay=None, **options):
+    """One episode alone, by gymnasium and `Seeing`, `key` being (seed of the noise, task, number).
+
+    delay: steps after which a chunk is there; there is one every EXECUTED steps.
+    """
     with gymnasium.make(f"{two_bins.__name__}:{two_bins.GYM_ID}", **options) as env:
         observation, _ = env.reset(seed=seed)
         begun, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description
-        over, steps, decisions = False, 0, 0
+        over, steps, decisions, queue, arriving = False, 0, 0, [], {}
         while not over:
-            row = {
-                "agent_pos": observation["agent_pos"][None],
-                "pixels": {name: image[None] for name, image in observation["pixels"].items()},
-            }
-            (chunk,) = Seeing()(row, [dict(replaced).get(instruction, instruction)], [(*key, decisions)])
-            decisions += 1
-            for action in chunk:
-                observation, _, terminated, truncated, info = env.step(action)
-                steps += 1
-                if over := terminated or truncated:
-                    break
+            if steps % (5 if delay is None else EXECUTED) == 0:
+                row = {
+                    "agent_pos": observation["agent_pos"][None],
+                    "pixels": {name: image[None] for name, image in observation["pixels"].items()},
+                }
+                (chunk,) = Seeing()(row, [dict(replaced).get(instruction, instruction)], [(*key, decisions)])
+                late = delay or 0 if decisions else 0  # the robot waits for the first
+                arriving[steps + late] = list(chunk)[late:]
+                decisions += 1
+            queue = arriving.pop(steps, None) or queue
+            observation, _, terminated, truncated, info = env.step(queue.pop(0))
+            steps += 1
+            over = terminated or truncated
     return instruction, info["is_success"], steps, decisions, begun, info["reached"]
 
 

@@ -106,7 +106,7 @@ def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instruct
     absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
     absolute.relative_step = next(step for step in pre.steps if hasattr(step, "get_cached_state"))
     absolute.enabled = absolute.relative_step.enabled = True
-    player = Player(policy, pre, post, env=ENV, rename_map={}, by_select_action=True)
+    player = Player(policy, pre, post, env=ENV, rename_map={}, controller="select_action")
     seen, shape = observed(), (1, policy.config.chunk_size, policy.config.max_action_dim)
     found = {0: [], 1: []}
     for decision in range(8):  # the second episode begins three steps later

@@ -19,7 +19,7 @@ from vla_finetuning.rollouts.servers import Cast, PolicyServer, Row, play
 pytestmark = pytest.mark.ray
 OTHER = dict(zip(INSTRUCTIONS.values(), reversed(INSTRUCTIONS.values()), strict=True))
 CONDITIONS = {"plain": Condition(), "other": Condition(instructions=OTHER)}
-SEED = 50
+SEED, DELAY = 50, 2
 
 
 def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gpu=False, **options):
@@ -40,7 +40,16 @@ def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gp
     makers = {"two_bins": partial(gymnasium.make, f"{module}:{gym[0]}", **gym[1])}
     options = EvalOptions(**options)
     sources = sources or {"policy": Seeing()}
-    play(episodes, CONDITIONS, sources, makers, options, seed=SEED, use_gpu=use_gpu, on_end=on_end)
+    play(
+        episodes,
+        {**CONDITIONS, "late": Condition(delay=DELAY)},
+        sources,
+        makers,
+        options,
+        seed=SEED,
+        use_gpu=use_gpu,
+        on_end=on_end,
+    )
     return lines
 
 
@@ -103,6 +112,23 @@ def test_a_policy_server_that_dies_is_replaced(ray_cluster, episodes, expected, 
         played(episodes[:2], sources={"policy": Seeing(dies="always")})
 
 
+def test_late_chunks_are_those_of_a_plain_loop_whatever_dies(ray_cluster, tmp_path):
+    """Beside others that are not late: what is left of a chunk survives the processes that it was in."""
+    late = episode_list(["plain", "late"], ["two_bins"], 8, seed=1000)
+    expected = {
+        episode: plain_loop(episode.seed, key, delay=DELAY if episode.condition == "late" else None)
+        for episode in late
+        for key in [(SEED, episode.task, episode.episode)]
+    }
+    gym = (FAULTY_ID, {"seed": 1005, "how": "dies", "marker": str(tmp_path / "stage")})
+    sources = {"policy": Seeing(dies=str(tmp_path / "server"), dies_after=3)}
+    assert played(late, gym, sources, env_actors=2, policy_actors=2, batch_size=3) == expected
+    assert (tmp_path / "stage").exists() and (tmp_path / "server").exists()
+    assert {line[3] for episode, line in expected.items() if episode.condition == "late"} != {
+        line[3] for episode, line in expected.items() if episode.condition == "plain"
+    }
+
+
 def test_what_is_wrong_with_a_policy_is_said(ray_cluster, episodes):
     with pytest.raises(Exception, match="No such file or directory"):
         played(episodes[:2], sources={"policy": Seeing(notes="/no/such/folder/notes")})
@@ -144,7 +170,9 @@ def test_a_server_gives_each_row_its_own(exact):
         for first, n in ((1, 3), (2, 2))
     ]
     rows = [Row("ab"[i % 2], "x" * i, i in (1, 4), (0, "t", 100 + i, 0)) for i in range(5)]
-    actions = server.act(rows, *seen)
+    chunks, left = server.act(rows, *seen)
+    actions = np.stack(chunks)
+    assert left == [None] * 5
     xs = [10, 11, 12, 20, 21]
     assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
     assert all(part["pixels"]["top"].all() for part in seen)

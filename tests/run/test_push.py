@@ -134,6 +134,7 @@ def test_the_card_has_success_at_any_time_and_at_the_end(finished):
     write_json(finished / "evaluation.json", {**evaluation, "closed_loop": {"trained": {"label": "<b>", **score}}})
     rows = [row for row in push.model_card(finished, REPO).splitlines() if "10.0 to 60.0 %" in row]
     ends = "50.0 to 90.0 % | 3 of 8 | 10.0 to 60.0 % |"
+    assert "At a latency of 0 s: the environment stood still" in push.model_card(finished, REPO)
     assert rows == [f"| `<b>` | 7 of 8 | {ends}", f"| `step 40, two_bins` | 5 of 8 | {ends}"]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lerobot.configs.policies import PreTrainedConfig
 from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
@@ -36,8 +37,10 @@ from vla_finetuning.rollouts.player import (
     Eyes,
     PolicySource,
     check_advantage,
+    check_delay,
     check_fits,
     check_rename_map,
+    check_rtc,
     opening_of,
     own_shapes,
 )
@@ -58,6 +61,8 @@ class Trial:
     """A resolved evaluation.
 
     Attributes:
+        conditions: those that episodes name, one for each latency.
+        latencies: seconds, by condition; nothing where none was given.
         about: what decides its results, as JSON.
         dataset: where what the policy does is written as a dataset; None: nowhere.
         videos: failures that the page shows at most, and half as many successes.
@@ -68,6 +73,8 @@ class Trial:
     makers: Mapping[str, Maker]
     source: PolicySource
     episodes: list[Episode]
+    conditions: dict[str, Condition]
+    latencies: dict[str, float]
     options: EvalOptions
     seed: int
     about: dict[str, Any]
@@ -95,8 +102,13 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)
     check_advantage(policy_config, config.advantage, config.guidance)
-    by_select_action = config.controller == "select_action" and relative_actions(policy_config) is not None
-    options = replace(config.eval, policy_actors=1) if by_select_action else config.eval
+    controller = config.controller
+    if controller == "select_action" and relative_actions(policy_config) is None:
+        controller = "chunk"  # which is the same
+    if controller == "rtc":
+        check_rtc(policy_config, config.guidance)
+    conditions = _conditions(config, env, policy_config)
+    options = replace(config.eval, policy_actors=1) if controller == "select_action" else config.eval
     use_gpu = find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
     source = PolicySource(
         folder,
@@ -108,24 +120,42 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         opening=opening_of(folder),
         advantage=config.advantage,
         guidance=config.guidance,
-        by_select_action=by_select_action,
+        controller=controller,
     )
     acting_options: dict[str, Any] = (
         {} if config.advantage is None else {"advantage": config.advantage, "guidance": config.guidance}
     )
-    acting_options |= {"controller": config.controller} if by_select_action else {}
+    acting_options |= {"controller": controller} if controller != "chunk" else {}
+    acting_options |= {"latency_s": config.latency_s} if config.latency_s else {}
     about = {
         "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map, **acting_options},
         "environment": {"type": config.env_type, "options": config.env_options},
         "seed": config.seed,
     }
-    episodes = episode_list(["plain"], makers, config.eval.n_episodes, config.seed)
+    episodes = episode_list(conditions, makers, config.eval.n_episodes, config.seed)
     output_dir = as_path(config.output_dir or "").absolute()
     check_place(output_dir)
     dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
     if dataset is not None:
         is_recorded(dataset, about)
-    return Trial(output_dir, env, makers, source, episodes, options, config.seed, about, dataset, config.videos)
+    latencies = dict(zip(conditions, config.latency_s, strict=bool(config.latency_s)))
+    return Trial(
+        *(output_dir, env, makers, source, episodes, conditions, latencies, options, config.seed, about, dataset),
+        videos=config.videos,
+    )
+
+
+def _conditions(config: EvaluateConfig, env: EnvConfig, policy_config: PreTrainedConfig) -> dict[str, Condition]:
+    """Return a condition for each latency, "plain" where there is one. Raises ValueError for one that is too long."""
+    conditions = {}
+    for latency_s in config.latency_s or [0.0]:
+        delay = math.ceil(round(latency_s * env.fps, 6))  # 0.07 s at 100 Hz are 7 steps, in binary too
+        late = delay > 0 or config.controller == "rtc"
+        if late:
+            check_delay(policy_config, latency_s, delay, config.controller)
+        name = "plain" if len(config.latency_s) < 2 else f"latency {latency_s:g} s"
+        conditions[name] = Condition(delay=delay if late else None)
+    return conditions
 
 
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
@@ -164,15 +194,16 @@ def _run_trial(trial: Trial) -> str:
     with _Progress(len(trial.episodes), len(book.done)) as progress:
 
         def on_end(line: Line, actions: np.ndarray | None) -> None:
+            if trial.latencies:
+                line = {**line, "latency_s": trial.latencies[line["condition"]]}
             book.write(line, actions if trial.videos or trial.dataset else None)
             progress.add(bool(line["success_once"]))
 
         if pending:
-            sources, conditions = {"policy": trial.source.shared()}, {"plain": Condition()}
             play(
                 pending,
-                conditions,
-                sources,
+                trial.conditions,
+                {"policy": trial.source.shared()},
                 trial.makers,
                 trial.options,
                 seed=trial.seed,
@@ -186,15 +217,26 @@ def _run_trial(trial: Trial) -> str:
         write_trial_page,
     )  # not above: an evaluation without a page needs no matplotlib
 
-    write_trial_page(trial.output_dir, trial.about, score_rows(lines), read_json(trial.output_dir / FILMS_INDEX))
-    return "\n".join([success_text(lines), *describe_controller(trial.source)])
+    films = read_json(trial.output_dir / FILMS_INDEX)
+    by_latency = {latency_s: score_rows(part) for latency_s, part in _by_latency(lines).items()}
+    write_trial_page(trial.output_dir, trial.about, by_latency, films)
+    texts = [success_text(part, latency_s) for latency_s, part in _by_latency(lines).items()]
+    return "\n".join([*texts, *describe_controller(trial.source)])
+
+
+def _by_latency(lines: Sequence[Line]) -> dict[float | None, list[Line]]:
+    """Return the lines of each latency, the shortest first; of None where none was given."""
+    latencies = sorted({line.get("latency_s") for line in lines}, key=lambda latency_s: latency_s or 0.0)
+    return {latency_s: [line for line in lines if line.get("latency_s") == latency_s] for latency_s in latencies}
 
 
 def describe_controller(source: PolicySource) -> list[str]:
-    """Say how relative actions were played."""
+    """Say how chunks were played, where that is not how all controllers play them."""
+    if source.controller == "rtc":
+        return ["Controller   rtc: each chunk went on from what was left of the last, as by lerobot-rollout's engine"]
     if relative_actions(source.config) is None:
         return []
-    if source.by_select_action:
+    if source.controller == "select_action":
         return ["Controller   select_action: relative actions were added to the current state, as by lerobot-eval"]
     return [
         f"Controller   chunk: relative actions were played as by {RELATIVE_PLAYED_BY}: --eval.controller=select_action"
@@ -262,9 +304,13 @@ def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     for named, actions in read_actions(trial.output_dir):
         if name_of(named) in lines_by_name:
             recorded[name_of(named)] = actions
-    chosen = [(line["task"], line, recorded[name]) for name, line in lines_by_name.items() if name in recorded]
+    chosen = [(_title(trial, line), line, recorded[name]) for name, line in lines_by_name.items() if name in recorded]
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"films": films})
+
+
+def _title(trial: Trial, line: Mapping[str, Any]) -> str:
+    return line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
 
 
 def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
@@ -290,13 +336,14 @@ def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"label": label, **score(group)} for label, group in groups]
 
 
-def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
+def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = None) -> str:
     """Return what an evaluation ends with: success overall and by task, of one task by instruction; what was not
-    played.
+    played. latency_s: of all lines.
     """
     played = [line for line in lines if line["error"] is None]
     every, *parts = score_rows(lines)
-    text = [f"Success      {share(every)}"]
+    at = "" if latency_s is None else f"; latency {latency_s:g} s"
+    text = [f"Success      {share(every)}{at}"]
     text += [f"             {share(part)}  {escaped(part['label'])}" for part in parts]
     if at_reset := sum(line["success_at_reset"] for line in played):
         text.append(f"             {at_reset} of them at reset already")
@@ -323,7 +370,15 @@ def compare_folders(a: Path, b: Path) -> str:
             f"the environments differ, {' and '.join(map(escaped, flags))}: give the same --env.* for both, so that "
             "only the policies differ"
         )
-    return comparison_text(lines_a, lines_b, escaped(str(a)), escaped(str(b)))
+    conditions_a, conditions_b = (dict.fromkeys(line["condition"] for line in lines) for lines in (lines_a, lines_b))
+    if conditions_a != conditions_b:
+        raise ValueError("they were played at other latencies: give both the same --eval.latency_s, or one value each")
+    texts = []
+    for name in conditions_a:
+        of_a, of_b = ([line for line in lines if line["condition"] == name] for lines in (lines_a, lines_b))
+        texts += [f"At a {name}"] if len(conditions_a) > 1 else []
+        texts.append(comparison_text(of_a, of_b, escaped(str(a)), escaped(str(b))))
+    return "\n".join(texts)
 
 
 def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -98,6 +98,9 @@ class Option:
         raise ValueError(self._refused(text))
 
     def _bounded(self, value: Any) -> Any:
+        if isinstance(value, list):
+            for item in value:
+                self._bounded(item)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             low = value >= (-math.inf if self.min is None else self.min) and (self.above is None or value > self.above)
             high = value <= (math.inf if self.max is None else self.max) and (self.below is None or value < self.below)
@@ -269,6 +272,8 @@ def _readings(text: str) -> Iterator[Any]:
         yield number
     with suppress(ValueError):
         yield whole_numbers(text)
+    with suppress(ValueError):
+        yield json.loads(f"[{text}]")
     yield text
     if text.strip()[:1] not in ("[", "{"):  # invalid JSON is not guessed at
         yield [part.strip() for part in text.split(",")]
@@ -293,7 +298,7 @@ def form_of(annotation: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(args)}"
     if origin is list:
-        return "numbers, as 3,7,20:30" if args[0] is int else "names, as A,B"
+        return {int: "numbers, as 3,7,20:30", float: "numbers, as 0,0.1"}.get(args[0], "names, as A,B")
     if origin is dict:
         return """JSON, as '{"a": ...}'"""
     return NAMED.get(annotation, "a value")

@@ -51,11 +51,23 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
         None,
         "Where episodes.jsonl is written: a path, s3://, gs://, az://. Given again, the evaluation goes on there.",
     )
-    controller: Literal["chunk", "select_action"] = option(
+    controller: Literal["chunk", "select_action", "rtc"] = option(
         "chunk",
-        "How actions relative to the state become absolute: by the state at the start of their chunk, as "
-        "lerobot-rollout and PolicyServer play, or by the current one, as lerobot-eval. Others are played alike.",
+        "chunk: actions relative to the state become absolute by the state at the start of their chunk, as in "
+        "PolicyServer. select_action: by the current one, as in lerobot-eval; others are played alike. rtc: each chunk "
+        "goes on from what is left of the last, as in lerobot-rollout with inference.type=rtc.",
         flag="eval.controller",
+    )
+    latency_s: list[float] = option(
+        [],
+        "Seconds from what the policy sees to the chunk that it computes from it, at the environment's --env.fps; "
+        "until then the last chunk goes on. Of several, as 0,0.1,0.2, each plays the same episodes.",
+        flag="eval.latency_s",
+        min=0,
+        conflicts={
+            "eval.controller=select_action": "a loop over select_action stands still until its chunk is there; give "
+            "--eval.controller=chunk or rtc"
+        },
     )
     videos: int = option(
         10,
@@ -84,6 +96,8 @@ class EvaluateConfig(EnvironmentOptions, ActingOptions, PolicyOptions):
                 f"--eval.policy_actors={self.eval.policy_actors}: with --eval.controller=select_action one process "
                 "decides, which remembers the chunks; leave it out"
             )
+        if len(set(self.latency_s)) < len(self.latency_s):
+            raise ValueError(f"--eval.latency_s={','.join(f'{s:g}' for s in self.latency_s)}: give each one once")
 
 
 @dataclass

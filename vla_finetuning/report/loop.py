@@ -57,14 +57,25 @@ def _of(score: Mapping[str, Any] | None) -> str:
     return f"{score['successes']:,} of {score['episodes']:,}{errors}"
 
 
+def over_latency(by_latency: Mapping[Any, Sequence[Mapping[str, Any]]]) -> str | None:
+    """Draw success over latencies in seconds, by the first row of scores of each; None where nothing was played."""
+    points = [(1000 * latency_s, rows[0]) for latency_s, rows in by_latency.items() if rows[0]["episodes"]]
+    return _curve(points, "latency / ms", "latencies")
+
+
 def _chart(over_steps: Sequence[Mapping[str, Any]]) -> str | None:
-    if not over_steps:
+    return _curve([(line["step"], line) for line in over_steps], "step", "steps")
+
+
+def _curve(points: Sequence[tuple[float, Mapping[str, Any]]], xlabel: str, over: str) -> str | None:
+    """Draw scores with their intervals over x."""
+    if not points:
         return None
-    steps = np.array([line["step"] for line in over_steps], float)
-    success = np.array([line["successes"] / (line["episodes"] + line.get("errors", 0)) for line in over_steps])
-    low, high = np.array([line["interval"] for line in over_steps]).T
-    chart = figures.interval_chart(steps, 100 * success, 100 * low, 100 * high, xlabel="step", ylabel="success / %")
-    spoken = f"Success in the loop over steps: from {success[0]:.0%} to {success[-1]:.0%}, at most {success.max():.0%}"
+    x = np.array([place for place, _ in points], float)
+    success = np.array([score["successes"] / (score["episodes"] + score.get("errors", 0)) for _, score in points])
+    low, high = np.array([score["interval"] for _, score in points]).T
+    chart = figures.interval_chart(x, 100 * success, 100 * low, 100 * high, xlabel=xlabel, ylabel="success / %")
+    spoken = f"Success in the loop over {over}: from {success[0]:.0%} to {success[-1]:.0%}, at most {success.max():.0%}"
     return figures.to_svg(chart, spoken)
 
 

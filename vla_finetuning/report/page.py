@@ -39,7 +39,7 @@ from vla_finetuning.report.charts import metric_charts
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
 from vla_finetuning.report.episode_scores import Score
 from vla_finetuning.report.figures import Chunk, plain
-from vla_finetuning.report.loop import closed_loop, score_row, shown_films
+from vla_finetuning.report.loop import closed_loop, over_latency, score_row, shown_films
 from vla_finetuning.report.values import advantages_chart, values_section
 from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.exported import REPORT_NAME
@@ -148,13 +148,17 @@ def _suspect(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def write_trial_page(
-    folder: Path, about: Mapping[str, Any], scores: Sequence[Mapping[str, Any]], films: Mapping[str, Any]
+    folder: Path,
+    about: Mapping[str, Any],
+    by_latency: Mapping[float | None, Sequence[Mapping[str, Any]]],
+    films: Mapping[str, Any],
 ) -> Path:
     """Write `report.html` of an evaluation in the loop.
 
     Args:
         about: policy, environment and seed, as in its `evaluated.json`.
-        scores: rows, the first over all episodes. films: `{"films": what evaluation/replay.py says of its pictures}`.
+        by_latency: rows of scores of each latency in seconds, the first over all its episodes; of None where there was
+            none. films: `{"films": what evaluation/replay.py says of its pictures}`.
     """
     policy, env = about["policy"], about["environment"]
     facts = [
@@ -162,11 +166,21 @@ def write_trial_page(
         ("Environment", plain(" ".join([env["type"], *env["options"]]), 300)),
     ]
     facts.append(("Seed", str(about["seed"])))
+    facts += [("Controller", plain(policy["controller"]))] if "controller" in policy else []
+    latencies = [f"{latency_s:g} s" for latency_s in by_latency if latency_s is not None]
+    facts += [("Latency", ", ".join(latencies))] if latencies else []
+    rows = [
+        {**row, "label": f"{latency_s:g} s, {row['label']}"} if len(latencies) > 1 else row
+        for latency_s, rows in by_latency.items()
+        for row in rows
+    ]
     page = page_template("trial.html").render(
         title=folder.name,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         facts=facts,
-        scores=[score_row(score) for score in scores],
+        scores=[score_row(row) for row in rows],
+        at_latency=f", at a latency of {latencies[0]}" if latencies else "",
+        over_latency=over_latency(by_latency) if len(latencies) > 1 else None,
         films=shown_films(films.get("films", ()), folder),
     )
     return write_page(folder / REPORT_NAME, page)

@@ -32,11 +32,14 @@ class Condition:
         policy: which of the policies that take part.
         instructions: what the policy gets in place of an instruction; itself where there is no entry.
         blindfolded: the policy sees black images.
+        delay: steps that the environment goes on while a chunk is computed (`Player.act_late`); None: it stands still,
+            and nothing is known of a chunk when the next one is computed.
     """
 
     policy: str = "policy"
     instructions: Mapping[str, str] = field(default_factory=dict)
     blindfolded: bool = False
+    delay: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,20 @@ class Episode:
     seed: int
 
 
+@dataclass(frozen=True)
+class LeftOver:
+    """What is left of a chunk when the next one is computed.
+
+    Attributes:
+        actions: to execute until that arrives, float32 (delay, A), in the environment's units.
+        prefix: all that is left, float32 (T, A), as real-time chunking takes it: normalised; absolute and in the
+            dataset's units where the policy's actions are relative to the state. None without it.
+    """
+
+    actions: np.ndarray
+    prefix: np.ndarray | None
+
+
 @dataclass(eq=False)
 class Playing:
     """An episode that is not over.
@@ -61,6 +78,7 @@ class Playing:
         number: which of the list. chunks: what it was given to execute, (T, A) each; it begins anew with these.
         failures: how many processes failed that held it.
         bootstraps: what is seen when its time is over is shown to the policy too, as a decision that is not executed.
+        left: of its last chunk, where chunks are late.
     """
 
     number: int
@@ -68,6 +86,7 @@ class Playing:
     chunks: list[np.ndarray] = field(default_factory=list)
     failures: int = 0
     bootstraps: bool = False
+    left: LeftOver | None = None
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import ray
 import torch
+import torch.nn.functional as F
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import PipelineFeatureType
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features, preprocess_observation
+from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.policies.rtc import RTCConfig, reanchor_relative_rtc_prefix
+from lerobot.processor import NormalizerProcessorStep, RelativeActionsProcessorStep
 from lerobot.utils.constants import ACTION, OBS_STATE, OBS_STR
 
 from vla_finetuning.envs.protocol import Observation, select_rows, stack
@@ -33,9 +37,11 @@ from vla_finetuning.policies.pipelines import check_prompts_differ, load_process
 from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
-from vla_finetuning.rollouts.episodes import Key, generator, noise
+from vla_finetuning.rollouts.episodes import Key, LeftOver, generator, noise
 
 TASK = "task"
+# What plays the chunks of a policy; see `Player`.
+Controller = Literal["chunk", "select_action", "rtc"]
 
 
 # Tensors as the object store holds them once for all processes of a node: bytes, type and shape, by name.
@@ -76,7 +82,7 @@ class PolicySource:
         trusted: whether code that comes with the folder may run.
         opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
         guidance: see `flow.guided_chunk`.
-        by_select_action: whether it decides step by step, as `Player` says.
+        controller: see `Player`.
         weights: in the object store, instead of the folder's.
     """
 
@@ -90,7 +96,7 @@ class PolicySource:
     opening: str = ""
     advantage: str | None = None
     guidance: float = 1.0
-    by_select_action: bool = False
+    controller: Controller = "chunk"
     weights: ray.ObjectRef[Packed] | None = None
 
     def shared(self) -> PolicySource:
@@ -124,7 +130,7 @@ class PolicySource:
             opening=self.opening,
             advantage=self.advantage,
             guidance=self.guidance,
-            by_select_action=self.by_select_action,
+            controller=self.controller,
         )
 
 
@@ -132,8 +138,10 @@ class Player:
     """A policy with its processors and the environment's.
 
     Args:
-        by_select_action: decide at each step, and execute the next action of the episode's chunk as the processors make
-            it absolute now, like LeRobot's loop over `select_action`. All decisions of an episode must come here.
+        controller: "chunk" executes chunks as they are when they are predicted. "select_action" decides at each step,
+            and executes the next action of the episode's chunk as the processors make it absolute now, like LeRobot's
+            loop over `select_action`; all decisions of an episode must come here. "rtc" predicts a chunk that goes on
+            from what is left of the last, like LeRobot's `RTCInferenceEngine` by its defaults; only by `act_late`.
     """
 
     def __init__(
@@ -148,9 +156,15 @@ class Player:
         opening: str = "",
         advantage: str | None = None,
         guidance: float = 1.0,
-        by_select_action: bool = False,
+        controller: Controller = "chunk",
     ) -> None:
-        self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if by_select_action else None
+        self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if controller == "select_action" else None
+        self._rtc: RTCConfig | None = None
+        if controller == "rtc":  # as lerobot-rollout
+            config: Any = policy.config
+            config.rtc_config = self._rtc = RTCConfig()
+            if hasattr(policy, "init_rtc_processor"):
+                policy.init_rtc_processor()
         self._opening = opening
         self._words = "" if advantage is None else ADVANTAGE[advantage == "positive"]
         self._guidance, self._loss = guidance, None
@@ -159,6 +173,8 @@ class Player:
             assert isinstance(loss, FlowLoss)  # `check_advantage` refuses others
             self._loss = loss.eval()
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
+        relative = (step for step in preprocessor.steps if isinstance(step, RelativeActionsProcessorStep))
+        self._relative = next((step for step in relative if step.enabled), None)
         step_names = {getattr(step, "_registry_name", "") for step in preprocessor.steps}
         family = family_of(policy.config)
         steps: tuple[Any, Any] = (_unchanged, _unchanged)
@@ -181,6 +197,55 @@ class Player:
         alone = [act(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
         return np.concatenate(alone)
 
+    def act_late(
+        self,
+        observation: Observation,
+        instructions: Sequence[str],
+        keys: Sequence[Key],
+        delay: int,
+        left: Sequence[LeftOver] | None,
+    ) -> tuple[list[np.ndarray], list[LeftOver]]:
+        """Return what is executed from each observation to the next one, where chunks arrive late.
+
+        A chunk arrives `delay` steps after what it was computed from. Until then what is left of the last one goes on;
+        then the new one, at the action of that step. There is an observation every n_action_steps steps. An episode's
+        first chunk is waited for: it is played from its first action on, with "rtc" as LeRobot's engine plays it, which
+        leaves out the first `delay` actions of this one too.
+
+        Args:
+            observation, instructions, keys: as for a call.
+            left: of each row's last chunk; None: there was none.
+        Returns:
+            Actions in the environment's units, float32 (n_action_steps, A) of each row, and what is left of its chunk.
+        Raises:
+            ValueError: a chunk is shorter than n_action_steps and delay.
+        """
+        if family_of(self._policy.config).chunk_draws == "its own" and len(keys) > 1:  # as for a call
+            alone = [
+                self.act_late(select_rows(observation, [row]), [instructions[row]], [key], delay, left and [left[row]])
+                for row, key in enumerate(keys)
+            ]
+            return [executed[0] for executed, _ in alone], [remaining[0] for _, remaining in alone]
+        steps = self._policy.config.n_action_steps
+        predicted = self._chunk(observation, instructions, keys, delay, left)
+        if predicted.shape[1] < steps + delay:
+            raise ValueError(
+                f"a '{self._policy.config.type}' policy predicts {predicted.shape[1]} actions, and {steps} are "
+                f"executed and {delay} more until the next ones arrive: lower --policy.n_action_steps"
+            )
+        absolute = self._absolute(predicted)
+        actions = self._env_units(absolute[:, : steps + delay])
+        if left is None:
+            executed = actions[:, 0 if self._rtc is None else delay : steps]
+        else:
+            executed = np.concatenate([np.stack([last.actions for last in left]), actions[:, delay:steps]], axis=1)
+        prefixes: Sequence[np.ndarray | None] = [None] * len(keys)
+        if self._rtc is not None:
+            prefix = (predicted if self._relative is None else absolute)[:, steps:]
+            prefixes = list(prefix[:, : self._rtc.execution_horizon].float().cpu().numpy())
+        remaining = [LeftOver(*parts) for parts in zip(actions[:, steps:], prefixes, strict=True)]
+        return list(executed), remaining
+
     def _act(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
         return self.to_env(self._chunk(observation, instructions, keys))
 
@@ -199,15 +264,49 @@ class Player:
         self.prepare(observation, instructions, self._words)  # LeRobot's processors remember the state of now
         return self.to_env(torch.stack([self._chunks[key[:3]][key[3] % steps] for key in keys])[:, None])
 
-    def _chunk(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> torch.Tensor:
-        """Predict a normalised chunk for each row, (N, T, A)."""
+    def _chunk(
+        self,
+        observation: Observation,
+        instructions: Sequence[str],
+        keys: Sequence[Key],
+        delay: int = 0,
+        left: Sequence[LeftOver] | None = None,
+    ) -> torch.Tensor:
+        """Predict a normalised chunk for each row, (N, T, A); delay, left: as for `act_late`."""
         with torch.no_grad():
             batch = self.prepare(observation, instructions, self._words)
+            if self._rtc is not None:
+                prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
+                return self._continue(batch, keys, prefix, delay)
             if self._loss is None:
                 with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):  # as lerobot-eval
                     return self._predict(batch, keys)
             plain = self.prepare(observation, instructions)
             return guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance)
+
+    def _prefix(self, left: Sequence[LeftOver], horizon: int) -> torch.Tensor:
+        """Return what is left of the last chunks as the policy predicts it now, (N, horizon, A): LeRobot's engine cuts
+        it, or appends zeros. The state is that of the last `prepare`.
+        """
+        prefix = torch.from_numpy(np.stack([last.prefix for last in left if last.prefix is not None])).to(self._device)
+        if self._relative is not None:
+            state = self._relative.get_cached_state()
+            assert state is not None
+            normalizer = next((step for step in self._pre.steps if isinstance(step, NormalizerProcessorStep)), None)
+            prefix = reanchor_relative_rtc_prefix(prefix, state, self._relative, normalizer, self._device)
+        return F.pad(prefix, (0, 0, 0, horizon - prefix.shape[1]))
+
+    def _continue(
+        self, batch: dict[str, Any], keys: Sequence[Key], prefix: torch.Tensor | None, delay: int
+    ) -> torch.Tensor:
+        """Predict chunks that go on from others, (N, T, A).
+
+        Args:
+            prefix: normalised actions that the last chunks have from this observation on, (N, horizon, A), of which
+                the robot executes `delay` before the new ones are there; None: there was no chunk.
+        """
+        delay = 0 if prefix is None else delay
+        return self._predict(batch, keys, inference_delay=delay, prev_chunk_left_over=prefix)
 
     def share_weights(self, other: Player) -> None:
         """Use the memory of another policy's weights for those that are equal."""
@@ -233,26 +332,36 @@ class Player:
         """Return what is executed of normalised chunks (N, T, A): (N, n_action_steps, A), in the
         environment's units.
         """
+        return self._env_units(self._absolute(predicted)[:, : self._policy.config.n_action_steps])
+
+    def _absolute(self, predicted: torch.Tensor) -> torch.Tensor:
+        """Return normalised chunks (N, T, A) in the dataset's units, absolute by the states of the last `prepare`."""
         with remote_code(self._trusted), torch.no_grad():
-            chunk = self._post(predicted)
-        executed = chunk[:, : self._policy.config.n_action_steps].float().cpu()
+            return self._post(predicted)
+
+    def _env_units(self, chunk: torch.Tensor) -> np.ndarray:
+        """Return actions (N, T, A) in the environment's units, float32 (N, T, A)."""
+        executed = chunk.float().cpu()
         rows, steps, width = executed.shape
         actions = self._env_post({ACTION: executed.reshape(rows * steps, width)})[ACTION]
         return actions.reshape(rows, steps, -1).numpy()
 
-    def _predict(self, batch: dict[str, Any], keys: Sequence[Key]) -> torch.Tensor:
-        """A normalised chunk for each row, (N, T, A); of a policy that draws for itself there is one row."""
+    def _predict(self, batch: dict[str, Any], keys: Sequence[Key], **conditions: Any) -> torch.Tensor:
+        """A normalised chunk for each row, (N, T, A); of a policy that draws for itself there is one row.
+
+        conditions: of `predict_action_chunk`, what else there is.
+        """
         policy, config = self._policy, self._policy.config
         policy.reset()
         draws = family_of(config).chunk_draws
         if draws == "nothing":
-            return policy.predict_action_chunk(batch)
+            return policy.predict_action_chunk(batch, **conditions)
         if draws == "noise":
-            return policy.predict_action_chunk(batch, noise=self._noise(keys))
+            return policy.predict_action_chunk(batch, noise=self._noise(keys), **conditions)
         (key,) = keys
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             torch.manual_seed(int(generator(*key).integers(2**63)))
-            return policy.predict_action_chunk(batch)
+            return policy.predict_action_chunk(batch, **conditions)
 
     def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
         """Return what the sampling of each row starts from, (N, T, max_action_dim)."""
@@ -300,6 +409,44 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
         raise ValueError(
             f"--policy.guidance={guidance:g}: known for {types_that(lambda family: family.flow)}, and the policy is of "
             f"type '{config.type}'"
+        )
+
+
+def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controller: Controller) -> None:
+    """Refuse chunks that are too short to be late by `delay` steps. Raises ValueError naming the flags."""
+    settings: Any = config
+    steps, chunk = settings.n_action_steps, getattr(settings, "chunk_size", settings.n_action_steps)
+    fits = range(max(1, delay), chunk - max(delay, controller == "rtc") + 1)  # values of n_action_steps
+    if steps in fits:
+        return
+    why = (
+        f"--eval.latency_s={latency_s:g} is {delay} steps of the environment (--env.fps), and a chunk of {chunk} is "
+        f"computed every {steps}"
+    )
+    if not fits:
+        raise ValueError(f"{why}: a chunk must outlast the next one's latency by as much; lower --eval.latency_s")
+    late = "it is needed before it is there" if steps < delay else "nothing is left until the next one arrives"
+    raise ValueError(f"{why}: {late}; give --policy.n_action_steps from {fits[0]} to {fits[-1]}")
+
+
+def check_rtc(config: PreTrainedConfig, guidance: float) -> None:
+    """Refuse a policy without LeRobot's real-time chunking. Raises ValueError."""
+    policy_class: Any = get_policy_class(config.type)
+    if not policy_class.supports_rtc(SimpleNamespace(config=config)):
+        raise ValueError(
+            f"--eval.controller=rtc: LeRobot has no real-time chunking for this policy, of type '{config.type}' "
+            "(supports_rtc); give --eval.controller=chunk"
+        )
+    horizon, chunk = RTCConfig().execution_horizon, getattr(config, "chunk_size", 0)
+    if chunk < horizon:
+        raise ValueError(
+            f"--eval.controller=rtc: LeRobot guides {horizon} actions, and the policy's chunk_size is {chunk}; give "
+            "--eval.controller=chunk"
+        )
+    if guidance != 1.0:
+        raise ValueError(
+            f"--policy.guidance={guidance:g} with --eval.controller=rtc: LeRobot's real-time chunking has a guidance "
+            "of its own; leave one of them out"
         )
 
 

@@ -88,8 +88,8 @@ class Policy:
     def __init__(self) -> None:
         self.pending: dict[ray.ObjectRef[Any], list[Seat]] = {}
 
-    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], np.ndarray]]:
-        """Yield seats that need not wait any more, and the actions (N, T, A) for all their decisions."""
+    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray]]]:
+        """Yield seats that need not wait any more, and the actions (T, A) of each of their decisions."""
         raise NotImplementedError
 
 
@@ -106,7 +106,7 @@ class InTurn(Policy):
         super().__init__()
         self._decide, self._turn = decide, 0
 
-    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], np.ndarray]]:
+    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray]]]:
         for _ in range(HALVES):
             half = [seat for seat in seats[self._turn :: HALVES] if seat.queue or seat.playing or seat.handed]
             if any(seat.since is None for seat in half):
@@ -114,7 +114,7 @@ class InTurn(Policy):
             self._turn = (self._turn + 1) % HALVES
             if half:
                 seen = concatenate([seat.seen for seat in half])
-                yield half, self._decide(seen, [decision for seat in half for decision in seat.decisions])
+                yield half, list(self._decide(seen, [decision for seat in half for decision in seat.decisions]))
                 return
 
 
@@ -221,7 +221,7 @@ class Scheduler:
         seat.stage, seat.started = stage_class.remote(self._makers, self._slots, self._step_limit_s), False
         seat.call = seat.stage.advance.options(num_returns=2).remote(())  # answered when it has started
 
-    def _advance(self, seat: Seat, chunks: np.ndarray | None = None) -> None:
+    def _advance(self, seat: Seat, chunks: Sequence[np.ndarray] | None = None) -> None:
         seat.handed, seat.since = self._hand_out(seat), None
         if seat.handed or chunks is not None:
             seat.call, seat.worked = seat.stage.advance.options(num_returns=2).remote(seat.handed, chunks), True
@@ -240,10 +240,11 @@ class Scheduler:
         """Return whether an episode is played alone: whose fault failures were is not known."""
         return playing.failures > 1
 
-    def _give(self, batch: Sequence[Seat], chunks: np.ndarray) -> None:
+    def _give(self, batch: Sequence[Seat], chunks: Sequence[np.ndarray]) -> None:
         first = 0
         for seat in batch:
-            seat_chunks = np.array(chunks[first : first + len(seat.playing)])  # no view into the object store
+            # No views into the object store.
+            seat_chunks = [np.array(chunk) for chunk in chunks[first : first + len(seat.playing)]]
             for playing, chunk in zip(seat.playing, seat_chunks, strict=True):
                 playing.chunks.append(chunk)
             self._advance(seat, seat_chunks)

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate, map_arrays, select_rows
 from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.rollouts.episodes import Condition, Episode, Key, Line
+from vla_finetuning.rollouts.episodes import Condition, Episode, Key, LeftOver, Line, Playing
 from vla_finetuning.rollouts.scheduler import Policy, Scheduler, Seat
 from vla_finetuning.rollouts.stage import Decision
 from vla_finetuning.run.failures import root_cause
@@ -37,6 +37,17 @@ class Player(Protocol):
 
     def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray: ...
 
+    def act_late(
+        self,
+        observation: Observation,
+        instructions: Sequence[str],
+        keys: Sequence[Key],
+        delay: int,
+        left: Sequence[LeftOver] | None,
+    ) -> tuple[list[np.ndarray], list[LeftOver]]:
+        """Decide for chunks that arrive late; only of conditions with a `delay`."""
+        ...
+
 
 class Source(Protocol):
     """Where a process gets a player from; can be pickled."""
@@ -51,12 +62,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """A decision to be made: by which policy, on what."""
+    """A decision to be made: by which policy, on what, how late (`Condition.delay`), and what is left of the last."""
 
     policy: str
     instruction: str
     blindfolded: bool
     key: Key
+    delay: int | None = None
+    left: LeftOver | None = None
 
 
 class PolicyServer:
@@ -80,21 +93,31 @@ class PolicyServer:
         if not self._players:
             self._players = {name: source.load(self._threads) for name, source in self._sources.items()}
 
-    def act(self, rows: Sequence[Row], *observations: Observation) -> np.ndarray:
-        """Actions (N, T, A) of all rows, those of the first stacked observation first."""
+    def act(self, rows: Sequence[Row], *observations: Observation) -> tuple[list[np.ndarray], list[LeftOver | None]]:
+        """Return actions (T, A) of all rows, those of the first stacked observation first, and what is left of late
+        chunks.
+        """
         self.load()
         seen = _blacked_out(concatenate(observations), [i for i, row in enumerate(rows) if row.blindfolded])
         chunks: dict[int, np.ndarray] = {}
-        for policy in dict.fromkeys(row.policy for row in rows):
-            policy_rows = [i for i, row in enumerate(rows) if row.policy == policy]
-            for start in range(0, len(policy_rows), self._batch_size):
-                batch = policy_rows[start : start + self._batch_size]
+        left: dict[int, LeftOver] = {}
+        # A network is called for rows of one delay that all have a chunk before them, or none.
+        groups = [(row.policy, row.delay, row.left is None) for row in rows]
+        for group in dict.fromkeys(groups):
+            policy, delay, is_first = group
+            group_rows = [i for i, other in enumerate(groups) if other == group]
+            for start in range(0, len(group_rows), self._batch_size):
+                batch = group_rows[start : start + self._batch_size]
                 padded = batch + [batch[-1]] * (self._batch_size - len(batch)) if self._exact else batch
-                actions = self._players[policy](
-                    select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
-                )
-                chunks |= dict(zip(batch, actions, strict=False))
-        return np.stack([chunks[i] for i in range(len(rows))])
+                shown = select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
+                if delay is None:
+                    chunks |= dict(zip(batch, self._players[policy](*shown), strict=False))
+                    continue
+                before = None if is_first else [last for i in padded if (last := rows[i].left) is not None]
+                executed, remaining = self._players[policy].act_late(*shown, delay, before)
+                chunks |= dict(zip(batch, executed, strict=False))
+                left |= dict(zip(batch, remaining, strict=False))
+        return [chunks[i] for i in range(len(rows))], [left.get(i) for i in range(len(rows))]
 
 
 def _blacked_out(observation: Observation, indices: Sequence[int]) -> Observation:
@@ -147,12 +170,12 @@ class PolicyServers(Policy):
         for server in (*self._free, *self._busy.values()):
             ray.kill(server)
 
-    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], np.ndarray]]:
+    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray]]]:
         for ref in ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)[0] if self.pending else ():
             server, batch = self._busy.pop(ref), self.pending.pop(ref)
             self._free.append(server)
             try:
-                chunks = ray.get(ref)  # a few numbers a row; what went wrong is raised here
+                decided = ray.get(ref)  # a few numbers a row; what went wrong is raised here
             except RayActorError as error:
                 self._deaths += 1
                 if self._deaths > SERVER_DEATHS:
@@ -165,6 +188,9 @@ class PolicyServers(Policy):
                 continue
             self.lacks = None
             if batch:
+                chunks, left = decided
+                for playing, remaining in zip((p for seat in batch for p in seat.playing), left, strict=True):
+                    playing.left = remaining
                 yield batch, chunks
         waiting = sorted((seat for seat in seats if seat.since is not None), key=lambda seat: seat.since or 0.0)
         while self._free and waiting:
@@ -172,15 +198,15 @@ class PolicyServers(Policy):
             while waiting and (not batch or len(rows) + len(waiting[0].playing) <= self._options.batch_size):
                 batch.append(seat := waiting.pop(0))
                 seat.since = None
-                rows += map(self._row, [playing.episode for playing in seat.playing], seat.decisions)
+                rows += map(self._row, seat.playing, seat.decisions)
             server = self._free.pop(0)
             self._await(server, server.act.remote(rows, *(seat.seen for seat in batch)), batch)
 
-    def _row(self, episode: Episode, decision: Decision) -> Row:
-        condition = self._conditions[episode.condition]
+    def _row(self, playing: Playing, decision: Decision) -> Row:
+        episode, condition = playing.episode, self._conditions[playing.episode.condition]
         instruction = condition.instructions.get(decision.instruction, decision.instruction)
         key = (self._seed, episode.task, episode.episode, decision.decision)
-        return Row(condition.policy, instruction, condition.blindfolded, key)
+        return Row(condition.policy, instruction, condition.blindfolded, key, condition.delay, playing.left)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Stage:
         self._busy_s = 0.0
 
     def advance(
-        self, begin: Sequence[Playing], chunks: np.ndarray | None = None
+        self, begin: Sequence[Playing], chunks: Sequence[np.ndarray] | None = None
     ) -> tuple[tuple[list[Ended | Failed], list[Decision]], Observation | None]:
         """Execute a chunk in each waiting episode, and begin others in free slots.
 
@@ -67,7 +67,7 @@ class Stage:
 
         Args:
             begin: episodes, first those that have chunks already; those for which no slot becomes free are left alone.
-            chunks: float (N, T, A), for the last call's decisions, in their order. None if none was pending.
+            chunks: float (T, A) each, for the last call's decisions, in their order. None if none was pending.
         Returns:
             What ended, and what waits; and what those see, stacked, in their order.
         """

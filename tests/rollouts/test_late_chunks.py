@@ -1,0 +1,218 @@
+"""Chunks that arrive late: a robot that is simulated step by step, and LeRobot's own real-time engine."""
+
+import copy
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lerobot.envs.utils import preprocess_observation
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.rtc import RTCConfig
+from lerobot.rollout.inference import rtc
+from lerobot.utils.feature_utils import hw_to_dataset_features
+
+from tests.rollouts.test_player import ENV, STATS, act, act_config, make_base, observed, pi05  # noqa: F401 (a fixture)
+from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS
+from vla_finetuning.policies.loading import load_policy_config
+from vla_finetuning.rollouts.episodes import noise
+from vla_finetuning.rollouts.player import Player, check_delay, check_rtc
+
+TASK, CHUNK, FPS = next(iter(INSTRUCTIONS.values())), 10, 10.0
+MOTORS = [f"{number}.pos" for number in range(3)]
+
+
+def key(decision):
+    return (7, "two_bins", 0, decision)
+
+
+class World:
+    """A robot that goes half of the way to each action, before one picture."""
+
+    def __init__(self):
+        first = observed()
+        self.position = first["agent_pos"][0]
+        self._pixels = {name: images[:1] for name, images in first["pixels"].items()}
+        self.executed = []
+
+    def seen(self):
+        return {"agent_pos": self.position[None], "pixels": self._pixels}
+
+    def step(self, action):
+        self.executed.append(np.asarray(action))
+        self.position = self.position + np.float32(0.5) * (np.asarray(action, np.float32) - self.position)
+
+    def robots(self):
+        """What a robot of LeRobot's shows."""
+        motors = dict(zip(MOTORS, self.position.tolist(), strict=True))
+        return motors | {name: images[0] for name, images in self._pixels.items()}
+
+
+def played(player, world, delay, decisions):
+    """What `act_late` has executed in a world."""
+    left = None
+    for decision in range(decisions):
+        (executed,), left = player.act_late(world.seen(), [TASK], [key(decision)], delay, left)
+        for action in executed:
+            world.step(action)
+    return np.array(world.executed)
+
+
+def loaded(parts, steps, relative):
+    """A copy of a policy and its processors that executes so many steps of a chunk, of relative actions or absolute."""
+    policy, pre, post = copy.deepcopy(parts)
+    policy.config.n_action_steps, policy.config.use_relative_actions = steps, relative
+    absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
+    absolute.relative_step = next(step for step in pre.steps if hasattr(step, "get_cached_state"))
+    absolute.enabled = absolute.relative_step.enabled = relative
+    return policy, pre, post
+
+
+@pytest.mark.parametrize(("steps", "delay"), [(4, 0), (4, 1), (4, 4), (7, 3)])
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_late_chunk_is_that_of_a_robot_with_a_queue(pi05, relative, steps, delay):  # noqa: F811
+    policy, pre, post = loaded(pi05, steps, relative)
+
+    def chunk(decision):
+        batch = pre({**preprocess_observation(robot.seen()), "task": [TASK]})
+        drawn = noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None]
+        return list(post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[0].numpy())
+
+    robot, arrivals = World(), {}
+    queue = deque(chunk(0))  # which the robot waits for
+    for step in range(5 * steps):
+        if step and step % steps == 0:
+            arrivals[step + delay] = chunk(step // steps)
+        if step in arrivals:
+            queue = deque(arrivals[step][delay:])
+        robot.step(queue.popleft())
+    found = played(Player(policy, pre, post, env=ENV, rename_map={}), World(), delay, 5)
+    np.testing.assert_array_equal(found, np.array(robot.executed))
+    at_once = played(Player(policy, pre, post, env=ENV, rename_map={}), World(), 0, 5)
+    assert np.array_equal(found, at_once) == (delay == 0)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_a_policy_that_knows_the_way_goes_it_however_late_it_is(delay, monkeypatch):
+    """The robot's state is the time, and the action for each is the next."""
+    policy = act()
+    policy.config.n_action_steps = 4
+    pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
+    steps = torch.arange(1.0, 1 + CHUNK)[None, :, None] / 9  # normalised, as the state is
+    monkeypatch.setattr(policy, "predict_action_chunk", lambda batch: batch["observation.state"][:, None] + steps)
+    world = World()
+    world.position, world.step = np.zeros(3, np.float32), lambda action: go(world, action)
+    found = played(Player(policy, *pipelines, env=ENV, rename_map={}), world, delay, 6)
+    np.testing.assert_allclose(found, np.repeat(np.arange(1.0, 25.0)[:, None], 3, axis=1), atol=1e-4)
+
+
+def go(world, action):
+    world.executed.append(action)
+    world.position = action
+
+
+def engines(policy, pre, post, delay, count, monkeypatch):
+    """What LeRobot's engine has a robot do, in `count` steps: its own loop, on a clock that only inference moves."""
+    policy.config.rtc_config = config = RTCConfig()
+    policy.init_rtc_processor()
+    world, clock, seen, done = World(), [0.0], [], []
+
+    def tick():
+        action = engine.get_action(None)
+        if action is not None and len(world.executed) < count:
+            world.step(action.numpy())
+        engine.notify_observation(world.robots())
+        if len(world.executed) == count:
+            engine._shutdown_event.set()
+
+    predict = policy.predict_action_chunk
+
+    def slowly(batch, **options):
+        drawn = noise(*key(len(done)), (CHUNK, policy.config.max_action_dim))[None]
+        seen.append(options)
+        chunk = predict(batch, noise=torch.from_numpy(drawn), **options)
+        done.append(chunk)
+        clock[0] += max(0.0, delay - 0.5) / FPS
+        for _ in range(delay):
+            tick()
+        return chunk
+
+    def sleep(seconds):
+        assert seconds == rtc._RTC_IDLE_SLEEP_S, "an inference failed"
+        tick()
+
+    monkeypatch.setattr(rtc, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(policy, "predict_action_chunk", slowly)
+    features = hw_to_dataset_features(
+        dict.fromkeys(MOTORS, float) | {name: (*size, 3) for name, size in CAMERAS.items()}, "observation"
+    )
+    robot = SimpleNamespace(robot_type="gantry", action_features=dict.fromkeys(MOTORS, float))
+    engine = rtc.RTCInferenceEngine(
+        *(policy, pre, post, robot, config, features, TASK, FPS, "cpu"),
+        rtc_queue_threshold=CHUNK - policy.config.n_action_steps,
+    )
+    engine._action_queue = rtc.ActionQueue(config)
+    engine.notify_observation(world.robots())
+    engine.resume()
+    engine._rtc_loop()
+    assert not engine.failed
+    return np.array(world.executed), seen
+
+
+@pytest.mark.parametrize(("steps", "delay"), [(4, 0), (4, 2), (5, 5)])
+@pytest.mark.parametrize("relative", [False, True])
+def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, delay, monkeypatch):  # noqa: F811
+    count = 5 * steps - delay
+    expected, asked = engines(*loaded(pi05, steps, relative), delay, count, monkeypatch)
+    assert [options["inference_delay"] for options in asked[:3]] == [0, delay, delay]
+    found = played(Player(*loaded(pi05, steps, relative), env=ENV, rename_map={}, controller="rtc"), World(), delay, 5)
+    np.testing.assert_array_equal(found[:count], expected)
+    chunks = played(Player(*loaded(pi05, steps, relative), env=ENV, rename_map={}), World(), delay, 5)
+    assert np.abs(found[steps:count] - chunks[steps:count]).max() > 1e-3  # the guidance does matter
+
+
+def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
+    """And real-time chunks too."""
+    player = Player(*loaded(pi05, 4, True), env=ENV, rename_map={}, controller="rtc")
+    seen, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
+    _, left = player.act_late(seen, [TASK] * 6, keys, 2, None)
+    keys = [(*name[:3], 1) for name in keys]
+    whole, _ = player.act_late(seen, [TASK] * 6, keys, 2, left)
+    for row in range(6):
+        one = {"agent_pos": seen["agent_pos"][[row]], "pixels": {k: v[[row]] for k, v in seen["pixels"].items()}}
+        (alone,), _ = player.act_late(one, [TASK], [keys[row]], 2, [left[row]])
+        np.testing.assert_allclose(alone, whole[row], atol=2e-6 * np.abs(np.array(whole)).max())
+
+
+@pytest.mark.parametrize(
+    ("steps", "delay", "controller", "message"),
+    [
+        (8, 3, "chunk", "nothing is left until the next one arrives; give --policy.n_action_steps from 3 to 7"),
+        (2, 3, "chunk", "it is needed before it is there; give --policy.n_action_steps from 3 to 7"),
+        (5, 6, "chunk", "as much; lower --eval.latency_s"),
+        (10, 0, "rtc", "nothing is left until the next one arrives; give --policy.n_action_steps from 1 to 9"),
+        (7, 3, "chunk", None),
+        (9, 0, "rtc", None),
+        (5, 5, "rtc", None),
+    ],
+)
+def test_a_chunk_that_cannot_be_so_late_is_refused(steps, delay, controller, message):
+    config = act_config(chunk_size=CHUNK, n_action_steps=steps)
+    if message is None:
+        check_delay(config, delay / FPS, delay, controller)
+    else:
+        with pytest.raises(ValueError, match=f"--eval.latency_s={delay / FPS:g} is {delay} steps.*{message}"):
+            check_delay(config, delay / FPS, delay, controller)
+
+
+def test_real_time_chunking_is_of_policies_that_have_it(tmp_path):
+    with pytest.raises(ValueError, match=r"of type 'act' \(supports_rtc\); give --eval.controller=chunk"):
+        check_rtc(act_config(), 1.0)
+    config = load_policy_config(make_base(tmp_path / "base", [TASK]))
+    check_rtc(config, 1.0)
+    with pytest.raises(ValueError, match="--policy.guidance=2 with --eval.controller=rtc"):
+        check_rtc(config, 2.0)
+    config.chunk_size = 9
+    with pytest.raises(ValueError, match="LeRobot guides 10 actions, and the policy's chunk_size is 9"):
+        check_rtc(config, 1.0)
