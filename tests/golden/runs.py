@@ -138,7 +138,7 @@ class Golden:
             "value.horizon": 3,
             "value.backbone": "true",
         }
-        options |= {"dataset.eval_split": 0.3, "eval_steps": 3, "train.mode": None, "run.record_rows": None}
+        options |= {"dataset.eval_split": 0.34, "eval_steps": 3, "train.mode": None, "run.record_rows": None}
         where = {"dataset.root": self.dataset, "policy.path": self.base}
         train(output, {**where, **options}, of_value=True)
 
