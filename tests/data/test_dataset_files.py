@@ -1,0 +1,189 @@
+"""Which files the chosen episodes of a dataset need, and whether they are there and whole."""
+
+import os
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.buckets import MemoryBucket
+from tests.data.test_metadata import EPISODES, SIDE, TOP, WRIST, refuses
+from tests.datasets import make_dataset
+from vla_finetuning.data import storage
+from vla_finetuning.data.dataset import select_episodes
+from vla_finetuning.data.dataset_files import check_files, find_missing_files
+from vla_finetuning.data.metadata import load_metadata
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Several mp4 and parquet files per camera; never changed."""
+    return make_dataset(
+        tmp_path_factory.mktemp("files") / "original", episodes=EPISODES, image_cameras={SIDE: (40, 48)}
+    )
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    """A copy to break."""
+    return Path(shutil.copytree(original, tmp_path / "dataset"))
+
+
+def test_select_episodes(original):
+    meta = load_metadata(original)
+    assert select_episodes(meta, None).tolist() == list(range(12))
+    assert select_episodes(meta, [5, 0, 3]).tolist() == [0, 3, 5]
+    assert select_episodes(meta, np.array([2], dtype=np.int32)).dtype == np.int64
+    assert select_episodes(meta, range(4)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "message"),
+    [
+        ([], "none chosen"),
+        ([12], r"\[12\] not in the dataset, which has 0..11"),
+        ([-1, 3], r"\[-1\] not in the dataset"),
+        ([1, 2, 1], r"\[1\] chosen more than once"),
+        ([1.5], "expected a list of whole numbers"),
+        ([True, False], "expected a list of whole numbers"),
+        ("12", "expected a list of whole numbers"),
+        ([[1]], "expected a list of whole numbers"),
+    ],
+)
+def test_select_episodes_refuses(original, episodes, message):
+    with pytest.raises(ValueError, match=f"dataset {original}: episodes: .*{message}"):
+        select_episodes(load_metadata(original), episodes)
+
+
+@pytest.mark.parametrize("what", ["is missing", "is empty"])
+@pytest.mark.parametrize("kind", ["mp4", "parquet"])
+def test_check_files_names_the_file_and_its_episodes(root, kind, what):
+    meta = load_metadata(root)
+    if kind == "mp4":
+        path, users = meta.video_files[WRIST][1], np.flatnonzero(meta.episode_video_file[WRIST] == 1)
+    else:
+        path, users = meta.data_files[1], np.flatnonzero(meta.episode_data_file == 1)
+    (root / path).unlink() if what == "is missing" else os.truncate(root / path, 0)
+    message = f"dataset {root}: {path} {what} (needed by episodes {users.tolist()})"
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
+        check_files(meta)
+    others = np.setdiff1d(meta.episode_index, users)
+    check_files(meta, episodes=others)
+    with pytest.raises(FileNotFoundError, match=re.escape(path)):
+        check_files(meta, episodes=users[:1])
+    if kind == "mp4":
+        check_files(meta, camera_keys=[TOP, SIDE])
+    else:
+        with pytest.raises(FileNotFoundError, match=re.escape(path)):
+            check_files(meta, camera_keys=[])
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, "bytes", "header"])
+@pytest.mark.parametrize("kind", ["mp4", "parquet"])
+def test_files_that_are_cut_short_are_found(root, kind, kept):
+    """As a copy that ended early leaves them, or one that wrote something else in their place."""
+    meta = load_metadata(root)
+    path = root / (meta.video_files[TOP][0] if kind == "mp4" else meta.data_files[0])
+    content = path.read_bytes()
+    damaged = {"bytes": b"x" * len(content), "header": content[:6]}.get(kept)
+    path.write_bytes(content[: int(kept * len(content)) or 1] if damaged is None else damaged)
+    users = np.flatnonzero((meta.episode_video_file[TOP] if kind == "mp4" else meta.episode_data_file) == 0)
+    holes = find_missing_files(meta)
+    assert holes.episodes.tolist() == users.tolist()
+    message = (
+        f"cut short at {path.stat().st_size} bytes, or no {kind} file: a copy or a recording ended early (needed by"
+    )
+    assert message in str(holes)
+    assert holes.cameras == ((TOP,) if kind == "mp4" else ()) and not holes.without_folder
+
+
+def test_an_mp4_of_other_recorders_is_whole(root):
+    """Boxes with 64-bit sizes, a last one up to the end of the file, and unknown kinds."""
+    path = root / load_metadata(root).video_files[TOP][0]
+    content = path.read_bytes()
+    last = content.index(b"mdat") - 4
+    assert int.from_bytes(content[last : last + 4], "big") == len(content) - last
+    path.write_bytes(
+        struct.pack(">I4sQ", 1, b"free", 20) + b"1234" + content[:last] + struct.pack(">I", 0) + content[last + 4 :]
+    )
+    assert not find_missing_files(load_metadata(root))
+
+
+def test_check_files_without_a_whole_folder(root):
+    shutil.rmtree(root / "videos")
+    with pytest.raises(FileNotFoundError, match=r"mp4 is missing.*and \d+ more files"):
+        check_files(load_metadata(root))
+
+
+def test_check_files_unknown_camera(original):
+    with pytest.raises(ValueError, match=f"no camera \\['front'\\]; it has \\['{TOP}'"):
+        check_files(load_metadata(original), camera_keys=["front"])
+
+
+def test_check_files_lists_folders_and_not_files(original, monkeypatch):
+    meta = load_metadata(original)
+    listed, find = [], type(meta.fs).find
+    monkeypatch.setattr(type(meta.fs), "find", lambda self, path, **kw: listed.append(path) or find(self, path, **kw))
+    monkeypatch.setattr(type(meta.fs), "exists", None)
+    check_files(meta)
+    needed = [*meta.data_files, *(path for key in meta.video_keys for path in meta.video_files[key])]
+    assert sorted(listed) == sorted({f"{meta.base}/{path.rpartition('/')[0]}" for path in needed})
+
+
+def as_hub_cache(dataset, cache):
+    """Lay a dataset out as huggingface_hub's cache does: links to blobs of the same repository."""
+    repo = cache / "datasets--user--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    (repo / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(p for p in dataset.rglob("*") if p.is_file())):
+        blob = repo / "blobs" / f"{number:064x}"
+        shutil.copy(path, blob)
+        link = snapshot / path.relative_to(dataset)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
+def test_the_hubs_cache_is_made_of_links(original, tmp_path):
+    snapshot = as_hub_cache(original, tmp_path)
+    meta = load_metadata(snapshot)
+    check_files(meta)
+    link = snapshot / meta.video_files[TOP][0]
+    os.truncate(link.resolve(), 0)
+    with pytest.raises(FileNotFoundError, match=f"{meta.video_files[TOP][0]} is empty"):
+        check_files(meta)
+    link.resolve().unlink()
+    with pytest.raises(FileNotFoundError, match=f"{meta.video_files[TOP][0]} is (missing|empty)"):
+        check_files(meta)
+
+
+def test_the_hubs_cache_may_not_leave_its_repository(original, tmp_path):
+    snapshot = as_hub_cache(original, tmp_path)
+    other = tmp_path / "datasets--user--other" / "blobs" / "1"
+    other.parent.mkdir(parents=True)
+    shutil.copy(original / "meta/stats.json", other)
+    (snapshot / "meta/stats.json").unlink()
+    (snapshot / "meta/stats.json").symlink_to(other)
+    refuses(snapshot, "meta/stats.json is a link to .*, outside the dataset")
+
+
+def test_object_storage(original, monkeypatch):
+    """A bucket has no folders and no links."""
+    memory = MemoryBucket()
+    monkeypatch.setattr(storage, "Store", lambda *_: memory)
+    for path in original.rglob("*"):
+        if path.is_file():
+            memory.put(f"dataset/{path.relative_to(original).as_posix()}", path.read_bytes())
+    meta = load_metadata("s3://memory/dataset")
+    assert meta.root == "s3://memory/dataset"
+    assert meta.data_files == load_metadata(original).data_files
+    check_files(meta)
+    memory.delete([f"dataset/{meta.video_files[TOP][1]}"])
+    with pytest.raises(FileNotFoundError, match=f"s3://memory/dataset: .*{meta.video_files[TOP][1]} is missing"):
+        check_files(meta)
+    memory.delete(list(memory.below("")))
+    with pytest.raises(FileNotFoundError, match="s3://memory/dataset: no such folder"):
+        load_metadata("s3://memory/dataset")
