@@ -35,7 +35,7 @@ TESTS = {
     "util.py": ["tests/test_util.py"],
     "vla_finetuning/data/plan.py": ["tests/data/test_plan.py", "-k", "not planned"],
     "vla_finetuning/data/quantiles.py": ["tests/data/test_quantiles.py"],
-    "vla_finetuning/data/rows.py": ["tests/data/test_datasource.py"],
+    "vla_finetuning/data/rows.py": ["tests/data/test_datasource.py", "tests/data/test_damaged_files.py"],
     "vla_finetuning/evaluation/intervals.py": ["tests/evaluation/test_intervals.py"],
     "vla_finetuning/rl/objectives/base.py": ["tests/rl/test_objective.py"],
     "vla_finetuning/rl/objectives/grpo.py": ["tests/rl/test_objective.py"],

@@ -1,0 +1,210 @@
+"""Files that are not what they should be: an error names them, or their episodes are skipped."""
+
+import json
+import shutil
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ray.data import DataContext
+
+from lerobot_datasource import SHARE
+from tests.data.test_datasource import FPS, STILL, TOP, WINDOWS, WRIST, assert_same_row, lerobot, read_directly
+from tests.datasets import datasource, make_dataset
+from vla_finetuning.data import decode as lerobot_decode
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.read_tasks import BlockShare
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    still = {STILL: (16, 24)}
+    return make_dataset(tmp_path_factory.mktemp("damaged") / "original", image_cameras=still)
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    """A copy to break."""
+    return shutil.copytree(original, tmp_path / "dataset")
+
+
+def videos(root, key=TOP):
+    return sorted((root / "videos" / key).rglob("*.mp4"))
+
+
+def rewrite(root, change):
+    """Rewrite a data file's table with `change(columns)`."""
+    path = sorted((root / "data").rglob("*.parquet"))[0]
+    table = pq.read_table(path)
+    columns = {n: table.column(n).to_pylist() for n in table.column_names}
+    change(columns)
+    pq.write_table(pa.table(columns, schema=table.schema), path)
+    return path
+
+
+def cut_video(root):
+    path = videos(root)[0]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def shorten_video(root):
+    by_size = sorted(videos(root), key=lambda path: path.stat().st_size)
+    shutil.copy(by_size[0], by_size[-1])
+
+
+def keep_five_rows(root):
+    path = sorted((root / "data").rglob("*.parquet"))[0]
+    pq.write_table(pq.read_table(path).slice(0, 5), path)
+
+
+def set_row(key, row, value):
+    return lambda root: rewrite(root, lambda columns: columns[key].__setitem__(row, value))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_video, f"{TOP}.*(truncated|damaged)"),
+        (shorten_video, "no frame at .* the video ends at|truncated or the metadata is wrong"),
+        (lambda root: shutil.copy(videos(root, WRIST)[0], videos(root)[0]), "frames are .* the metadata .* says"),
+        (
+            lambda root: rewrite(root, lambda c: c.update(timestamp=[t + 0.03 for t in c["timestamp"]])),
+            r"farther than the tolerance.*--tolerance_s",
+        ),
+        (set_row("episode_index", 3, 2), "expected episode 0 frame 3.*found episode 2"),
+        (set_row("task_index", 3, 77), "episode 0: task_index 77 has no entry in meta/tasks.parquet"),
+        (keep_five_rows, "the file has 5 rows"),
+        (set_row(STILL, 2, {"bytes": b"\x89PNG\r\n\x1a\nnope", "path": None}), r"episode 0\), row 2: damaged image"),
+    ],
+    ids=["cut", "shorter", "another size", "timestamps", "another episode", "no task", "rows missing", "image"],
+)
+def test_a_damaged_file_is_named(root, damage, message):
+    damage(root)
+    with pytest.raises(ValueError, match=message):
+        read_directly(datasource([load_metadata(root)], check_files=False))
+
+
+def test_a_missing_video_is_found_before_anything_is_read(root):
+    videos(root)[0].unlink()
+    with pytest.raises(FileNotFoundError, match=f"videos/{TOP}/chunk-000/file-000.mp4"):
+        datasource([load_metadata(root)])
+
+
+def test_numbers_of_another_type_than_declared(root):
+    """They become what meta/info.json says, as in LeRobot, or are refused: types must not depend on the file."""
+
+    def as_float(change):
+        path = sorted((root / "data").rglob("*.parquet"))[0]
+        table = pq.read_table(path)
+        values = [change(value) for value in table.column("task_index").to_pylist()]
+        at = table.column_names.index("task_index")
+        pq.write_table(table.set_column(at, "task_index", pa.array(values, pa.float64())), path)
+
+    def read():
+        return pa.concat_tables(read_directly(datasource([load_metadata(root)]))).column("task_index")
+
+    as_declared = read()
+    as_float(float)
+    assert read() == as_declared
+    assert as_declared.type == pa.int64()
+    as_float(lambda value: value + 0.5)
+    with pytest.raises(ValueError, match="column task_index: holds double that cannot be int64, as meta/info"):
+        read()
+
+
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
+def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tmp_path, windows, monkeypatch):
+    root = make_dataset(tmp_path / "damaged")
+    meta = load_metadata(root)
+    sound = next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+    number = 2
+    damaged = root / meta.video_files[TOP][meta.episode_video_file[TOP][number]]
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    gone = np.isin(
+        sound["episode_index"], np.flatnonzero(meta.episode_video_file[TOP] == meta.episode_video_file[TOP][number])
+    )
+    assert 0 < gone.sum() < 54
+
+    log = tmp_path / "skipped.jsonl"
+    source = datasource([meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+    found = next(source.read_rows(range(54), 54))
+    assert found.keys() == sound.keys() | {"is_skipped"}
+    np.testing.assert_array_equal(found["is_skipped"], gone)
+    for key, expected in sound.items():
+        assert found[key].dtype == expected.dtype and found[key].shape == expected.shape, key
+        np.testing.assert_array_equal(found[key][~gone], expected[~gone], err_msg=key)
+    # Whose turn it was is known all the same.
+    np.testing.assert_array_equal(found["index"], sound["index"])
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {line["episode_index"] for line in lines} == set(sound["episode_index"][gone].tolist())
+    assert all("again" in line["error"] and line["root"] == str(root) for line in lines)
+    assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone).tolist()
+
+    # In a share of a stream, too.
+    log.unlink()
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {})
+    source = partial(datasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+    context = DataContext()
+    context.set_config(SHARE, BlockShare(1, 2, 2))
+    (task,) = source(stream=(0, 54), block_rows=3).get_read_tasks(1, data_context=context)
+    assert len(list(task())) == 9
+    theirs = np.arange(54) // 3 % 2 == 1
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone & theirs).tolist()
+
+    with pytest.raises(FileNotFoundError, match="cut short"):
+        datasource([meta], delta_timestamps=windows)
+    with pytest.raises(ValueError, match="again"):
+        next(datasource([meta], delta_timestamps=windows, check_files=False).read_rows(range(54), 54))
+    # As `select_columns`: what names the rows need not be among what is wanted.
+    few = source().apply_projection({"action": "action"})
+    np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])
+
+
+@pytest.mark.parametrize("gone", ["", "data", f"videos/{TOP}"])
+@pytest.mark.parametrize("unmounted", [True, False])
+def test_a_dataset_that_is_gone_is_no_reason_to_skip(tmp_path, gone, unmounted):
+    root = make_dataset(tmp_path / "here", episodes=(4, 5))
+    source = datasource([load_metadata(root)], on_error="skip")
+    shutil.rmtree(root / gone)
+    if unmounted:
+        (root / gone).mkdir()
+    with pytest.raises(OSError, match=f"{root}: .* is gone, or empty: .*mounted.*--resume"):
+        next(source.read_rows(range(9), 9))
+
+
+def test_a_window_of_index(tmp_path):
+    """Also of rows that cannot be read."""
+    root = make_dataset(tmp_path / "windows", episodes=(3, 5), cameras={}, data_files_size_in_mb=1e-6)
+    windows = {key: [-1 / FPS, 0.0, 1 / FPS] for key in ("index", "frame_index")}
+    items, meta = lerobot(root, delta_timestamps=windows), load_metadata(root)
+    source = datasource([meta], delta_timestamps=windows, on_error="skip")
+    (rows,) = source.read_rows(range(8), 8)
+    for i in range(8):
+        assert_same_row({k: v[i] for k, v in rows.items() if k != "is_skipped"}, items[i], meta)
+    (root / meta.data_files[0]).unlink()
+    (again,) = source.read_rows(range(8), 8)
+    assert again["is_skipped"].tolist() == [True] * 3 + [False] * 5
+    np.testing.assert_array_equal(again["index"], rows["index"])
+
+
+def test_a_file_that_is_gone_is_skipped(tmp_path):
+    root = make_dataset(tmp_path / "here")
+    meta = load_metadata(root)
+    source = datasource([meta], on_error="skip")
+    (root / meta.video_files[TOP][0]).unlink()
+    assert 0 < next(source.read_rows(range(54), 54))["is_skipped"].sum() < 54
+
+
+def test_a_store_that_does_not_answer_is_no_reason_to_skip(tmp_path, monkeypatch):
+    meta = load_metadata(make_dataset(tmp_path / "sound", episodes=(4, 5)))
+
+    def refuses(*_):
+        raise ConnectionError("503")
+
+    monkeypatch.setattr(lerobot_decode.VideoReader, "read", refuses)
+    with pytest.raises(OSError, match="503"):
+        next(datasource([meta], on_error="skip").read_rows(range(9), 9))
