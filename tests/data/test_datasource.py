@@ -19,8 +19,8 @@ from lerobot_datasource import SHARE, read_lerobot
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
-from vla_finetuning.data import parquet_columns, safe_parquet
 from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data import safe_parquet
 from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
@@ -618,29 +618,6 @@ def test_arguments_that_do_not_fit(roots):
 def test_what_is_no_positive_number_is_refused(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"read_lerobot: {name}=.*: expected a positive number"):
         read_lerobot(tmp_path, **{name: value})
-
-
-def test_images_are_read_a_row_group_of_one_camera_at_a_time(tmp_path, monkeypatch):
-    """LeRobot writes a row group per episode: a window has rows of many, and a minute of three cameras is gigabytes."""
-    cameras = {f"observation.images.{name}": (96, 128) for name in "abc"}
-    root = make_dataset(
-        tmp_path / "png", cameras={}, image_cameras=cameras, episodes=(6, 9, 4), data_files_size_in_mb=100
-    )
-    meta = load_metadata(root)
-    (expected,) = datasource([meta]).read_rows(range(19), 19)
-    (path,) = root.glob("data/*/*.parquet")
-    file = pq.ParquetFile(path).metadata
-    groups = [file.row_group(number) for number in range(file.num_row_groups)]
-    columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
-    images = [[c.total_uncompressed_size for c in of if c.path_in_schema.endswith(".bytes")] for of in columns]
-    assert len(groups) == 3 and all(len(sizes) == 3 for sizes in images)
-    monkeypatch.setattr(parquet_columns, "MAX_DATA_BYTES", 2 * max(map(max, images)))
-    (rows,) = datasource([meta]).read_rows(range(19), 19)
-    for key in cameras:
-        np.testing.assert_array_equal(rows[key], expected[key])
-    monkeypatch.setattr(parquet_columns, "MAX_DATA_BYTES", max(map(max, images)) // 2)
-    with pytest.raises(ValueError, match="exhaust the memory"):
-        next(datasource([meta]).read_rows(range(19), 19))
 
 
 @pytest.mark.parametrize("lists", [pa.list_(pa.float32()), pa.large_list(pa.float64())], ids=str)

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from lerobot_datasource import LeRobotDatasource
 from tests.datasets import datasource, make_dataset, make_layouts
@@ -50,7 +51,7 @@ def root(request, originals, tmp_path):
 
 def forget(monkeypatch):
     """Have this process know no more than another one of the node."""
-    monkeypatch.setattr(safe_parquet, "_footers", safe_parquet._Footers(2**20))
+    monkeypatch.setattr(safe_parquet, "_footers", {})
     for name in ("_mapped", "_group_starts"):
         monkeypatch.setattr(parquet_columns, name, {})
     disk_cache.disk_cache.cache_clear()
@@ -149,15 +150,16 @@ def test_reads_in_stored_order_copy_no_images_that_they_do_not_want(originals, w
     assert max(work[key] for key in CAMERAS) <= 2 * ROWS  # 6 without copies
 
 
-def test_footers_are_remembered_within_a_bound(originals):
-    footers = safe_parquet._Footers(5000)
-    metadata = pq.ParquetFile(next(originals["episode"].glob("data/*/*.parquet"))).metadata
-    assert 1000 < metadata.serialized_size < 1_000_000
-    for name in "abcdefghij":
-        footers.keep(name, metadata)
-        assert footers.get(name) is metadata  # the newest, however large
-    held = [name for name in "abcdefghij" if footers.get(name) is not None]
-    assert len(held) == max(1, 5000 // metadata.serialized_size)
+def test_footers_are_remembered_within_a_bound(originals, monkeypatch):
+    path = next(originals["episode"].glob("data/*/*.parquet"))
+    size = pq.ParquetFile(path).metadata.serialized_size
+    for most, left in ((0, "j"), (3 * size + 9, "hij")):
+        monkeypatch.setattr(safe_parquet, "KEPT_FOOTER_BYTES", most)
+        monkeypatch.setattr(safe_parquet, "_footers", {})
+        for identity in "abcdefhgighij":
+            with safe_parquet.open_parquet(LocalFileSystem(), str(path), identity=identity):
+                pass
+        assert list(safe_parquet._footers) == list(left)
 
 
 def test_a_file_that_changed_is_unpacked_anew(root, folder, monkeypatch):
@@ -363,3 +365,26 @@ def test_images_that_are_elsewhere_or_none(tmp_path, column, message):
     pq.write_table(table.set_column(table.column_names.index(key), key, values), root / file)
     with pytest.raises(ValueError, match=f"{file}.*{re.escape(message)}"):
         frames_of(load_metadata(root), key)
+
+
+def test_images_are_read_a_row_group_of_one_camera_at_a_time(tmp_path, monkeypatch):
+    """LeRobot writes a row group per episode: a window has rows of many, and a minute of three cameras is gigabytes."""
+    cameras = {f"observation.images.{name}": (96, 128) for name in "abc"}
+    root = make_dataset(
+        tmp_path / "png", cameras={}, image_cameras=cameras, episodes=(6, 9, 4), data_files_size_in_mb=100
+    )
+    meta = load_metadata(root)
+    (expected,) = datasource([meta]).read_rows(range(19), 19)
+    (path,) = root.glob("data/*/*.parquet")
+    file = pq.ParquetFile(path).metadata
+    groups = [file.row_group(number) for number in range(file.num_row_groups)]
+    columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
+    images = [[c.total_uncompressed_size for c in of if c.path_in_schema.endswith(".bytes")] for of in columns]
+    assert len(groups) == 3 and all(len(sizes) == 3 for sizes in images)
+    monkeypatch.setattr(parquet_columns, "MAX_DATA_BYTES", 2 * max(map(max, images)))
+    (rows,) = datasource([meta]).read_rows(range(19), 19)
+    for key in cameras:
+        np.testing.assert_array_equal(rows[key], expected[key])
+    monkeypatch.setattr(parquet_columns, "MAX_DATA_BYTES", max(map(max, images)) // 2)
+    with pytest.raises(ValueError, match="exhaust the memory"):
+        next(datasource([meta]).read_rows(range(19), 19))

@@ -21,7 +21,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -172,9 +172,7 @@ class DiskCache:
                 descriptor = open_own(partial, flags)
             try:
                 with open(descriptor, "wb", buffering=0) as file:
-                    for part in (data, memoryview(self.checksum(path, data))):
-                        while part:
-                            part = part[file.write(part) :]
+                    _write_all(file, (data, self.checksum(path, data)))
                 os.rename(partial, path)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -274,9 +272,8 @@ class DiskCache:
         return stored
 
     def _disk_is_full(self, size: int) -> bool:
-        disk = os.statvfs(self.folder)
-        used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
-        return used + size > FULLEST_DISK * (used + free)
+        used, most = _disk_bytes(self.folder)
+        return used + size > most
 
     @contextlib.contextmanager
     def doing_without(self) -> Iterator[None]:
@@ -356,7 +353,8 @@ class Records:
                 self._mine, self._process = f"{os.getpid()}-{os.urandom(6).hex()}", os.getpid()
             name, self._mine = str(self._mine), None  # a file that could not be written whole is not added to
             path = self._folder / name
-            parts = [part for key, record in zip(keys, records, strict=True) for part in self._parts(path, key, record)]
+            buffers = [memoryview(record).cast("B") for record in records]
+            parts = [part for key, r in zip(keys, buffers, strict=True) for part in (r, self._checksum(path, key, r))]
             first = self._append(path, parts) // self._bytes
             entries = list(zip(keys, range(first, first + len(keys)), strict=True))
             index = path.with_name(name + self._INDEX)
@@ -395,10 +393,6 @@ class Records:
         number = self._files.index(name)
         self._places |= {key: (number, record) for key, record in entries}
 
-    def _parts(self, path: Path, key: float, record: Any) -> tuple[Any, bytes]:
-        record = memoryview(record).cast("B")
-        return record, self._checksum(path, key, record)
-
     def _checksum(self, path: Path, key: float, record: Any) -> bytes:
         return self._cache.checksum(path, struct.pack("<d", key), record)
 
@@ -408,10 +402,7 @@ class Records:
         descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         with open(descriptor, "wb", buffering=0) as file:
             size = os.fstat(descriptor).st_size
-            for part in parts:
-                rest = memoryview(part)
-                while rest:
-                    rest = rest[file.write(rest) :]
+            _write_all(file, parts)
         return size
 
 
@@ -451,11 +442,9 @@ def has_capacity(folder: Path, size: int) -> bool:
     ledger = b""
     with contextlib.suppress(FileNotFoundError):
         ledger = (folder / LEDGER).read_bytes()[:20]
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    disk = os.statvfs(existing)
-    used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    used, most = _disk_bytes(next(place for place in (folder, *folder.parents) if place.exists()))
     cached = min(int(ledger), used) if ledger.isdigit() else 0
-    return size <= SPACE_SHARE * (FULLEST_DISK * (used + free) - (used - cached))
+    return size <= SPACE_SHARE * (most - (used - cached))
 
 
 @functools.cache
@@ -468,6 +457,20 @@ def is_in_memory(folder: Path) -> bool:
     kinds = {line.split(" ")[1]: line.split(" ")[2] for line in mounts}
     real = Path(os.path.realpath(folder))
     return next((kinds[str(place)] for place in (real, *real.parents) if str(place) in kinds), "") in ("tmpfs", "ramfs")
+
+
+def _write_all(file: Any, parts: Iterable[Any]) -> None:
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            rest = rest[file.write(rest) :]
+
+
+def _disk_bytes(folder: Path) -> tuple[int, float]:
+    """Return the bytes that are used on the disk of a folder, and how many of those there may be."""
+    disk = os.statvfs(folder)
+    used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    return used, FULLEST_DISK * (used + free)
 
 
 def _short_hash(text: str) -> str:

@@ -124,7 +124,7 @@ def sample_rows(
     """
     features = {key: meta.features[key] for key in keys}
     by_key = features | {feature.key: feature for feature in (() if movement is None else movement.features)}
-    samples = {key: [np.empty((0, _width(feature)))] for key, feature in features.items()}
+    samples: dict[str, list[np.ndarray]] = {key: [np.empty((0, _width(f)))] for key, f in features.items()}
     files, read = files_of(meta, episodes), 0
     for number in evenly_spaced(len(files), SAMPLE_FILES).tolist():
         file = files[number]

@@ -116,11 +116,7 @@ def open_parquet(
         raise StorageError(f"{name}: {error}") from error
     try:
         with file, naming_file(name):
-            metadata = None if identity is None else _footers.get(identity)
-            if metadata is None:
-                metadata = _parsed_footer(file)
-                if identity is not None:
-                    _footers.keep(identity, metadata)
+            metadata = _footer_of(file, identity)
             leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
             texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
             file.seek(0)
@@ -165,29 +161,21 @@ def freeing_footers() -> Iterator[Callable[[], object]]:
         gc.unfreeze()
 
 
-class _Footers:
-    """Footers of this process, by the identity of the file: those used last, and one in any case."""
-
-    def __init__(self, limit_bytes: int):
-        self._limit_bytes = limit_bytes
-        self._by_identity: dict[str, pq.FileMetaData] = {}
-
-    def get(self, identity: str) -> pq.FileMetaData | None:
-        metadata = self._by_identity.pop(identity, None)
-        if metadata is not None:
-            self._by_identity[identity] = metadata
-        return metadata
-
-    def keep(self, identity: str, metadata: pq.FileMetaData) -> None:
-        self._by_identity[identity] = metadata
-        cached_bytes = sum(footer.serialized_size for footer in self._by_identity.values())
-        for oldest in list(self._by_identity)[:-1]:
-            if cached_bytes <= self._limit_bytes:
-                break
-            cached_bytes -= self._by_identity.pop(oldest).serialized_size
+# Footers of this process, by the identity of the file, the one used last at the end.
+_footers: dict[str, pq.FileMetaData] = {}
 
 
-_footers = _Footers(KEPT_FOOTER_BYTES)
+def _footer_of(file: Any, identity: str | None) -> pq.FileMetaData:
+    """Return a file's footer, parsed once in a process: of those used last, as many as KEPT_FOOTER_BYTES hold."""
+    if identity is None:
+        return _parsed_footer(file)
+    metadata = _footers.pop(identity, None) or _parsed_footer(file)
+    _footers[identity] = metadata
+    excess = sum(footer.serialized_size for footer in list(_footers.values())) - KEPT_FOOTER_BYTES
+    for oldest in list(_footers)[:-1]:
+        if excess > 0 and (footer := _footers.pop(oldest, None)) is not None:
+            excess -= footer.serialized_size
+    return metadata
 
 
 def read_columns(
