@@ -364,7 +364,7 @@ def test_a_base_is_proposed_to_be_left_out_only_where_there_is_such_an_option(se
 
 @pytest.mark.ray
 @pytest.mark.faults
-@pytest.mark.slow  # what the read task says: tests/data/test_datasource.py
+@pytest.mark.slow  # what the read task says: tests/data/test_damaged_files.py
 def test_a_truncated_mp4(setting, ray_cluster, root, tmp_path, capsys, monkeypatch):
     """One that is cut off once the run has been checked: it fails cleanly, and tries nothing twice."""
     meta, output_dir = load_metadata(root), tmp_path / "out"
