@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -22,10 +23,12 @@ import gymnasium
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig, HubEnvConfig, LiberoEnv, MetaworldEnv
 from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_IMAGE, OBS_IMAGES, OBS_STATE
+from lerobot.utils.import_utils import register_third_party_plugins
 
 from vla_finetuning.envs import metaworld, two_bins
+from vla_finetuning.envs.contract import checked
 from vla_finetuning.envs.libero import DrawnOnDemand
-from vla_finetuning.envs.protocol import Maker, choose_gl, initial_states
+from vla_finetuning.envs.protocol import Maker, choose_gl, initial_states, load_package
 from vla_finetuning.envs.two_bins_scene import GANTRY, Robot
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
@@ -131,36 +134,133 @@ class MetaworldConfig(MetaworldEnv):
         return {task: partial(make, task=task, instruction=instructions[task]) for task in tasks}
 
 
+@EnvConfig.register_subclass("gym")
+@dataclass
+class GymConfig(EnvConfig):
+    """Any environment that gymnasium registers: `--env.task NAMESPACE/Name-v0`, or `module:Name-v0`.
+
+    One is made on the driver: what its spaces, metadata and registration say is the rest of the configuration.
+    """
+
+    fps: int = 0
+    episode_length: int | None = None
+    # Of its constructor.
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.task:
+            raise ValueError("which environment? give --env.task NAMESPACE/Name-v0, as gymnasium registers it")
+        if self.features:
+            return  # a copy
+        choose_gl()
+        with gymnasium.make(f"{self.package_name}:{self.gym_id}", **self.gym_kwargs) as env:
+            self.episode_length = self.episode_length or (env.spec.max_episode_steps if env.spec else None)
+            if self.episode_length is None:
+                raise ValueError(
+                    f"{self.task} has no step limit, so that an episode may never end: register it with "
+                    "max_episode_steps=N, or give --env.episode_length N"
+                )
+            self.fps = self.fps or int(env.metadata.get("render_fps") or 30)
+            spaces = {ACTION: env.action_space, **_leaves_of(env.observation_space)}
+        for key, space in spaces.items():
+            name, type_ = _SHOWN.get(key.partition("/")[0], (None, None))
+            axes = 3 if type_ is FeatureType.VISUAL else 1
+            if name is None or type_ is None:
+                continue
+            if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != axes:
+                kind = "a Box (height, width, channels)" if axes == 3 else "a Box of one axis"
+                raise ValueError(f"{self.task}: '{key}' is {space}: expected {kind}")
+            self.features[key] = PolicyFeature(type_, tuple(space.shape))
+            self.features_map[key] = f"{OBS_IMAGES}.{key.partition('/')[2]}" if "/" in key else name
+        if len(self.features) == 1:
+            raise ValueError(
+                f"{self.task} shows {', '.join(spaces.keys() - {ACTION, ''}) or 'one array'}: expected a "
+                "gymnasium.spaces.Dict of 'pixels' (one camera, or a Dict by camera), 'agent_pos', 'environment_state'"
+            )
+
+    @property
+    def package_name(self) -> str:
+        module, _, name = str(self.task).rpartition(":")
+        namespace = name.rpartition("/")[0]
+        return module or (namespace if namespace and importlib.util.find_spec(namespace) else "gymnasium")
+
+    @property
+    def gym_id(self) -> str:
+        return str(self.task).rpartition(":")[2]
+
+    @property
+    def gym_kwargs(self) -> dict[str, Any]:
+        limit = {} if self.episode_length is None else {"max_episode_steps": self.episode_length}
+        return {**self.kwargs, **limit}
+
+
+# What LeRobot makes of what an environment shows.
+_SHOWN = {
+    ACTION: (ACTION, FeatureType.ACTION),
+    "pixels": (OBS_IMAGE, FeatureType.VISUAL),
+    "agent_pos": (OBS_STATE, FeatureType.STATE),
+    "environment_state": (OBS_ENV_STATE, FeatureType.ENV),
+}
+
+
+def _leaves_of(space: gymnasium.Space[Any], key: str = "") -> dict[str, gymnasium.Space[Any]]:
+    if not isinstance(space, gymnasium.spaces.Dict):
+        return {key: space}
+    return {
+        k: leaf for name, part in space.items() for k, leaf in _leaves_of(part, f"{key}/{name}".lstrip("/")).items()
+    }
+
+
 def metaworld_tasks() -> tuple[dict[str, str], dict[str, list[str]]]:
     """The instructions of Meta-World's tasks, and the tasks of each degree of difficulty: LeRobot's own lists."""
     metaworld_config = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
     return metaworld_config["TASK_DESCRIPTIONS"], metaworld_config["DIFFICULTY_TO_TASKS"]
 
 
+# An option of all environments, as LeRobot's parser has it.
+DISCOVER = "--discover_packages_path="
 # What `--env.type` means here where LeRobot's own is more than a configuration.
 OURS: dict[str, type[EnvConfig]] = {"metaworld": MetaworldConfig}
+# Of --env.discover_packages_path, in this process; those that simulate import them, too.
+_discovered: dict[str, None] = {}
+
+
+def is_own(config: EnvConfig) -> bool:
+    """Return whether an environment is neither LeRobot's nor ours."""
+    return isinstance(config, GymConfig) or not type(config).__module__.startswith(("lerobot.", "vla_finetuning."))
 
 
 def task_makers(config: EnvConfig) -> dict[str, Maker]:
     """The tasks of an environment in LeRobot's order, and how a process makes each: what LeRobot's `make_env` makes.
 
-    Runs on the driver. An environment of one task goes by its type's name, `pusht`; Meta-World's tasks by their own,
-    `reach-v3`; others by suite and number, `libero_10/3`. Those that gymnasium registers are made by processes that
-    need not know LeRobot.
+    Runs on the driver. What is made keeps to the contract (`contract.Contract`). An environment of one task goes by its
+    type's name, `pusht`; Meta-World's tasks by their own, `reach-v3`; others by suite and number, `libero_10/3`. Those
+    that gymnasium registers are made by processes that need not know LeRobot.
 
     Raises:
         ValueError: what the environment needs is not installed, or it has no such task.
     """
+    own: dict[str, Any] = {}
+    if is_own(config):
+        module = config.package_name if isinstance(config, GymConfig) else type(config).__module__
+        own["packages"] = (*_discovered, module)
+        own["shapes"] = {key: tuple(feature.shape) for key, feature in config.features.items() if key != ACTION}
+    return {task: partial(checked, pickle.dumps(make), **own) for task, make in _makers(config).items()}
+
+
+def _makers(config: EnvConfig) -> dict[str, Maker]:
     if isinstance(config, MetaworldConfig):
         return config.makers()
     if type(config).create_envs is EnvConfig.create_envs:
+        options = {**config.gym_kwargs, "disable_env_checker": config.disable_env_checker}
+        if is_own(config) and config.gym_id in gymnasium.registry:
+            return {config.type: partial(gymnasium.make, config.gym_id, **options)}
         package = config.package_name.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"--env.type={config.type} needs the package {package}, which is not installed (on any node that "
                 f"simulates): pip install {package.replace('_', '-')}"
             )
-        options = {**config.gym_kwargs, "disable_env_checker": config.disable_env_checker}
         return {config.type: partial(gymnasium.make, f"{config.package_name}:{config.gym_id}", **options)}
     names = [(suite, task_id) for suite, envs in _create_envs(config).items() for task_id in envs]
     return {f"{suite}/{task_id}": partial(_lerobot_env, config, suite, task_id) for suite, task_id in names}
@@ -274,7 +374,8 @@ def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[A
     if "task_ids" in {field.name for field in fields(config)}:
         changes["task_ids"] = [task_id]
     env = _create_envs(replace(config, **changes))[suite][task_id].envs[0]
-    return gymnasium.wrappers.TimeLimit(_adapted(config, env), env.unwrapped._max_episode_steps)
+    limit = getattr(env.unwrapped, "_max_episode_steps", None)
+    return _adapted(config, env) if limit is None else gymnasium.wrappers.TimeLimit(_adapted(config, env), limit)
 
 
 def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
@@ -285,9 +386,19 @@ def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[A
 def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:
     """`--env.type` and the type's own options ("--episode_length=30") to LeRobot's configuration of it.
 
+    "--discover_packages_path=PACKAGE" imports what registers it; installed packages lerobot_env_* are found anyway.
+
     Raises:
-        ValueError: no such type; an option that it does not have; an environment that would be code from the Hub.
+        ValueError: no such type; an option that it does not have; an environment that would be code from the Hub; a
+            package that cannot be imported.
     """
+    packages = [option.removeprefix(DISCOVER) for option in options if option.startswith(DISCOVER)]
+    options = [option for option in options if not option.startswith(DISCOVER)]
+    for package in packages:
+        load_package(package)
+        _discovered[package] = None
+    if env_type not in EnvConfig.get_known_choices() and "/" not in env_type:
+        register_third_party_plugins()
     config_classes = EnvConfig.get_known_choices() | OURS
     if "/" in env_type or (env_type in config_classes and issubclass(config_classes[env_type], HubEnvConfig)):
         raise ValueError(
@@ -296,7 +407,8 @@ def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:
         )
     if env_type not in config_classes:
         raise ValueError(
-            f"--env.type={env_type}: LeRobot knows no such environment; expected one of {', '.join(config_classes)}"
+            f"--env.type={env_type}: LeRobot knows no such environment; expected one of {', '.join(config_classes)}; "
+            "--env.discover_packages_path PACKAGE registers others, and --env.type gym plays what gymnasium registers"
         )
     try:
         return cast(EnvConfig, make_config(config_classes[env_type], "env", options))

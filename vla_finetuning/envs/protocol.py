@@ -1,8 +1,8 @@
 """The protocol of environments: what the project asks of a simulator beside gymnasium's own interface.
 
 A simulator is a `gymnasium.Env` whose observations are LeRobot's: `pixels`, uint8 (H, W, 3) or a dict of these by
-camera, and vectors such as `agent_pos`. `info["is_success"]` says whether it has succeeded. These attributes are
-optional; without them an environment is played all the same:
+camera, and vectors such as `agent_pos`. `info["is_success"]` says whether it has succeeded; `contract.Contract` checks
+that while it is played. These attributes are optional; without them an environment is played all the same:
 
     task_description  str, the instruction, new in each episode
     state_hash()      str, tells states from each other; else a digest of what is observed
@@ -19,7 +19,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import os
+import pkgutil
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -84,8 +87,10 @@ def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
     if env.has_wrapper_attr("state_hash"):
         return str(env.get_wrapper_attr("state_hash")())
     digest = hashlib.sha256()
-    for key, array in sorted(_leaves(observation)):
-        digest.update(f"{key} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    for key, array in sorted(leaves(observation)):
+        digest.update(
+            f"{'/' * bool(key)}{key} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+        )
     return digest.hexdigest()[:16]
 
 
@@ -113,7 +118,25 @@ def select_rows(observation: Observation, rows: Sequence[int]) -> Observation:
     return map_arrays(lambda array: array[list(rows)], observation)
 
 
-def _leaves(observation: Any, key: str = "") -> list[tuple[str, np.ndarray]]:
+def leaves(observation: Any, key: str = "") -> list[tuple[str, np.ndarray]]:
+    """Return the arrays of an observation after their names, "pixels/top"."""
     if isinstance(observation, Mapping):
-        return [leaf for name, part in observation.items() for leaf in _leaves(part, f"{key}/{name}")]
+        return [leaf for name, part in observation.items() for leaf in leaves(part, f"{key}/{name}".lstrip("/"))]
     return [(key, np.asarray(observation))]
+
+
+def load_package(name: str) -> None:
+    """Import a package and its modules, which register their environments, as LeRobot's --env.discover_packages_path.
+
+    Raises:
+        ValueError: it cannot be imported here.
+    """
+    try:
+        package = importlib.import_module(name)
+        for module in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{name}."):
+            importlib.import_module(module.name)
+    except ImportError as error:
+        raise ValueError(
+            f"--env.discover_packages_path={name}: cannot be imported on {socket.gethostname()} ({error}): install it "
+            "(pip install -e FOLDER), or name its folder in PYTHONPATH, on every node that simulates"
+        ) from error

@@ -14,10 +14,15 @@ ENVIRONMENT_NAME = "environment.json"
 class EnvironmentOptions:
     """The environment."""
 
-    env_type: str | None = option(None, "An environment, as LeRobot names it: two_bins, metaworld.", flag="env.type")
+    env_type: str | None = option(
+        None,
+        "An environment, as LeRobot names it: two_bins, metaworld; gym: any that gymnasium registers.",
+        flag="env.type",
+    )
     env_options: list[str] = option(
         [],
-        "An option of the environment itself: --env.task reach-v3.",
+        "An option of the environment itself: --env.task reach-v3. --env.discover_packages_path PACKAGE registers "
+        "environments of your own (docs/simulators.md).",
         flag="env.*",
         requires={"env.type": "in which environment?"},
     )

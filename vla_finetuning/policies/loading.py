@@ -27,7 +27,7 @@ from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.mirror import as_path, contents, fetched_for_good
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.policies.family import MAX_DELAY
-from vla_finetuning.policies.registry import family_of, family_of_class
+from vla_finetuning.policies.registry import family_of, family_of_class, find_type
 from vla_finetuning.policies.remote_code import remote_code
 
 WEIGHTS_FILE = "model.safetensors"
@@ -62,6 +62,7 @@ def make_policy_config(
     policy_type: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
 ) -> PreTrainedConfig:
     """LeRobot's configuration of a type of policy, on the CPU: where it was saved, another device may be named."""
+    find_type(policy_type)
     cls, saved = PreTrainedConfig.get_choice_class(policy_type), {**(saved or {}), "device": "cpu"}
     max_delay = None
     if family_of_class(cls, policy_type).delays and MAX_DELAY not in {field.name for field in dataclasses.fields(cls)}:

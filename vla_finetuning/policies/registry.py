@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lerobot.configs import PreTrainedConfig
+from lerobot.utils.import_utils import register_third_party_plugins
 
 from vla_finetuning.policies import (
     families,
@@ -48,6 +49,12 @@ def types_that(can: Callable[[Family], object]) -> str:
     return ", ".join(name for name, family in FAMILIES.items() if can(family))
 
 
+def find_type(policy_type: Any) -> None:
+    """Import LeRobot's installed plugins (lerobot_policy_*) where no policy of a type is known yet."""
+    if policy_type not in PreTrainedConfig.get_known_choices():
+        register_third_party_plugins()
+
+
 def require_trained(policy_type: Any, source: str) -> None:
     """Refuse a type that is not trained here, by its name alone: making a configuration of some asks the Hub.
 
@@ -55,6 +62,8 @@ def require_trained(policy_type: Any, source: str) -> None:
         ValueError: there is no such type; it is not trained here, and why; no test shows that it is trained as LeRobot
             does. Names `source`, where it was asked for.
     """
+    if isinstance(policy_type, str):
+        find_type(policy_type)
     classes = PreTrainedConfig.get_known_choices()
     if not isinstance(policy_type, str) or policy_type not in classes:
         raise ValueError(f"{source}: no policy is of type {policy_type!r}; LeRobot knows {', '.join(sorted(classes))}")

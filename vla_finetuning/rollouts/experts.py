@@ -12,7 +12,7 @@ import numpy as np
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION
 
-from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
+from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, is_own, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.options.programs import RecordConfig
 from vla_finetuning.rollouts.recording import SHARE_EPISODES, DatasetForm, Frame, record_dataset
@@ -63,18 +63,23 @@ def resolve_recording(config: RecordConfig) -> Recording:
         ValueError: nothing can be recorded so.
     """
     env_type = config.env_type or ""
-    if env_type not in DEFAULTS:
-        env_config(env_type)  # which says what there is
+    env = env_config(env_type, [*DEFAULTS.get(env_type, ()), *config.env_options])
+    if env_type not in DEFAULTS and not (is_own(env) and _has_expert(env)):
         raise ValueError(
-            f"--env.type={env_type} has no scripted expert; those of {', '.join(DEFAULTS)} can be recorded"
+            f"--env.type={env_type} has no scripted expert; those of {', '.join(DEFAULTS)} can be recorded, and an "
+            "environment of your own that has expert_action()"
         )
-    env = env_config(env_type, [*DEFAULTS[env_type], *config.env_options])
     if isinstance(env, MetaworldConfig) and env.obs_type != "pixels_agent_pos":
         raise ValueError(f"--env.type={env_type}, obs_type={env.obs_type}: what is recorded is pixels_agent_pos")
     root = Path(config.root or "").expanduser().absolute()
     if root.is_file() or (root.is_dir() and any(root.iterdir())):
         raise ValueError(f"--root={root} exists and is not empty: name a new folder, or remove it")
     return Recording(config, env, task_makers(env), root)
+
+
+def _has_expert(config: EnvConfig) -> bool:
+    with next(iter(task_makers(config).values()))() as env:
+        return env.has_wrapper_attr("expert_action")
 
 
 def record(recording: Recording) -> str:

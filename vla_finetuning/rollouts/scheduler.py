@@ -21,6 +21,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate
 from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Episode, Failed, Line, Playing, line_of
 from vla_finetuning.rollouts.stage import Decision, Stage
@@ -258,7 +259,7 @@ class Scheduler:
             ended, seat.decisions = ray.get(outcome)
             seat.seen = ray.get(seen) if self._policy.is_local else seen
         except RayError as error:
-            if isinstance(error, RayActorError) and error.actor_init_failed:
+            if isinstance(error, ContractError) or (isinstance(error, RayActorError) and error.actor_init_failed):
                 raise  # no other would fare better
             self._replace(seat, error)
             return

@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import (
     Maker,
     Observation,
@@ -135,6 +136,8 @@ class _Slot:
         for last in (*[False] * (ATTEMPTS - 1), True):
             try:
                 return play()
+            except ContractError:
+                raise  # no other episode would fare better
             except Exception as error:  # whatever an environment may raise, it is the result of its episode alone
                 self._forget()
                 if last:
@@ -254,7 +257,9 @@ class _limit:
 
 
 def _plain(value: Any) -> str | float | int | bool | None:
-    """A value as JSON has it; None if it is no single one."""
+    """A value as JSON has it; None if it is no single one. JSON has no NaN: a number that is not finite is its text."""
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if isinstance(value, (str, float, int, bool)) else None

@@ -1,0 +1,103 @@
+"""`Point` with one defect each, as environments of one's own have them; registered as broken/NAME-v0."""
+
+from dataclasses import dataclass, field
+
+import gymnasium
+import numpy as np
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.envs.configs import EnvConfig
+
+from tests.envs.point import Point
+
+HOPELESS, NAN_AT = 1002, 3
+
+
+class Says(Point):
+    """Says something else in its info and reward than `Point`."""
+
+    def __init__(self, info=None, reward=0.0):
+        self.info, self.reward = info or {}, reward
+
+    def reset(self, **options):
+        return super().reset(**options)[0], {}
+
+    def step(self, action):
+        seen, _, terminated, truncated, _ = super().step(action)
+        return seen, self.reward, terminated, truncated, dict(self.info)
+
+
+class Seedless(Point):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=None if hasattr(self, "position") else seed)
+
+
+class Shown(Point):
+    """Shows something else than its space has."""
+
+    def __init__(self, key="agent_pos", value=None):
+        self.key, self.value = key, value
+
+    def see(self):
+        return {**super().see(), self.key: self.value}
+
+
+class Breaks(Point):
+    """Its simulation diverges in one scene."""
+
+    def reset(self, *, seed=None, options=None):
+        self.seed, self.steps = seed, 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.steps += 1
+        return super().step(np.full(3, np.nan) if (self.seed, self.steps) == (HOPELESS, NAN_AT) else action)
+
+
+class Measured(Point):
+    """Says a distance that is infinite, which is no defect."""
+
+    def step(self, action):
+        *rest, info = super().step(action)
+        return *rest, {**info, "distance": float("inf")}
+
+
+DEFECTS = {
+    "Silent": (Says, {"info": {"score": 1.0}}),
+    "NaN": (Says, {"info": {"is_success": float("nan")}}),
+    "Text": (Says, {"info": {"is_success": "no"}}),
+    "Words": (Says, {"info": {"is_success": False}, "reward": "much"}),
+    "NaNReward": (Says, {"info": {"is_success": False}, "reward": float("nan")}),
+    "Seedless": (Seedless, {}),
+    "Wide": (Shown, {"value": np.zeros(7, np.float32)}),
+    "Float": (Shown, {"key": "pixels", "value": np.zeros((32, 32, 3), np.float32)}),
+    "Small": (Shown, {"key": "pixels", "value": np.zeros((16, 16, 3), np.uint8)}),
+    "Lost": (Shown, {"value": np.full(3, np.nan, np.float32)}),
+    "Breaks": (Breaks, {}),
+    "Measured": (Measured, {}),
+}
+for name, (entry_point, kwargs) in DEFECTS.items():
+    gymnasium.register(f"broken/{name}-v0", entry_point=entry_point, kwargs=kwargs, max_episode_steps=5)
+gymnasium.register("broken/Endless-v0", entry_point=Point)
+
+
+@EnvConfig.register_subclass("unlimited_point")
+@dataclass
+class UnlimitedPoint(EnvConfig):
+    """A configuration as a package for LeRobot has it; its environment has no end."""
+
+    task: str | None = "Endless-v0"
+    features: dict[str, PolicyFeature] = field(
+        default_factory=lambda: {
+            "action": PolicyFeature(FeatureType.ACTION, (3,)),
+            "agent_pos": PolicyFeature(FeatureType.STATE, (3,)),
+        }
+    )
+    features_map: dict[str, str] = field(default_factory=lambda: {"action": "action", "agent_pos": "observation.state"})
+
+    @property
+    def gym_id(self):
+        return f"broken/{self.task}"
+
+    @property
+    def gym_kwargs(self):
+        return {}

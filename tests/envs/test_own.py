@@ -1,0 +1,213 @@
+"""An environment of one's own: found, derived from its spaces, and held to the contract while it is played."""
+
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.envs.factory import make_env
+from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot.policies.factory import make_pre_post_processors
+
+import evaluate
+from tests.envs.broken_points import HOPELESS
+from tests.rollouts.test_player import STATS, act_config
+from vla_finetuning.envs import contract
+from vla_finetuning.envs.configs import env_config, longest_episode, task_makers
+from vla_finetuning.envs.contract import ContractError
+from vla_finetuning.evaluation.trial import _are_alike
+from vla_finetuning.policies.loading import load_policy_config
+from vla_finetuning.policies.saving import save_pretrained
+from vla_finetuning.rollouts.episodes import Ended, Episode, Failed, Playing
+from vla_finetuning.rollouts.stage import Stage
+
+DOCS = Path(__file__).parents[2] / "docs" / "simulators.md"
+POINT = "tests.envs.point:mine/Point-v0"
+BROKEN = "tests.envs.broken_points"
+
+
+@pytest.fixture(autouse=True)
+def _another_process(monkeypatch):
+    monkeypatch.setattr(contract.Contract, "_repeats", False)
+
+
+def broken(name, *options):
+    return task_makers(env_config("gym", [f"--task={BROKEN}:broken/{name}-v0", *options]))
+
+
+def played(makers, seed=1000, action=0.0):
+    """What becomes of an episode in which nothing is done."""
+    (task,) = makers
+    stage = Stage(makers, 1, step_limit_s=60)
+    ended, begin = [], [Playing(0, Episode("plain", task, 0, seed))]
+    while not ended:
+        (ended, waiting), _ = stage.advance(begin, np.full((1, 2, 3), action) if not begin else None)
+        begin = []
+        assert ended or waiting
+    return ended[0]
+
+
+def test_the_pages_example_is_played_as_gymnasium_plays_it():
+    assert f"```python\n{(Path(__file__).parent / 'point.py').read_text()}```" in DOCS.read_text()
+    config = env_config("gym", [f"--task={POINT}"])
+    assert {key: feature.shape for key, feature in config.features.items()} == {
+        "action": (3,), "agent_pos": (3,), "pixels": (32, 32, 3)
+    }  # fmt: skip
+    assert config.features_map == {
+        "action": "action", "agent_pos": "observation.state", "pixels": "observation.image"
+    }  # fmt: skip
+    assert longest_episode(config) == 20 and longest_episode(replace(config, episode_length=7)) == 7
+    found = played(task_makers(config), action=0.3)
+    with gymnasium.make(POINT) as env:
+        env.reset(seed=1000)
+        steps, over = 0, False
+        while not over:
+            _, reward, terminated, truncated, info = env.step(np.full(3, 0.3))
+            steps, over = steps + 1, terminated or truncated
+    assert isinstance(found, Ended) and found.instruction == "go to the corner"
+    assert (found.steps, found.success_at_end, found.info) == (steps, info["is_success"], info)
+    ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=1).values())  # LeRobot's own
+    assert vector.call("_max_episode_steps") == (20,)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "Silent",
+            r"Silent-v0 never said whether it succeeded: no info .* has 'is_success' \(the last one has score\)",
+        ),
+        ("NaN", r"NaN-v0 gave info\['is_success'\] = nan after step 1: expected True or False"),
+        ("Text", r"Text-v0 gave info\['is_success'\] = 'no' after step 1"),
+        ("Words", "Words-v0 gave the reward 'much' after step 1: expected a number"),
+        ("Seedless", "Seedless-v0 ignores its seed: two resets with seed=1000 show different states.*np_random"),
+        ("Wide", r"shows 'agent_pos' as float32 \(7,\) at its reset: expected numbers \(3,\)"),
+        ("Float", r"shows 'pixels' as float32 \(32, 32, 3\) at its reset: expected uint8"),
+        ("Small", r"shows 'pixels' as uint8 \(16, 16, 3\) at its reset: expected uint8 .*\(32, 32, 3\)"),
+    ],
+)
+def test_what_no_environment_may_do_ends_the_play(name, message):
+    with pytest.raises(ContractError, match=message):
+        played(broken(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("Lost", r"'agent_pos' is not finite at its reset: \[nan nan nan\]"), ("NaNReward", "nan")]
+)
+def test_a_scene_that_diverges_is_an_error_of_its_episode(name, message):
+    found = played(broken(name))
+    assert isinstance(found, Failed)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(found.error)
+
+
+def test_an_end_must_be_known():
+    message = "has no step limit, so that an episode may never end: register it with max_episode_steps=N"
+    with pytest.raises(ValueError, match=message):
+        broken("Endless")
+    assert isinstance(played(broken("Endless", "--episode_length=3")), Ended)
+    with pytest.raises(ContractError, match=message):
+        played(task_makers(env_config("unlimited_point", [f"--discover_packages_path={BROKEN}"])))
+
+
+def test_a_line_is_json():
+    assert played(broken("Measured")).info == {"is_success": False, "distance": "inf"}
+
+
+def test_only_a_package_that_can_be_imported_is_one(tmp_path):
+    with pytest.raises(ValueError, match="--env.discover_packages_path=nowhere_at_all: cannot be imported on .*PYTHON"):
+        env_config("two_bins", ["--discover_packages_path=nowhere_at_all"])
+    with pytest.raises(ValueError, match="--env.discover_packages_path PACKAGE registers others"):
+        env_config("nowhere")
+    for options, message in (
+        ([], "which environment"),
+        (["--task=mine/Point-v9"], "Point"),
+        (["--task=CartPole-v1"], "'action' is Discrete.*expected a Box"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            env_config("gym", options)
+    # What a folder of results names is not imported.
+    named = {"type": "x", "options": ["--discover_packages_path=nowhere_at_all", "--fps=3"]}
+    assert _are_alike(named, {**named, "options": named["options"][::-1]})
+    assert not _are_alike(named, {**named, "options": []})
+
+
+def test_installed_plugins_register_themselves(tmp_path):
+    """As LeRobot finds them: distributions lerobot_env_*, lerobot_policy_*."""
+    for name, source in {
+        "lerobot_env_mine": "from lerobot.envs.configs import EnvConfig\nfrom tests.envs.broken_points import "
+        "UnlimitedPoint\n@EnvConfig.register_subclass('mine')\nclass Mine(UnlimitedPoint):\n    pass\n",
+        "lerobot_policy_mine": "from lerobot.configs import PreTrainedConfig\nfrom lerobot.policies.act."
+        "configuration_act import ACTConfig\n@PreTrainedConfig.register_subclass('my_act')\nclass MyACTConfig("
+        "ACTConfig):\n    pass\n",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source)
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+    (tmp_path / "config.json").write_text('{"type": "my_act", "chunk_size": 5, "n_action_steps": 5}')
+    check = (
+        "import sys\nfrom pathlib import Path\nfrom vla_finetuning.envs.configs import env_config\n"
+        "from vla_finetuning.policies.loading import load_policy_config\nfrom vla_finetuning.policies.registry import "
+        "family_of, require_trained\nprint(type(env_config('mine')).__name__)\nrequire_trained('my_act', 'it')\n"
+        "config = load_policy_config(Path(sys.argv[1]))\nprint(config.type, family_of(config).type)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", check, tmp_path], capture_output=True, text=True,
+        env={"PYTHONPATH": f"{tmp_path}:{DOCS.parents[1]}", "HF_HUB_OFFLINE": "1"}, check=False,
+    )  # fmt: skip
+    assert run.stdout.split() == ["Mine", "my_act", "act"], run.stderr
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    config = act_config(chunk_size=4, n_action_steps=4)
+    config.input_features = {
+        "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
+        "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+    }
+    folder = tmp_path_factory.mktemp("own") / "act"
+    save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=STATS), folder)
+    assert load_policy_config(folder).type == "act"
+    return folder
+
+
+@pytest.mark.ray
+def test_evaluate_says_what_was_played_of_what_was_asked_for(ray_cluster, policy, tmp_path, capsys):
+    flags = [f"--policy.path={policy}", "--env.type=gym", "--eval.n_episodes=8", "--eval.env_actors=1", "--seed=1000"]
+
+    def run(name, folder, *more):
+        status = evaluate.main([*flags, f"--env.task={name}", f"--output_dir={tmp_path / folder}", *more])
+        return status, capsys.readouterr()
+
+    status, printed = run(f"{BROKEN}:broken/Breaks-v0", "breaks", "--eval.videos=0")
+    lines = [json.loads(line) for line in (tmp_path / "breaks" / "episodes.jsonl").read_text().splitlines()]
+    assert status == 1 and [line["seed"] for line in lines if line["error"]] == [HOPELESS]
+    successes = sum(bool(line["success_once"]) for line in lines)
+    assert f"{successes} of 7, " in printed.out
+    assert f"{successes} of 8 asked for: 1 ended in an error" in printed.out and "'agent_pos' is not" in printed.out
+    assert evaluate.main(["--compare", *[str(tmp_path / "breaks")] * 2]) == 1
+    assert "1 of 8 episodes asked for are left out: 1 ended in an error with A, 1 with B" in capsys.readouterr().out
+
+    status, printed = run(f"{BROKEN}:broken/Silent-v0", "silent")
+    assert status == 1 and "never said whether it succeeded" in printed.err.splitlines()[-1]
+    status, printed = run(f"{BROKEN}:broken/Lost-v0", "lost", "--eval.n_episodes=2")
+    assert status == 1 and "none played" in printed.out and "0 of 2 asked for: 2 ended in an error" in printed.out
+    status, printed = run(POINT, "point")
+    assert status == 0 and "asked for" not in printed.out
+    assert (tmp_path / "point" / "report.html").is_file()
+
+
+def test_makers_travel_as_names():
+    """A process that lacks the package says which, before it needs what was pickled."""
+    (make,) = task_makers(env_config("gym", [f"--task={POINT}"])).values()
+    make = pickle.loads(pickle.dumps(make))
+    make.keywords["packages"] = ("nowhere_at_all",)
+    with pytest.raises(ValueError, match="nowhere_at_all: cannot be imported on .* every node that simulates"):
+        make()

@@ -1,0 +1,143 @@
+"""What an environment must do (docs/simulators.md), checked while it is played. Knows gymnasium and numpy only."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+
+from vla_finetuning.envs.protocol import Observation, choose_initial_state, leaves, load_package, state_hash
+
+# What two resets with one seed may differ by: a renderer's and a solver's rounding, not another scene.
+GREY_LEVELS, TOLERANCE = 32, 1e-3
+
+
+class ContractError(ValueError):
+    """An environment does what no environment may: another attempt would do the same."""
+
+
+class Contract(gymnasium.Wrapper):
+    """An environment whose observations, rewards and infos are looked at, and passed on as they are.
+
+    Args:
+        shapes: of what is observed, by its name, "pixels/top"; nothing is expected of other names.
+        is_own: whether nobody has checked it here: its step limit, and once in a process that it repeats by its seed.
+    Raises:
+        ContractError: by `reset` and `step`: it does what another attempt would repeat.
+        ValueError: by `reset` and `step`: what is observed is not finite; other scenes may be.
+    """
+
+    _repeats: ClassVar[bool] = False
+
+    def __init__(self, env: gymnasium.Env[Any, Any], shapes: Mapping[str, Sequence[int]], is_own: bool) -> None:
+        super().__init__(env)
+        self._shapes, self._is_own = {key: tuple(shape) for key, shape in shapes.items()}, is_own
+        self._steps, self._has_said = 0, False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if self._is_own and not any(isinstance(env, gymnasium.wrappers.TimeLimit) for env in _layers(self.env)):
+            raise ContractError(
+                f"{self._name} has no step limit, so that an episode may never end: register it with "
+                "max_episode_steps=N, or give --env.episode_length N where its configuration has that"
+            )
+        number = getattr(self.unwrapped, "init_state_id", 0)
+        seen, info = self.env.reset(seed=seed, options=options)
+        if self._is_own and not Contract._repeats:
+            first, first_state = seen, state_hash(self.env, seen)
+            choose_initial_state(self.env, number)
+            seen, info = self.env.reset(seed=seed, options=options)
+            if first_state != state_hash(self.env, seen) and _differ(first, seen):
+                raise ContractError(
+                    f"{self._name} ignores its seed: two resets with seed={seed} show different states. Episodes are "
+                    "compared and played again by their seeds: draw everything from self.np_random, after "
+                    "super().reset(seed=seed)"
+                )
+            Contract._repeats = True
+        self._steps, self._has_said = 0, False
+        self._look(seen, info)
+        return seen, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        seen, reward, terminated, truncated, info = self.env.step(action)
+        self._steps += 1
+        self._look(seen, info)
+        if not _is_number(reward):
+            raise ContractError(f"{self._name} gave the reward {reward!r:.80} {self._when}: expected a number")
+        if (terminated or truncated) and not self._has_said:
+            raise ContractError(
+                f"{self._name} never said whether it succeeded: no info of an episode has 'is_success' (the last one "
+                f"has {', '.join(map(str, info)) or 'nothing'}); give info['is_success'] = True or False in every step"
+            )
+        return seen, reward, terminated, truncated, info
+
+    @property
+    def _name(self) -> str:
+        return f"environment {self.spec.id if self.spec else type(self.unwrapped).__name__}"
+
+    @property
+    def _when(self) -> str:
+        return f"after step {self._steps}" if self._steps else "at its reset"
+
+    def _look(self, seen: Observation, info: Mapping[str, Any]) -> None:
+        found = {key: array for key, array in leaves(seen) if array.dtype != object}
+        for key, shape in self._shapes.items():
+            if key not in found:
+                raise ContractError(
+                    f"{self._name} does not show '{key}' {self._when}, which its configuration's features have; it "
+                    f"shows {', '.join(found)}"
+                )
+            dtype, is_image = found[key].dtype, key.startswith("pixels")
+            if found[key].shape != shape or (dtype != np.uint8 if is_image else dtype.kind not in "biuf"):
+                kind = "uint8 (height, width, channels)" if is_image else "numbers"
+                raise ContractError(
+                    f"{self._name} shows '{key}' as {dtype} {found[key].shape} {self._when}: expected {kind} {shape}, "
+                    "as its configuration's features have it"
+                )
+        for key, array in found.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                numbers = np.array2string(array.ravel(), threshold=8, precision=4)
+                raise ValueError(f"{self._name}: '{key}' is not finite {self._when}: {numbers}")
+        if "is_success" in info:
+            self._has_said, success = True, info["is_success"]
+            if not _is_number(success) or float(success) not in (0.0, 1.0):
+                raise ContractError(
+                    f"{self._name} gave info['is_success'] = {success!r:.80} {self._when}: expected True or False"
+                )
+
+
+def checked(
+    make: bytes, packages: Sequence[str] = (), shapes: Mapping[str, Sequence[int]] | None = None
+) -> gymnasium.Env[Any, Any]:
+    """Make an environment that keeps to the contract. Runs in a process that simulates.
+
+    Args:
+        make: a pickled `Maker`, which may need the packages. packages: that register it; none where it is LeRobot's or
+            ours. shapes: as `Contract` takes them.
+    Raises:
+        ValueError: a package cannot be imported here.
+    """
+    for package in packages:
+        load_package(package)
+    return Contract(pickle.loads(make)(), shapes or {}, bool(packages))
+
+
+def _layers(env: gymnasium.Env[Any, Any]) -> list[gymnasium.Env[Any, Any]]:
+    return [env, *(_layers(env.env) if isinstance(env, gymnasium.Wrapper) else ())]
+
+
+def _is_number(value: Any) -> bool:
+    array = np.asarray(value)
+    return array.size == 1 and array.dtype.kind in "biuf"
+
+
+def _differ(a: Observation, b: Observation) -> bool:
+    pairs = zip(leaves(a), leaves(b), strict=True)
+    return any(
+        x.shape != y.shape
+        or (x.dtype == np.uint8 and bool((np.abs(x.astype(int) - y) > GREY_LEVELS).any()))
+        or (x.dtype.kind == "f" and not np.allclose(x, y, TOLERANCE, TOLERANCE, equal_nan=True))
+        for (_, x), (_, y) in pairs
+    )
