@@ -29,27 +29,29 @@ from vla_finetuning.terminal import print_safe, print_safe_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 the evaluation failed, 2 it could not start."""
+    """Returns the exit status: 0 done, 1 it failed or an episode ended in an error, 2 it could not start."""
     return run_program(EVALUATE, argv, prepare)
 
 
-def prepare(argv: list[str], stack: ExitStack) -> Work | None:
+def prepare(argv: list[str], stack: ExitStack) -> Work:
     """Resolve the evaluation; or compare two that are done."""
     if argv[0] == "--compare":
         if len(argv) != 3:
             raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")
-        print_safe_text(compare_folders(as_path(argv[1]), as_path(argv[2])))
-        return None
+        text, errors = compare_folders(as_path(argv[1]), as_path(argv[2]))
+        print_safe_text(text)
+        return lambda: int(errors > 0)
     trial = resolve_trial(parse_evaluate(argv))
 
     def work() -> int:
         cluster.connect()
-        print_safe_text(run_trial(trial))
+        text, errors = run_trial(trial)
+        print_safe_text(text)
         print_safe(
             f"Episodes     {address(trial.output_dir)}", f"Report       {address(trial.output_dir / 'report.html')}"
         )
         record_trial(trial)
-        return 0
+        return int(errors > 0)
 
     return work
 

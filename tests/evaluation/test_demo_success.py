@@ -25,7 +25,7 @@ def test_the_table_counts_what_was_played_and_says_what_was_not():
         for name, (outcomes, besides) in scores.items()
     }
     _, trained, other, blindfolded = success_table(scores).splitlines()
-    assert "3 of 4, 75.0 % (23.1 to 96.4); at the end 0 of 4" in trained and "; 1 more ended in an error" in trained
+    assert "3 of 4, 75.0 % (23.1 to 96.4); at the end 0 of 4" in trained and "; 3 of 5 asked for: 1 ended" in trained
     assert other.startswith("  trained, with the other instruction  0 of 5, 0.0 % (0.0 to 43.4); ")
     assert other.endswith("; 4 went to the bin that they were given")
     assert "(11.8 to 76.9); at the end 0 of 5" in blindfolded and blindfolded.endswith("; 3 went to a bin")

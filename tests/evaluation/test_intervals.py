@@ -48,7 +48,7 @@ def test_a_score_has_both_outcomes_and_what_errors_may_have_been():
         **{"successes_at_end": 3, "interval_at_end": [wilson(3, 7)[0], wilson(4, 7)[1]], "errors": 1},
     }
     assert share(found) == (
-        "5 of 6, 83.3 % (35.9 to 97.4); at the end 3 of 6, 50.0 % (15.8 to 84.2); 1 more ended in an error"
+        "5 of 6, 83.3 % (35.9 to 97.4); at the end 3 of 6, 50.0 % (15.8 to 84.2); 5 of 7 asked for: 1 ended in an error"
     )
     assert share(score(lines[:1])) == "1 of 1, 100.0 % (20.7 to 100.0); the same at the end"
     assert share(score([])) == "none played" and score(lines[6:])["interval"] == [0.0, 1.0]
@@ -85,7 +85,7 @@ def test_pairs_are_counted_and_errors_left_out():
     numbers = [[float(n) for n in re.findall(r"[+-]?\d+\.?\d*", text)] for text in lines[2:]]
     # All outcomes of 3 coins are as uneven as 2 to 1, or more. B - A: -1 / 6, and (2 - 3) / 8 +- 1.96 sqrt((5 / 8 -
     # 1 / 64) / 8). At the end 1 / 6, and 1 / 8 +- 1.96 sqrt((3 / 8 - 1 / 64) / 8).
-    assert numbers == [[1], [6, 2, 1, 1], [-16.7, -66.6, 41.6], [], [6, 0, 1, 1], [16.7, -29.0, 54.0], []]
+    assert numbers == [[1, 7, 1, 0], [6, 2, 1, 1], [-16.7, -66.6, 41.6], [], [6, 0, 1, 1], [16.7, -29.0, 54.0], []]
     assert len(comparison_text(a[:6], b[:6], "one", "other").splitlines()) == 8
 
 

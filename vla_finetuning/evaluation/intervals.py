@@ -71,8 +71,8 @@ def score(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def share(found: Mapping[str, Any]) -> str:
     """Return a `score` in words: `57 of 60, 95.0 % (86.3 to 98.3); at the end 55 of 60, 91.7 % (81.9 to 96.4)`."""
-    besides = f"; {found['errors']} more ended in an error" if found.get("errors") else ""
-    episodes = found["episodes"]
+    episodes, errors = found["episodes"], found.get("errors", 0)
+    besides = f"; {found['successes']} of {episodes + errors} asked for: {errors} ended in an error" if errors else ""
     if not episodes:
         return f"none played{besides}"
     if "scenes" in found:
@@ -171,7 +171,11 @@ def comparison_text(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
     scores = [score([pair[n] for pair in pairs]) for n in (0, 1)]
     lines = [f"A  {share(scores[0])}  {name_a}", f"B  {share(scores[1])}  {name_b}"]
     if left_out := len(a) - len(pairs):
-        lines.append(f"{left_out} episodes are left out: one or the other ended in an error")
+        errors_a, errors_b = (sum(line["error"] is not None for line in lines_of) for lines_of in (a, b))
+        lines.append(
+            f"{left_out} of {len(a)} episodes asked for are left out: {errors_a} ended in an error with A, "
+            f"{errors_b} with B"
+        )
     for outcome, title in ((ONCE, "At any time"), (AT_END, "At the end")):
         found = compare(pairs, outcome)
         (only_a, only_b), (estimate, low, high) = found.better, found.difference

@@ -19,7 +19,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
-from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.envs.configs import DISCOVER, check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
@@ -179,15 +179,17 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
     return address(folder / fits[0])
 
 
-def run_trial(trial: Trial) -> str:
-    """Play what is not played yet, on the cluster that this process has joined, and say how it went; then
-    `record_trial`.
+def run_trial(trial: Trial) -> tuple[str, int]:
+    """Play what is not played yet, on the cluster that this process has joined; then `record_trial`.
+
+    Returns:
+        How it went, in words; how many episodes ended in an error.
     """
     with synced(trial.output_dir):
         return _run_trial(trial)
 
 
-def _run_trial(trial: Trial) -> str:
+def _run_trial(trial: Trial) -> tuple[str, int]:
     book = Book(trial.output_dir, trial.about, trial.episodes)
     pending = [episode for episode in trial.episodes if not book.is_done(episode)]
     use_gpu = trial.source.device == "cuda"
@@ -221,7 +223,8 @@ def _run_trial(trial: Trial) -> str:
     by_latency = {latency_s: score_rows(part) for latency_s, part in _by_latency(lines).items()}
     write_trial_page(trial.output_dir, trial.about, by_latency, films)
     texts = [success_text(part, latency_s) for latency_s, part in _by_latency(lines).items()]
-    return "\n".join([*texts, *describe_controller(trial.source)])
+    missing = sum(line["error"] is not None for line in lines)
+    return "\n".join([*texts, *describe_controller(trial.source)]), missing
 
 
 def _by_latency(lines: Sequence[Line]) -> dict[float | None, list[Line]]:
@@ -356,8 +359,8 @@ def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = N
     return "\n".join(text)
 
 
-def compare_folders(a: Path, b: Path) -> str:
-    """Return the text of `evaluate.py --compare` for two evaluations.
+def compare_folders(a: Path, b: Path) -> tuple[str, int]:
+    """Return the text of `evaluate.py --compare` for two evaluations, and how many episodes either did not play.
 
     Raises:
         ValueError, FileNotFoundError: not evaluations of the same list in the same environment, or not done.
@@ -378,7 +381,8 @@ def compare_folders(a: Path, b: Path) -> str:
         of_a, of_b = ([line for line in lines if line["condition"] == name] for lines in (lines_a, lines_b))
         texts += [f"At a {name}"] if len(conditions_a) > 1 else []
         texts.append(comparison_text(of_a, of_b, escaped(str(a)), escaped(str(b))))
-    return "\n".join(texts)
+    missing = sum(line["error"] is not None for line in (*lines_a, *lines_b))
+    return "\n".join(texts), missing
 
 
 def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -387,5 +391,8 @@ def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """
     if a == b:
         return True
+    # What a result names is not imported: of environments of one's own, the options decide as they are given.
+    if any(env["type"] == "gym" or any(o.startswith(DISCOVER) for o in env["options"]) for env in (a, b)):
+        return a["type"] == b["type"] and set(a["options"]) == set(b["options"])
     config_a, config_b = (env_config(env["type"], env["options"]) for env in (a, b))
     return a["type"] == b["type"] and vars(config_a) | {"task": None} == vars(config_b) | {"task": None}
