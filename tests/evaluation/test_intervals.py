@@ -51,6 +51,7 @@ def test_a_score_has_both_outcomes_and_what_errors_may_have_been():
         "5 of 6, 83.3 % (35.9 to 97.4); at the end 3 of 6, 50.0 % (15.8 to 84.2); 5 of 7 asked for: 1 ended in an error"
     )
     assert share(score(lines[:1])) == "1 of 1, 100.0 % (20.7 to 100.0); the same at the end"
+    assert share(score([line(0, False)])) == "0 of 1, 0.0 % (0.0 to 79.3)"  # nor at the end
     assert share(score([])) == "none played" and score(lines[6:])["interval"] == [0.0, 1.0]
 
 

@@ -84,8 +84,8 @@ def share(found: Mapping[str, Any]) -> str:
         return f"{successes} of {episodes}, {100 * successes / episodes:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
     once, at_end = ((found[f"successes{name}"], found[f"interval{name}"]) for name in ("", "_at_end"))
-    end = "the same at the end" if at_end[0] == once[0] else f"at the end {words(*at_end)}"
-    return f"{words(*once)}; {end}{besides}"
+    end = "; the same at the end" if at_end[0] == once[0] else f"; at the end {words(*at_end)}"
+    return f"{words(*once)}{end if once[0] else ''}{besides}"
 
 
 @dataclass(frozen=True)
