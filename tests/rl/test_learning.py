@@ -564,12 +564,6 @@ def test_gradients_that_are_not_finite_end_the_run(base, tmp_path):
         learning.check_finite(run.config.train.max_nonfinite, 11)
 
 
-def test_a_presets_flags_come_before_the_users():
-    config = parse_grpo(["--preset", "demo", "--grpo.iterations=5"])
-    assert config.env_options == ["--episode_length=30"] and config.grpo.iterations == 5
-    assert config.grpo.dual_clip is None and config.grpo.minibatch == 64
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -612,12 +606,6 @@ def test_an_environment_of_another_robot_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="the policy needs"):
         resolved(tmp_path, tmp_path / "run")
-
-
-def test_the_plan_says_what_a_run_is(base, tmp_path):
-    plan = describe_grpo(resolved(base, tmp_path / "run"))
-    assert "4 groups x 3 episodes = 12, by their return; 2 iterations, 24 episodes" in plan
-    assert "GiB of host memory per worker: 24 decisions of" in plan and "ratio clipped to 0.8 .. 1.2" in plan
 
 
 def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, tmp_path):

@@ -96,23 +96,6 @@ def test_a_checkpoint_holds_the_head_alone(finished):
     assert {"eval_loss", "eval_loss_by_task"} <= lines[1].keys() and "eval_loss_by_time" not in lines[1]
 
 
-def test_labels_are_what_plain_numpy_makes_of_the_values(finished, setting):
-    rows = pq.read_table(finished / LABELS_NAME).to_pydict()
-    length, success = np.array(EPISODES), np.array(SUCCESS, bool)
-    tasks = load_metadata(setting[1]).episode_tasks
-    task = np.array([sorted({t for of in tasks for t in of}).index(of[0]) for of in tasks])
-    longest = np.array([max(length[task == number]) for number in task])
-    returns = episode_returns(length, success, longest, 1.0)
-    advantage = advantages(returns, np.array(rows["value"], np.float32), length, 3)
-    np.testing.assert_allclose(rows["return"], returns, rtol=1e-6)
-    np.testing.assert_allclose(rows["advantage"], advantage, rtol=1e-6)
-    frames = np.repeat(task, length)
-    assert rows["positive"] == label_positive(advantage, frames, np.zeros(len(frames), bool), 0.3).tolist()
-    assert rows["success"] == np.repeat(success, length).tolist()
-    assert sum(rows["held_out"]) > 0
-    assert not np.isnan(rows["value"]).any()
-
-
 @pytest.mark.parametrize("chosen", [(0, 1, 2, 3, 4, 5), (0, 1, 3, 4)])
 def test_labels_and_shown_episodes_of_any_values(setting, chosen, tmp_path, monkeypatch):
     """Whatever judges frames: all columns, scores and curves against plain numpy, of all episodes and of some."""

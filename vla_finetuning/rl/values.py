@@ -180,36 +180,31 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
         training: `run.training`, with all its statistics.
     """
     rows, v = training.rows, run.config.value
-    values = judge_frames(training, checkpoint)
-    columns: dict[str, list[np.ndarray]] = {}
-    for number, (meta, selected) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
-        length = meta.episode_length[selected]
-        in_run = np.zeros(meta.num_episodes, bool)
-        in_run[selected] = True
-        frames = np.repeat(in_run, meta.episode_length)
-        labels = {
-            "task": np.repeat(run.tasks[number][selected], length),
-            "success": np.repeat(run.success[number][selected], length),
-            "intervention": run.corrected[number][frames],
-            "return": run.returns[number][frames],
-            "value": values[number][frames],
-            "held_out": np.repeat(np.isin(selected, rows.eval_episodes[number]), length),
-            "to_come": np.repeat(np.cumsum(length), length) - np.arange(length.sum()) - 1,
-        }
-        if np.isnan(labels["value"]).any():
-            raise RuntimeError(f"{np.isnan(labels['value']).sum()} frames of {meta.root} were not judged")
-        labels["advantage"] = advantages(labels["return"], labels["value"], length, v.horizon)
-        for name, column in labels.items():
-            columns.setdefault(name, []).append(column)
-    together = {name: np.concatenate(parts) for name, parts in columns.items()}
-    together["positive"] = label_positive(
-        together["advantage"], together.pop("task"), together["intervention"], v.positive
+    length = np.concatenate([meta.episode_length for meta in rows.metas])
+    in_run, held_out = (
+        np.concatenate([np.isin(meta.episode_index, chosen) for meta, chosen in zip(rows.metas, episodes, strict=True)])
+        for episodes in (rows.episodes, rows.eval_episodes)
     )
-    folder, to_come = training.job.output_dir, together.pop("to_come")
-    write_labels(folder / LABELS_NAME, rows.metas, rows.episodes, together)
-    scores = score_labels(together, to_come, v.horizon)
-    episodes = show_episodes(run, together, folder)
-    write_json(folder / VALUES_NAME, {"labels": scores, "histogram": histogram(together), "episodes": episodes})
+    frames, length = np.repeat(in_run, length), length[in_run]
+    of_frames: dict[str, Sequence[np.ndarray]] = {
+        "intervention": run.corrected,
+        "return": run.returns,
+        "value": judge_frames(training, checkpoint),
+    }
+    of_episodes = {"success": np.concatenate(run.success), "held_out": held_out}
+    columns = {name: np.repeat(column[in_run], length) for name, column in of_episodes.items()}
+    columns |= {name: np.concatenate(parts)[frames] for name, parts in of_frames.items()}
+    if missing := np.isnan(columns["value"]).sum():
+        raise RuntimeError(f"{missing} frames of {', '.join(meta.root for meta in rows.metas)} were not judged")
+    columns["advantage"] = advantages(columns["return"], columns["value"], length, v.horizon)
+    task = np.repeat(np.concatenate(run.tasks)[in_run], length)
+    columns["positive"] = label_positive(columns["advantage"], task, columns["intervention"], v.positive)
+    folder = training.job.output_dir
+    write_labels(folder / LABELS_NAME, rows.metas, rows.episodes, columns)
+    to_come = np.repeat(np.cumsum(length), length) - np.arange(length.sum()) - 1
+    scores = score_labels(columns, to_come, v.horizon)
+    episodes = show_episodes(run, columns, folder)
+    write_json(folder / VALUES_NAME, {"labels": scores, "histogram": histogram(columns), "episodes": episodes})
     return labels_text(scores)
 
 
