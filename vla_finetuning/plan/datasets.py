@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
-from vla_finetuning.data.selection import of_each
+from vla_finetuning.data.selection import Choice, of_each
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.environment import CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
@@ -29,18 +30,21 @@ class Datasets:
     """The datasets of a run; at least one.
 
     Attributes:
-        roots: absolute paths and URIs, by which flags name the datasets.
         metas: their metadata, with the names that --rename_map gives their features.
-        members: the mixture's options of each dataset; the defaults where there is no mixture.
+        members: options of each, the mixture's or those for all datasets (`listed_members`).
         weights: of all episodes, float64 (E,) for each dataset (--dataset.episode_weights); None: all alike.
         success: of all episodes, bool (E,) for each dataset, where as many of either outcome are to be held out.
     """
 
-    roots: tuple[str, ...]
     metas: tuple[DatasetMetadata, ...]
     members: tuple[Member, ...]
     weights: tuple[np.ndarray, ...] | None = None
     success: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Return the absolute paths and URIs by which flags name the datasets."""
+        return tuple(member.root for member in self.members)
 
     def __str__(self) -> str:
         return "; ".join(
@@ -59,16 +63,36 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
     """
     config = with_absolute_paths(config)
     config, roots = _locate(config)
-    listed = members(config.dataset.mixture) or tuple(map(Member, roots))
+    listed = listed_members(config.dataset, roots)
     metas = load_datasets(config, listed)
     for meta, member in zip(metas, listed, strict=True):
-        chosen = member.camera_keys
-        check_camera_keys(meta, config.dataset.camera_keys if chosen is None else chosen)
+        check_camera_keys(meta, member.camera_keys)
     if config.recap.labels is not None:
         metas = tuple(map(without_labels, metas))
     source = config.dataset.episode_weights
     weights = None if source is None else tuple(episode_weights(metas, roots, source, absolute))
-    return config, Datasets(tuple(roots), metas, listed, weights)
+    return config, Datasets(metas, listed, weights)
+
+
+def listed_members(d: DatasetOptions, roots: Sequence[str]) -> tuple[Member, ...]:
+    """Return the options of each dataset: the mixture's, and where it gives none those for all datasets.
+
+    Raises:
+        ValueError: an option for all names a dataset that there is not, or episodes of which of several.
+    """
+    listed = members(d.mixture) or tuple(map(Member, roots))
+    included = of_each(d.episodes, roots, "--dataset.episodes")
+    excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
+    return tuple(
+        replace(
+            member,
+            camera_keys=d.camera_keys if member.camera_keys is None else member.camera_keys,
+            tasks=d.tasks if member.tasks is None else member.tasks or None,
+            episodes=member.episodes if episodes is None or member.episodes is not None else list(episodes),
+            exclude_episodes=member.exclude_episodes or list(without or ()),
+        )
+        for member, episodes, without in zip(listed, included, excluded, strict=True)
+    )
 
 
 def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMetadata, ...]:

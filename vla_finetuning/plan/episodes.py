@@ -9,13 +9,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import cast
 
 import numpy as np
 
 from vla_finetuning.data.frames import FrameRanges, frame_ranges_of, movement_keys, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata, check_readable, episode_ranges
-from vla_finetuning.data.selection import Choice, choose_episodes, of_each
+from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.plan.datasets import Datasets
 
@@ -107,29 +106,16 @@ def select(
 
 def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[str]]]:
     """Choose the episodes of each dataset that are trained on or held out; with notes (`choose_episodes`)."""
-    d, roots = config.dataset, datasets.roots
-    included = of_each(d.episodes, roots, "--dataset.episodes")
-    excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
-    weights: Sequence[np.ndarray | None] = datasets.weights or [None] * len(roots)
-    chosen = [
-        choose_episodes(
-            meta,
-            episodes if member.episodes is None else member.episodes,
-            member.exclude_episodes or without,
-            d.tasks if member.tasks is None else member.tasks or None,
-            weight,
-        )
-        for meta, member, episodes, without, weight in zip(
-            datasets.metas, datasets.members, included, excluded, weights, strict=True
-        )
-    ]
+    weights: Sequence[np.ndarray | None] = datasets.weights or [None] * len(datasets.metas)
+    chosen = []
     for number, (meta, member) in enumerate(zip(datasets.metas, datasets.members, strict=True)):
-        cameras = d.camera_keys if member.camera_keys is None else member.camera_keys
+        excluded = member.exclude_episodes
+        chosen.append(choose_episodes(meta, member.episodes, excluded, member.tasks, weights[number]))
 
         def remedy(episodes: list[int], number: int = number) -> str:
             return exclusion(config, datasets, {number: episodes})
 
-        check_readable(meta, chosen[number][0], cameras, remedy)
+        check_readable(meta, chosen[number][0], member.camera_keys, remedy)
     return chosen
 
 
@@ -139,21 +125,17 @@ def exclusion(config: Config, datasets: Datasets, broken: Mapping[int, Sequence[
     Args:
         broken: episodes by the number of their dataset.
     """
-    roots, members = datasets.roots, datasets.members
-    if any(member.exclude_episodes for member in members):
-        excluded = {number: {*(members[number].exclude_episodes or ()), *broken[number]} for number in broken}
-        return "; ".join(
-            f"exclude_episodes of {roots[number]} in the mixture: {episode_ranges(sorted(episodes))}"
-            for number, episodes in excluded.items()
-        )
-    flag = "--dataset.exclude_episodes"
-    before = of_each(cast(Choice, config.dataset.exclude_episodes), roots, flag)
-    out = {
-        root: sorted({*(numbers or ()), *broken.get(number, ())})
-        for number, (root, numbers) in enumerate(zip(roots, before, strict=True))
+    excluded = {
+        member.root: sorted({*(member.exclude_episodes or ()), *broken.get(number, ())})
+        for number, member in enumerate(datasets.members)
     }
-    several = json.dumps({root: numbers for root, numbers in out.items() if numbers}) if len(out) > 1 else ""
-    return f"{flag}={shlex.quote(several or episode_ranges(*out.values()))}"
+    if config.dataset.exclude_episodes is None and any(member.exclude_episodes for member in datasets.members):
+        roots = [datasets.roots[number] for number in broken]
+        return "; ".join(
+            f"exclude_episodes of {root} in the mixture: {episode_ranges(excluded[root])}" for root in roots
+        )
+    several = json.dumps({root: numbers for root, numbers in excluded.items() if numbers}) if len(excluded) > 1 else ""
+    return f"--dataset.exclude_episodes={shlex.quote(several or episode_ranges(*excluded.values()))}"
 
 
 def _split(

@@ -97,14 +97,13 @@ def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
         numbers = tuple(number for number, member in enumerate(datasets.members) if member.robot == robot)
         metas, members = [datasets.metas[n] for n in numbers], [datasets.members[n] for n in numbers]
         maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in members]
-        camera_keys = config.dataset.camera_keys if members[0].camera_keys is None else members[0].camera_keys
-        _check_one_choice(metas, members, maps, camera_keys)
+        _check_one_choice(metas, members, maps)
         ordered = (
             ordered_by(meta, member.orders()) if member.orders() else meta
             for meta, member in zip(named_alike(metas, maps), members, strict=True)
         )
         rename_map = {key: name for names in reversed(maps) for key, name in names.items()}
-        yield RobotDatasets(robot, numbers, tuple(ordered), rename_map, camera_keys)
+        yield RobotDatasets(robot, numbers, tuple(ordered), rename_map, members[0].camera_keys)
 
 
 def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
@@ -185,15 +184,13 @@ def _match_robot(
     return metas, match
 
 
-def _check_one_choice(
-    metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]], camera_keys: list[str] | None
-) -> None:
-    """Refuse a member that chooses other cameras than `camera_keys`, those of its robot's first dataset."""
+def _check_one_choice(metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]]) -> None:
+    """Refuse a member that chooses other cameras than its robot's first dataset has."""
 
     def named(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
         return {names.get(key, key) for key in keys}
 
-    first = named(metas[0].camera_keys if camera_keys is None else camera_keys, maps[0])
+    first = named(metas[0].camera_keys if members[0].camera_keys is None else members[0].camera_keys, maps[0])
     for meta, member, names in zip(metas, members, maps, strict=True):
         if member.camera_keys is not None and named(member.camera_keys, names) != first:
             raise ValueError(

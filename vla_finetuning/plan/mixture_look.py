@@ -76,7 +76,7 @@ def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) ->
     steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
     errors = [_error(check_rates, metas, steps)]
     try:
-        (alike,) = by_robot(config, Datasets(tuple(member.root for member in listed), metas, listed))
+        (alike,) = by_robot(config, Datasets(metas, listed))
         keys = [key for key in alike.features if key in (*alike.metas[0].camera_keys, *TRAINED)]
         check_alike(alike.metas, keys, alike.rename_map)
         metas = ordered_alike(alike.metas, keys, config.dataset.dimension_map)

@@ -11,11 +11,11 @@ from typing import Any
 
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts, cache_gb
-from vla_finetuning.options.mixture import members, with_weights
+from vla_finetuning.options.mixture import with_weights
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import demo
 from vla_finetuning.plan.base_policy import check_policy, find_base
-from vla_finetuning.plan.datasets import Datasets, find_datasets
+from vla_finetuning.plan.datasets import Datasets, find_datasets, listed_members
 from vla_finetuning.plan.episodes import choose, select
 from vla_finetuning.plan.matching import match_datasets, policy_data
 from vla_finetuning.plan.missing_files import check_files
@@ -101,7 +101,7 @@ def resolve(config: Config, gpus_found: int, datasets: Datasets | None = None, *
     if config.dataset.mixture:
         mixture = with_weights(config.dataset.mixture, chosen.rows_per_dataset(datasets.metas, dropped))
         config = replace(config, dataset=replace(config.dataset, mixture=mixture))
-        datasets = replace(datasets, members=members(mixture))
+        datasets = replace(datasets, members=listed_members(config.dataset, datasets.roots))
     frames = chosen.rows(datasets.metas, dropped)
     config, smaller = with_fitting_batch(config, frames)
     steps = config.resolve_steps(frames)
