@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,7 @@ def resolve_recording(config: RecordConfig) -> Recording:
 
 
 def _has_expert(config: EnvConfig) -> bool:
-    with next(iter(task_makers(config).values()))() as env:
+    with contextlib.closing(next(iter(task_makers(config).values()))()) as env:
         return env.has_wrapper_attr("expert_action")
 
 
