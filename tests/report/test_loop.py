@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 
 import pytest
 
@@ -108,26 +107,32 @@ def test_success_over_steps_is_a_chart_and_a_table(folder):
     assert table in page.text
 
 
-def test_a_run_of_grpo_shows_held_out_success_with_wilsons_interval(tmp_path):
-    """By its formula (Wilson 1927); a run without datasets says nothing of any."""
+def test_a_run_of_grpo_shows_held_out_success_as_that_of_checkpoints(tmp_path):
+    """A run without datasets says nothing of any."""
     write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
     write_json(tmp_path / "run.json", {"steps": 3, "plan": HOSTILE, "datasets": []})
-    lines = [{"step": 0, "held_out_successes": 3, "held_out_episodes": 12, "play_s": 1.5}]
+    lines = [{"step": 0, "play_s": 1.5}]
     lines += [{"step": step, "loss": 0.5, "success": 0.1 * step, "play_s": 2.5, "kl": None} for step in (1, 2, 3)]
-    lines[3] |= {"held_out_successes": 12, "held_out_episodes": 12}
+    played = {0: (3, 0.25, 2), 3: (12, 1.0, 9)}
+    for step, (wins, least, at_end) in played.items():
+        lines[step] |= {"held_out_successes": wins, "held_out_episodes": 12, "held_out_interval": [least, 1.0]}
+        lines[step] |= {"held_out_successes_at_end": at_end, "held_out_interval_at_end": [0.0, least]}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     score = {"label": "after learning", "successes": 19, "episodes": 20, "interval": [0.764, 0.991]}
+    score |= {"successes_at_end": 10, "interval_at_end": [0.3, 0.7]}
     write_json(tmp_path / "evaluation.json", {"closed_loop": {"after": score}, "films": []})
     assert page.main([str(tmp_path)]) == 0
-    shown, z, rows = check_page((tmp_path / "report.html").read_text()), 1.959963984540054, []
-    for step, wins in ((0, 3), (3, 12)):
-        centre, half = wins / 12 + z**2 / 24, z * math.sqrt(wins / 12 * (1 - wins / 12) / 12 + (z / 24) ** 2)
-        low, high = ((centre + side * half) / (1 + z**2 / 12) for side in (-1, 1))
-        rows.append(f"step {step} {wins} 12 {wins / 12:.1%} {low:.1%} to {high:.1%}")
+    shown = check_page((tmp_path / "report.html").read_text())
+    rows = [
+        f"step {step} {wins} 12 {wins / 12:.1%} {least:.1%} to 100.0% {at_end / 12:.1%} 0.0% to {least:.1%}"
+        for step, (wins, least, at_end) in played.items()
+    ]
     assert " ".join(rows) in shown.text and "All 3 steps done." in shown.text
-    assert "after learning 19 20 95.0% 76.4% to 99.1%" in shown.text and "success in the loop 95%" in shown.text
+    assert "after learning 19 20 95.0% 76.4% to 99.1% 50.0% 30.0% to 70.0%" in shown.text
+    assert "success in the loop 95% success in the loop at the end 50%" in shown.text
     said = [svg["aria-label"] for svg in shown.all("svg")]
     assert "success over steps: from 0.1 to 0.3, lowest 0.1" in said
+    assert not any(label.startswith("held_out_interval") for label in said)
     assert "Success in the loop over steps: from 25% to 100%, at most 100%" in said
     assert "kl: not measured in this run." in shown.text and "ataset" not in shown.text.partition("Configuration")[0]
 

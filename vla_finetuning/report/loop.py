@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest
 
 from vla_finetuning.report import figures
 from vla_finetuning.report.figures import plain
@@ -35,9 +34,7 @@ def closed_loop(
 
 
 def _held_out(line: Mapping[str, Any]) -> dict[str, Any]:
-    successes, episodes = line["held_out_successes"], line["held_out_episodes"]
-    interval = binomtest(successes, episodes).proportion_ci(method="wilson")
-    return {"step": line["step"], "successes": successes, "episodes": episodes, "interval": list(interval)}
+    return {"step": line["step"], **{key.removeprefix("held_out_"): value for key, value in line.items()}}
 
 
 def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -221,7 +221,11 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         missing=[
             name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not content
         ],
-        charts=metric_charts(lines, [attempt["resumed_from_step"] for attempt in starts[1:]]),
+        # Intervals of held-out success are in the chart of it.
+        charts=metric_charts(
+            [_without(line, "held_out_interval") for line in lines],
+            [attempt["resumed_from_step"] for attempt in starts[1:]],
+        ),
         held_out=list(_held_out(evaluation, facts)),
         closed_loop=closed_loop(evaluation, output_dir, lines),
         has_datasets="grpo" not in config,
@@ -233,6 +237,10 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         plan=facts.get("plan"),
         config=json.dumps(config, indent=2) if config else None,
     )
+
+
+def _without(line: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if not key.startswith(prefix)}
 
 
 def _subtitle(done: int, total: int | None) -> str:
