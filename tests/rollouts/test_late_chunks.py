@@ -15,6 +15,8 @@ from lerobot.utils.feature_utils import hw_to_dataset_features
 
 from tests.rollouts.test_player import ENV, STATS, act, act_config, make_base, observed, pi05  # noqa: F401 (a fixture)
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS
+from vla_finetuning.policies.families.pi05 import PI05Loss
+from vla_finetuning.policies.flow import continue_chunk
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rollouts.episodes import noise
 from vla_finetuning.rollouts.player import Player, check_delay, check_rtc
@@ -172,6 +174,30 @@ def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, de
     assert np.abs(found[steps:count] - chunks[steps:count]).max() > 1e-3  # the guidance does matter
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_policy_that_was_trained_for_it_is_given_what_is_executed(pi05, relative, delay):  # noqa: F811
+    """LeRobot's preprocessor makes of the actions that are left what the policy predicts of this state."""
+    steps = 4
+    policy, pre, post = loaded(pi05, steps, relative)
+    policy.config.rtc_training_max_delay = 3
+    player = Player(*copy.deepcopy((policy, pre, post)), env=ENV, rename_map={}, controller="rtc")
+    found, robot, loss, left = played(player, World(), delay, 5), World(), PI05Loss(policy), None
+    for decision in range(5):
+        given = {} if left is None else {"action": left}
+        batch = pre({**preprocess_observation(robot.seen()), "task": [TASK], **given})
+        drawn = torch.from_numpy(noise(*key(decision), (CHUNK, policy.config.max_action_dim))[None])
+        chunk = continue_chunk(loss, batch, drawn, batch["action"] if given else None)
+        actions = post(chunk)
+        for action in [*([] if left is None else left[0]), *actions[0, delay:steps]]:
+            robot.step(action.numpy())
+        left = actions[:, steps : steps + delay]
+    scale = np.abs(found).max()
+    np.testing.assert_allclose(found, np.array(robot.executed), atol=1e-5 * scale)
+    guided = played(Player(*loaded(pi05, steps, relative), env=ENV, rename_map={}, controller="rtc"), World(), delay, 5)
+    assert np.abs(found - guided)[steps:].max() > 1e-3 * scale
+
+
 def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
     """And real-time chunks too."""
     player = Player(*loaded(pi05, 4, True), env=ENV, rename_map={}, controller="rtc")
@@ -204,6 +230,15 @@ def test_a_chunk_that_cannot_be_so_late_is_refused(steps, delay, controller, mes
     else:
         with pytest.raises(ValueError, match=f"--eval.latency_s={delay / FPS:g} is {delay} steps.*{message}"):
             check_delay(config, delay / FPS, delay, controller)
+
+
+def test_a_delay_that_the_policy_was_not_trained_for_is_refused():
+    config = act_config(chunk_size=CHUNK, n_action_steps=5)
+    config.rtc_training_max_delay = 2
+    check_delay(config, 0.2, 2, "rtc")
+    check_delay(config, 0.3, 3, "chunk")
+    with pytest.raises(ValueError, match="--eval.latency_s=0.3 is 3 steps .* trained for at most 2 .*max_delay=0, by"):
+        check_delay(config, 0.3, 3, "rtc")
 
 
 def test_real_time_chunking_is_of_policies_that_have_it(tmp_path):

@@ -30,6 +30,7 @@ from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config, EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.plan.statistics import relative_actions
+from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_list, name_of
@@ -236,7 +237,13 @@ def _by_latency(lines: Sequence[Line]) -> dict[float | None, list[Line]]:
 def describe_controller(source: PolicySource) -> list[str]:
     """Say how chunks were played, where that is not how all controllers play them."""
     if source.controller == "rtc":
-        return ["Controller   rtc: each chunk went on from what was left of the last, as by lerobot-rollout's engine"]
+        given = getattr(source.config, MAX_DELAY, 0)
+        how = (
+            f"was given the actions that are executed meanwhile, as in training (--policy.{MAX_DELAY})"
+            if given
+            else "went on from what was left of the last, as by lerobot-rollout's engine"
+        )
+        return [f"Controller   rtc: each chunk {how}"]
     if relative_actions(source.config) is None:
         return []
     if source.controller == "select_action":

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import ray
@@ -31,7 +31,8 @@ from vla_finetuning.envs.protocol import Observation, select_rows, stack
 from vla_finetuning.files import read_json
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.recap import ADVANTAGE, without_label
-from vla_finetuning.policies.flow import FlowLoss, guided_chunk
+from vla_finetuning.policies.family import MAX_DELAY
+from vla_finetuning.policies.flow import FlowLoss, continue_chunk, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors
 from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
@@ -141,7 +142,8 @@ class Player:
         controller: "chunk" executes chunks as they are when they are predicted. "select_action" decides at each step,
             and executes the next action of the episode's chunk as the processors make it absolute now, like LeRobot's
             loop over `select_action`; all decisions of an episode must come here. "rtc" predicts a chunk that goes on
-            from what is left of the last, like LeRobot's `RTCInferenceEngine` by its defaults; only by `act_late`.
+            from what is left of the last, like LeRobot's `RTCInferenceEngine` by its defaults, or, where the policy was
+            trained so (MAX_DELAY), from the actions that are executed meanwhile; only by `act_late`.
     """
 
     def __init__(
@@ -160,11 +162,15 @@ class Player:
     ) -> None:
         self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if controller == "select_action" else None
         self._rtc: RTCConfig | None = None
+        self._trained: FlowLoss | None = None
         if controller == "rtc":  # as lerobot-rollout
             config: Any = policy.config
             config.rtc_config = self._rtc = RTCConfig()
             if hasattr(policy, "init_rtc_processor"):
                 policy.init_rtc_processor()
+            if max_delay := getattr(config, MAX_DELAY, 0):
+                self._rtc.execution_horizon = max_delay
+                self._trained = cast(FlowLoss, family_of(config).make_loss(policy).eval())
         self._opening = opening
         self._words = "" if advantage is None else ADVANTAGE[advantage == "positive"]
         self._guidance, self._loss = guidance, None
@@ -306,6 +312,9 @@ class Player:
                 the robot executes `delay` before the new ones are there; None: there was no chunk.
         """
         delay = 0 if prefix is None else delay
+        if self._trained is not None:
+            given = None if prefix is None else prefix[:, :delay]
+            return continue_chunk(self._trained, batch, self._noise(keys), given)
         return self._predict(batch, keys, inference_delay=delay, prev_chunk_left_over=prefix)
 
     def share_weights(self, other: Player) -> None:
@@ -415,6 +424,12 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
 def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controller: Controller) -> None:
     """Refuse chunks that are too short to be late by `delay` steps. Raises ValueError naming the flags."""
     settings: Any = config
+    if controller == "rtc" and delay > (max_delay := getattr(config, MAX_DELAY, 0) or delay):
+        raise ValueError(
+            f"--eval.latency_s={latency_s:g} is {delay} steps of the environment (--env.fps), and the policy was "
+            f"trained for at most {max_delay} (--policy.{MAX_DELAY}): lower the latency, train it for more, or give "
+            f"--policy.{MAX_DELAY}=0, by which LeRobot's guidance plays it"
+        )
     steps, chunk = settings.n_action_steps, getattr(settings, "chunk_size", settings.n_action_steps)
     fits = range(max(1, delay), chunk - max(delay, controller == "rtc") + 1)  # values of n_action_steps
     if steps in fits:
@@ -438,7 +453,7 @@ def check_rtc(config: PreTrainedConfig, guidance: float) -> None:
             "(supports_rtc); give --eval.controller=chunk"
         )
     horizon, chunk = RTCConfig().execution_horizon, getattr(config, "chunk_size", 0)
-    if chunk < horizon:
+    if chunk < horizon and not getattr(config, MAX_DELAY, 0):
         raise ValueError(
             f"--eval.controller=rtc: LeRobot guides {horizon} actions, and the policy's chunk_size is {chunk}; give "
             "--eval.controller=chunk"
