@@ -145,7 +145,7 @@ def callbacks_for(run: Run, state: TrainState) -> list[Callback]:
         attach.WorkDone(state),
         *([attach.RowLog(state)] if config.run.record_rows else []),
         *([CachedFeatures(state)] if train.feature_cache is not None else []),
-        *([attach.ExactMean()] if train.exact_mean else []),
+        *([attach.ExactMean()] if train.averages_step else []),
         attach.StopFile(),
         attach.NonfiniteSteps(),
         *([HeldOut()] if config.eval_steps else []),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests.training.test_parallel import meet, processes
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.action_tokens import ActionTokenizer
-from vla_finetuning.policies.families.insulation import TOKENS, TOKENS_MASK
+from vla_finetuning.policies.families.insulation import TOKENS, TOKENS_MASK, InsulatedPI05
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import Worker
 
@@ -117,6 +118,18 @@ def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
     tokenizer = ActionTokenizer.load(setting[0] / "tokenizer")
     count = int(row[TOKENS_MASK].sum())
     assert row[TOKENS][0, :count].tolist() == [*tokenizer.encode(row["action"])[0], tokenizer.vocabulary]
+
+
+def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(setting, tmp_path):
+    chunks = np.random.default_rng(1).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
+    begun = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 2).fit_to_rows(lambda: chunks, tmp_path)
+    assert begun.action_tokenizer == ActionTokenizer.fit(chunks, SPARE_WORDS - 2)
+    assert InsulatedPI05("pi05").fit_to_rows(lambda: pytest.fail("read again"), tmp_path) == replace(
+        begun, vocabulary=0
+    )
+    other = InsulatedPI05("pi05", action_tokenizer=ActionTokenizer.load(setting[0] / "tokenizer"))
+    with pytest.raises(ValueError, match="has the tokenizer that this run was started with"):
+        other.fit_to_rows(lambda: chunks, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,11 @@ class TrainOptions(StepOptions):
         ),
     )
 
+    @property
+    def averages_step(self) -> bool:
+        """Return whether the loss is a mean over tokens or actions of the whole step, whose micro-batches wait."""
+        return self.exact_mean or self.knowledge_insulation
+
     def describe_augmentation(self, transforms: ImageTransformOptions, wrist: Sequence[str]) -> list[str]:
         """The plan's lines about changed frames. `wrist`: the cameras of which only the colours change."""
         draw = "drawn for each camera of each row anew in every epoch, on the device"

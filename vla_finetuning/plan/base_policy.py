@@ -72,7 +72,6 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     check_policy_options(config, base.config)
     if config.train.knowledge_insulation and "knowledge_insulation" in family.train_options:
         train_as(base.config, insulated(family, base.config, config.train))
-        config = replace(config, train=replace(config.train, exact_mean=True))
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
         config = replace(config, train=replace(config.train, precision="fp32"))  # as LeRobot trains it on GPUs, too
     return config, base

@@ -79,14 +79,14 @@ def needed_by(
         shard_workers=planned_shards(config),
         adapters=config.peft,
         average=config.ema.enable,
-        exact_mean=train.exact_mean,
+        exact_mean=train.averages_step,
         frames=frames,
     )
     if train.feature_cache is None:
         return needed
     # In the first epoch frames are there too: features of this batch, and of the prefetcher's next one, come on top.
     row_bytes = family_of(policy).feature_bytes(policy, policy.image_features, config.planned_in_bf16)
-    batches = 1 + (config.grad_accum if train.exact_mean else 1)
+    batches = 1 + (config.grad_accum if train.averages_step else 1)
     return replace(needed, beside=needed.beside + batches * config.batch_size * sum(row_bytes.values()))
 
 

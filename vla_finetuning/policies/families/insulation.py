@@ -169,12 +169,17 @@ class InsulatedPI05(PI05):
         """Read the tokenizer that an earlier start has written into the run's folder, or write it there.
 
         Raises:
-            ValueError: a Hub repository or a folder holds no tokenizer, or one of more tokens than the policy has words
-                for.
+            ValueError: what is there is no tokenizer, or not the one that the run is asked to go on with.
         """
         folder = folder / TOKENIZER_FOLDER
         if (folder / MODEL_FILE).is_file():
-            return replace(self, action_tokenizer=ActionTokenizer.load(folder))
+            written = ActionTokenizer.load(folder)
+            if self.action_tokenizer not in (None, written):
+                raise ValueError(
+                    f"--train.action_tokenizer: {folder} has the tokenizer that this run was started with, and it is "
+                    "another one: leave the option as it was, or start a new run"
+                )
+            return replace(self, action_tokenizer=written)
         sample = chunks()
         tokenizer = self.action_tokenizer or ActionTokenizer.fit(sample, self.vocabulary)
         tokens = tokenizer.encode(sample)
