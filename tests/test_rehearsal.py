@@ -35,7 +35,7 @@ REAL = Path(__file__).resolve().parents[2] / "shared/real/g1_inspire_v21"
         (["--dataset.repo_id=x/y"], 10**6, 1_000),
         (["--dataset.root=x", "--steps=300"], 31_000, 300),
         (["--dataset.root=x", "--num_epochs=1"], 6_400, 100),
-        ([], 31_000, 300),
+        ([], 31_000, 900),
     ],
 )
 def test_a_rehearsal_is_as_long_as_its_dataset_asks_for(argv, frames, steps):

@@ -29,6 +29,8 @@ RUNNING = {"eval", "exec", "compile", "torch.load", "torch.save", "np.load", "nu
 # takes for a task, written and read in one process (envs.metaworld).
 IN_FLIGHT = {"stream.py": {"pickle"}, "metaworld.py": {"pickle"}}
 # LeRobot's client sends pickles and takes them: what it sends is read without a call (tests/serving/test_lerobot.py).
+# What makes an environment travels as bytes, so that packages are imported before it is read.
+IN_FLIGHT |= {"configs.py": {"pickle"}, "contract.py": {"pickle"}}
 IN_FLIGHT |= {"pickles.py": {"pickle"}, "lerobot.py": {"pickle"}}
 # The project's own source with a small change in it, from memory.
 OWN_SOURCE = {"mutants.py": {"compile", "exec"}}

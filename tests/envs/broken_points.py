@@ -61,7 +61,27 @@ class Measured(Point):
         return *rest, {**info, "distance": float("inf")}
 
 
+class Listed(Point):
+    """Begins in one of a list of states, whatever the seed; its expert stays where it is."""
+
+    initial_states, init_state_id = 5, 0
+    metadata = {"render_fps": 12.5}  # noqa: RUF012
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = np.full(3, self.init_state_id / 10, np.float32)
+        return self.see(), {"is_success": False}
+
+    def expert_action(self):
+        return np.zeros(3, np.float32)
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        return *rest, {"is_success": True}
+
+
 DEFECTS = {
+    "Listed": (Listed, {}),
     "Silent": (Says, {"info": {"score": 1.0}}),
     "NaN": (Says, {"info": {"is_success": float("nan")}}),
     "Text": (Says, {"info": {"is_success": "no"}}),

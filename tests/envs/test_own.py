@@ -19,12 +19,13 @@ import evaluate
 from tests.envs.broken_points import HOPELESS
 from tests.rollouts.test_player import STATS, act_config
 from vla_finetuning.envs import contract
-from vla_finetuning.envs.configs import env_config, longest_episode, task_makers
+from vla_finetuning.envs.configs import env_config, initial_state_counts, longest_episode, task_makers
 from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.evaluation.trial import _are_alike
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.rollouts.episodes import Ended, Episode, Failed, Playing
+from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.stage import Stage
 
 DOCS = Path(__file__).parents[2] / "docs" / "simulators.md"
@@ -202,6 +203,30 @@ def test_evaluate_says_what_was_played_of_what_was_asked_for(ray_cluster, policy
     status, printed = run(POINT, "point")
     assert status == 0 and "asked for" not in printed.out
     assert (tmp_path / "point" / "report.html").is_file()
+
+
+def test_states_of_a_list_are_counted_and_recorded_from():
+    """Else grpo.py holds none out, and record.py begins each episode in the first one."""
+    with pytest.raises(ValueError, match="render_fps=12.5, which is not whole: give --env.fps"):
+        env_config("gym", [f"--task={BROKEN}:broken/Listed-v0"])
+    config = env_config("gym", [f"--task={BROKEN}:broken/Listed-v0", "--fps=12"])
+    assert initial_state_counts(config) == {"gym": 5}
+    (make,) = task_makers(config).values()
+    first = [play_expert(config, 100, make(), seed)[0]["observation.state"][0] for seed in (100, 101, 102)]
+    assert first == pytest.approx([0.0, 0.1, 0.2])
+
+
+def test_of_a_package_only_the_module_with_the_environment_is_imported(tmp_path, monkeypatch):
+    package = tmp_path / "lab_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import points\n")
+    (package / "points.py").write_text(
+        (Path(__file__).parent / "point.py").read_text().replace("mine/", "lab_of_mine/")
+    )
+    (package / "other.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (make,) = task_makers(env_config("gym", ["--task=lab_of_mine:lab_of_mine/Point-v0"])).values()
+    assert make().reset(seed=0)[0]["agent_pos"].shape == (3,)
 
 
 def test_makers_travel_as_names():

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from vla_finetuning.evaluation.episodes import EPISODES_NAME, Book, read_evaluation
+from vla_finetuning.evaluation.episodes import ACTIONS_NAME, EPISODES_NAME, Book, read_actions, read_evaluation
 from vla_finetuning.rollouts.episodes import Ended, episode_list, line_of, noise
 
 ABOUT = {"policy": "a"}
@@ -66,10 +66,13 @@ def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
     book.write(line_of(episodes[1], None, "its process died", 0))
     with (tmp_path / EPISODES_NAME).open("a") as file:
         file.write('{"condition": "pl')
+    with (tmp_path / ACTIONS_NAME).open("a") as file:
+        file.write('{"condition": "pl')
     book = Book(tmp_path, ABOUT, episodes)
     assert [book.is_done(episode) for episode in episodes] == [True] + [False] * 5
     for number in range(1, 6):
-        book.write(line_of(episodes[number], ended(number), None, 3))
+        book.write(line_of(episodes[number], ended(number), None, 3), np.full((7, 2), number, np.float32))
+    assert [actions[0, 0] for _, actions in read_actions(tmp_path)] == [1, 2, 3, 4, 5]
     assert len((tmp_path / EPISODES_NAME).read_text().splitlines()) == 6
     assert all(line["error"] is None for line in read_evaluation(tmp_path)[1])
 

@@ -147,6 +147,16 @@ def test_the_mean_of_a_step_is_over_all_its_tokens(policy, in_float64):
     assert torch.allclose(by_row, tokens, rtol=1e-10)
 
 
+def test_rows_that_could_not_be_read_have_no_tokens(policy, in_float64):
+    batch, noise, time = make_inputs(policy)
+    loss = make_loss(policy)
+    batch["is_read"] = torch.tensor([True, False, True, False])
+    read = {key: value[::2] for key, value in batch.items()}
+    assert loss.count(batch) == loss.count(read)
+    tokens = loss.token_losses(loss.prefix(batch), batch)
+    assert torch.equal(tokens[::2], loss.token_losses(loss.prefix(read), read)) and not tokens[1::2].any()
+
+
 def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
     choose_trainable(policy, "full")
     plain = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}

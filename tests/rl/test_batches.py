@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from vla_finetuning.rl import batches
 from vla_finetuning.rl.batches import Table, group_seed, minibatches, rank_of
 
 
@@ -46,3 +48,20 @@ def test_nothing_to_learn_is_no_minibatch():
 def test_groups_begin_elsewhere_in_every_iteration_and_never_where_held_out_episodes_do():
     seeds = {group_seed(seed, iteration, group) for seed in range(3) for iteration in range(20) for group in range(16)}
     assert len(seeds) == 3 * 20 * 16 and min(seeds) >= 2**31 and max(seeds) < 2**32
+
+
+def test_a_rank_that_remembers_nothing_has_a_row_of_zeros_as_others_have(monkeypatch):
+    theirs = {"tokens": torch.ones(3, 5, dtype=torch.int64), "image": torch.ones(3, 4, 4, 3, dtype=torch.uint8)}
+
+    def gather(forms, mine):
+        forms[:] = [{key: (tuple(value.shape[1:]), value.dtype) for key, value in theirs.items()}, mine]
+
+    monkeypatch.setattr(batches.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(batches.dist, "all_gather_object", gather)
+    filled = batches.filled_up({})
+    assert {key: (tuple(v.shape), v.dtype, int(v.sum())) for key, v in filled.items()} == {
+        "tokens": ((1, 5), torch.int64, 0),
+        "image": ((1, 4, 4, 3), torch.uint8, 0),
+    }
+    assert batches.filled_up(theirs) is theirs

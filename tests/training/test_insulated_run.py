@@ -136,6 +136,7 @@ def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(setting, tmp_path):
     "changes, message",
     [
         ({"train.mode": "expert"}, "--train.mode=full"),
+        ({"train.mask_padding": "true"}, "the tokens of a chunk are of all of its steps"),
         ({"peft.method_type": "lora"}, "adapters leave as it is"),
         ({"train.action_tokenizer": "/nowhere"}, "no folder, and the Hub gives none of that name"),
         ({"plain": True, "train.flow_weight": 2}, "does nothing without"),

@@ -744,7 +744,7 @@ def export_of(run):
 
 
 def test_the_export_is_what_the_last_checkpoint_holds(found, tmp_path):
-    """The average of what trained, or if that was asked for the weights."""
+    """The average of what trained, and without --ema.enable the weights."""
     config = replace(found.run.config, output_dir=str(found.folder / "fsdp2"))
     # Of a dataset that says how a simulator drew it.
     (meta,) = found.run.rows.metas
@@ -765,7 +765,7 @@ def test_the_export_is_what_the_last_checkpoint_holds(found, tmp_path):
     others = exported.keys() - set(trained)
     assert len(others) == 9 and all("lm_head" in name or "language_model" in name for name in others)
     assert exported.keys() == base.keys() and all(torch.equal(exported[name], base[name]) for name in others)
-    export_of(with_config(run, replace(config, ema=replace(config.ema, export=False))))
+    export_of(with_config(run, replace(config, ema=replace(config.ema, enable=False))))
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
     assert all(torch.equal(exported[name], expected[name]) for name in trained)
     with pytest.raises(RuntimeError, match="no checkpoint of the last step, 23: nothing to export"):

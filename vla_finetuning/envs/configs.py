@@ -160,7 +160,10 @@ class GymConfig(EnvConfig):
                     f"{self.task} has no step limit, so that an episode may never end: register it with "
                     "max_episode_steps=N, or give --env.episode_length N"
                 )
-            self.fps = self.fps or int(env.metadata.get("render_fps") or 30)
+            rate = env.metadata.get("render_fps") or 30
+            if not self.fps and rate != int(rate):
+                raise ValueError(f"{self.task} has render_fps={rate}, which is not whole: give --env.fps")
+            self.fps = self.fps or int(rate)
             spaces = {ACTION: env.action_space, **_leaves_of(env.observation_space)}
         for key, space in spaces.items():
             name, type_ = _SHOWN.get(key.partition("/")[0], (None, None))
@@ -243,7 +246,7 @@ def task_makers(config: EnvConfig) -> dict[str, Maker]:
     own: dict[str, Any] = {}
     if is_own(config):
         module = config.package_name if isinstance(config, GymConfig) else type(config).__module__
-        own["packages"] = (*_discovered, module)
+        own["packages"], own["module"] = tuple(_discovered), module
         own["shapes"] = {key: tuple(feature.shape) for key, feature in config.features.items() if key != ACTION}
     return {task: partial(checked, pickle.dumps(make), **own) for task, make in _makers(config).items()}
 
@@ -291,6 +294,12 @@ def initial_state_counts(config: EnvConfig) -> dict[str, int]:
     count = getattr(config, "initial_states", None)
     if count is not None:
         return dict.fromkeys(task_makers(config), count)
+    if is_own(config) and type(config).create_envs is EnvConfig.create_envs:
+        listed = {}
+        for task, make in task_makers(config).items():
+            with contextlib.closing(make()) as env:
+                listed[task] = initial_states(env)
+        return {task: states for task, states in listed.items() if states is not None}
     if type(config).create_envs is EnvConfig.create_envs or isinstance(config, MetaworldConfig):
         return {}
     return {

@@ -9,9 +9,17 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 
-from vla_finetuning.envs.protocol import Observation, choose_initial_state, leaves, load_package, state_hash
+from vla_finetuning.envs.protocol import (
+    Observation,
+    choose_initial_state,
+    leaves,
+    load_module,
+    load_package,
+    state_hash,
+)
 
-# What two resets with one seed may differ by: a renderer's and a solver's rounding, not another scene.
+# What two resets with one seed may differ by where an environment has no `state_hash`: the rounding of a renderer or a
+# solver, not another scene.
 GREY_LEVELS, TOLERANCE = 32, 1e-3
 
 
@@ -109,19 +117,24 @@ class Contract(gymnasium.Wrapper):
 
 
 def checked(
-    make: bytes, packages: Sequence[str] = (), shapes: Mapping[str, Sequence[int]] | None = None
+    make: bytes,
+    packages: Sequence[str] = (),
+    module: str | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> gymnasium.Env[Any, Any]:
     """Make an environment that keeps to the contract. Runs in a process that simulates.
 
     Args:
-        make: a pickled `Maker`, which may need the packages. packages: that register it; none where it is LeRobot's or
-            ours. shapes: as `Contract` takes them.
+        make: a pickled `Maker`, which may need what follows. packages: of --env.discover_packages_path. module: that
+            registers it; None where it is LeRobot's or ours. shapes: as `Contract` takes them.
     Raises:
         ValueError: a package cannot be imported here.
     """
     for package in packages:
         load_package(package)
-    return Contract(pickle.loads(make)(), shapes or {}, bool(packages))
+    if module is not None:
+        load_module(module)
+    return Contract(pickle.loads(make)(), shapes or {}, module is not None)
 
 
 def _layers(env: gymnasium.Env[Any, Any]) -> list[gymnasium.Env[Any, Any]]:

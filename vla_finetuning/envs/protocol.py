@@ -125,6 +125,17 @@ def leaves(observation: Any, key: str = "") -> list[tuple[str, np.ndarray]]:
     return [(key, np.asarray(observation))]
 
 
+def load_module(name: str) -> None:
+    """Import the module of an environment. Raises ValueError where it cannot be imported here."""
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{name}, which has the environment, cannot be imported on {socket.gethostname()} ({error}): install it "
+            "(pip install -e FOLDER), or name its folder in PYTHONPATH, on every node that simulates"
+        ) from error
+
+
 def load_package(name: str) -> None:
     """Import a package and its modules, which register their environments, as LeRobot's --env.discover_packages_path.
 

@@ -27,11 +27,11 @@ from tqdm import tqdm
 
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
-from vla_finetuning.evaluation.episodes import Book, read_evaluation
+from vla_finetuning.evaluation.episodes import Book, OtherEvaluationError, read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import append_line, read_lines, write_whole
-from vla_finetuning.mirror import address
+from vla_finetuning.mirror import address, remove
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.plan.resolve import Run
@@ -183,7 +183,11 @@ class Evaluator:
             "seed": run.policy.seed,
         }
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
-        book = Book(folder, about, episodes)
+        try:
+            book = Book(folder, about, episodes)
+        except OtherEvaluationError:  # begun before the run was stopped and resumed with other options
+            remove(folder)
+            book = Book(folder, about, episodes)
         pending = [episode for episode in episodes if not book.is_done(episode)]
         if pending:
             play(

@@ -13,11 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.files import append_line, read_json, read_lines, write_json, write_whole
+from vla_finetuning.files import append_line, drop_half_line, read_json, read_lines, write_json, write_whole
 from vla_finetuning.mirror import address, pull
 from vla_finetuning.rollouts.episodes import Episode, name_of, pack_actions, unpack_actions
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
+
+
+class OtherEvaluationError(ValueError):
+    """A folder has the beginning of an evaluation about something else."""
 
 
 class Book:
@@ -28,7 +32,7 @@ class Book:
         about: JSON: policy, environment, what else decides results. An evaluation that is there already must be about
             the same, and goes on where it was: `done` are the lines of episodes that came to an end without error.
     Raises:
-        ValueError: the folder holds another evaluation.
+        OtherEvaluationError: the folder holds another evaluation.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], episodes: Sequence[Episode]) -> None:
@@ -39,7 +43,7 @@ class Book:
         stored = read_json(folder / EVALUATED_NAME)
         if stored and stored != about:
             differ = sorted(key for key in stored.keys() | about.keys() if stored.get(key) != about.get(key))
-            raise ValueError(
+            raise OtherEvaluationError(
                 f"{address(folder)} holds another evaluation: it differs in {', '.join(differ)}. Choose another "
                 "--output_dir, or give the same flags to go on with it"
             )
@@ -48,6 +52,7 @@ class Book:
         write_json(folder / EVALUATED_NAME, about)
         lines = [json.loads(line) for line in read_lines(self._path)]
         self.done = {name_of(line): line for line in lines if line["error"] is None}
+        drop_half_line(folder / ACTIONS_NAME)
         # Without a last line that was cut off, and without those that are to be done again.
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
 

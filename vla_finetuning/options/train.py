@@ -90,6 +90,7 @@ class TrainOptions(StepOptions):
         "gradients end before the backbone.",
         requires={"train.mode=full": "the backbone is to learn from action tokens"},
         conflicts={
+            "train.mask_padding": "the tokens of a chunk are of all of its steps",
             "peft.method_type": "the head of action tokens is the embedding of words, which adapters leave as it is",
         },
     )

@@ -126,7 +126,8 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
         lines.append(f"Looked at    {meta.root}: {look}")
         if not look.problems:
             continue
-        broken, example = sorted(look.problems), next(iter(look.problems.values()))
+        broken, texts = sorted(look.problems), list(look.problems.values())
+        example = next((text for text in texts if "not finite" in text), texts[0])  # which nothing skips
         if config.dataset.on_error == "skip" and "not finite" not in example and len(broken) < look.episodes:
             lines.append(f"             {len(broken)} of them will be skipped, by --dataset.on_error: {example}")
             continue

@@ -32,7 +32,13 @@ def with_absolute_paths[C: JobOptions](config: C) -> C:
         weighting, recap, train = config.sample_weighting, config.recap, config.train
         changed["sample_weighting"] = replace(weighting, progress_path=_absolute_or_none(weighting.progress_path))
         changed["recap"] = replace(recap, labels=_absolute_or_none(recap.labels))
-        changed["train"] = replace(train, feature_cache=_absolute_or_none(train.feature_cache))
+        tokenizer = absolute(train.action_tokenizer)  # else its name on the Hub, or `fit`
+        tokenizer = tokenizer if Path(tokenizer).is_dir() else train.action_tokenizer
+        feature_cache = _absolute_or_none(train.feature_cache)
+        changed["train"] = replace(train, feature_cache=feature_cache, action_tokenizer=tokenizer)
+    if isinstance(config, ValueConfig) and (config.outcome.success or "").startswith("@"):
+        file = absolute((config.outcome.success or "").removeprefix("@"))
+        changed["outcome"] = replace(config.outcome, success=f"@{file}")
     if isinstance(config, GrpoConfig):
         grpo = config.grpo
         changed["grpo"] = replace(

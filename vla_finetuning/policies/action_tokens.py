@@ -20,6 +20,8 @@ from huggingface_hub import snapshot_download
 from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from vla_finetuning.files import write_json, write_whole
+
 MODEL_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
 SCALE = 10.0
 # Bytes, of which every text is made.
@@ -101,9 +103,9 @@ class ActionTokenizer:
     def save(self, folder: Path) -> None:
         """Write what `load` and FAST's own code read."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MODEL_FILE).write_text(self.model)
         settings = {"scale": self.scale, "vocab_size": self.vocabulary, "min_token": self.lowest}
-        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        write_json(folder / SETTINGS_FILE, settings)
+        write_whole(folder / MODEL_FILE, self.model)  # last: it says that both are there
 
     def encode(self, chunks: np.ndarray) -> list[list[int]]:
         """Return the tokens of chunks, float (N, T, A): each coefficient of the lowest frequency first."""

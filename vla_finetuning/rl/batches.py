@@ -38,6 +38,18 @@ def everyone(mine: Tensor) -> Tensor:
     return ranks.view(dist.get_world_size(), *mine.shape)
 
 
+def filled_up(columns: Batch) -> Batch:
+    """Return a rank's columns, or one row of zeros in the form of other ranks' where it has none. Every rank must call
+    it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return columns
+    forms: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(forms, {key: (tuple(value.shape[1:]), value.dtype) for key, value in columns.items()})
+    form: dict[str, Any] = next(filter(None, forms), {})
+    return columns or {key: torch.zeros(1, *shape, dtype=dtype) for key, (shape, dtype) in form.items()}
+
+
 def alike(returns: Tensor) -> Tensor:
     """Return in which groups nothing distinguishes the episodes that were played, bool (N,).
 
@@ -177,7 +189,8 @@ class RolloutBatch:
         self.table = Table.of(group.decisions, used.flatten().numpy())
         self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
         self.owned = self._owner == worker.rank
-        self.columns, self._columns_of = acting.columns(), acting.rows
+        # A rank none of whose episodes could be played computes with a row of weight zero all the same.
+        self.columns, self._columns_of = filled_up(acting.columns()), acting.rows
         # Where a row of the table is in this rank's columns.
         self._place = np.full(self.rows, -1)
         self._place[self.owned] = acting.rows(

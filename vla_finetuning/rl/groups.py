@@ -132,7 +132,8 @@ def _check_alike(lines: Mapping[int, Line], size: int) -> None:
         if states.setdefault(number // size, line["initial_state"]) != line["initial_state"]:
             raise ValueError(
                 "episodes of one group began in different states: the environment's reset(seed=...) does not decide "
-                "its initial state, so their returns cannot be compared"
+                "its initial state, so their returns cannot be compared; where it does, and only pictures differ by "
+                "rounding, give the environment a state_hash()"
             )
 
 

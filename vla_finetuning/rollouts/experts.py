@@ -14,7 +14,7 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION
 
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, is_own, task_makers
-from vla_finetuning.envs.protocol import Maker
+from vla_finetuning.envs.protocol import Maker, choose_initial_state
 from vla_finetuning.options.programs import RecordConfig
 from vla_finetuning.rollouts.recording import SHARE_EPISODES, DatasetForm, Frame, record_dataset
 
@@ -26,9 +26,14 @@ DEFAULTS = {
 }
 
 
-def play_expert(config: EnvConfig, env: gymnasium.Env[Any, Any], seed: int) -> list[Frame] | None:
-    """Play an episode; return its frames, each with the action that followed, or None if it did not succeed."""
+def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any], seed: int) -> list[Frame] | None:
+    """Play an episode; return its frames, each with the action that followed, or None if it did not succeed.
+
+    Args:
+        first_seed: where the environment has a list of initial states, of the episode that begins in its first one.
+    """
     names = {key: config.features_map[key] for key in config.features}
+    choose_initial_state(env, seed - first_seed)
     seen, _ = env.reset(seed=seed)
     frames, over, success = [], False, False
     while not over:
@@ -106,7 +111,7 @@ def record(recording: Recording) -> str:
 
     about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}
     form = DatasetForm(f"recorded/{env.type}", env.fps)
-    play = partial(play_expert, env)
+    play = partial(play_expert, env, config.seed)
     nothing = f"the experts of {', '.join(makers)} succeeded in no episode"
     written = record_dataset(
         root, makers, play, shares, form, lambda flags: {**about, "failed": failures(flags)}, nothing

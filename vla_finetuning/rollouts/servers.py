@@ -152,7 +152,6 @@ class PolicyServers(Policy):
         super().__init__()
         self._conditions, self._options, self._seed, self._gpus = conditions, options, seed, int(use_gpu)
         self._arguments = dict(sources), options.batch_size, options.exact, threads
-        self.lacks = SERVER_CPUS, self._gpus
         self._free, self._busy, self._deaths = list[Any](), dict[ray.ObjectRef[Any], Any](), 0
         for _ in range(servers):
             self._make_server()
@@ -160,6 +159,7 @@ class PolicyServers(Policy):
     def _make_server(self) -> None:
         server_class: Any = ray.remote(PolicyServer).options(num_cpus=SERVER_CPUS, num_gpus=self._gpus)
         server = server_class.remote(*self._arguments)
+        self.lacks = SERVER_CPUS, self._gpus  # until a server answers
         self._await(server, server.__ray_ready__.remote(), [])
         server.load.remote()  # while the stages begin
 

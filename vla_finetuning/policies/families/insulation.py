@@ -65,7 +65,7 @@ class InsulatedLoss(PI05Loss):
         for factor in batch.keys() & ROW_FACTORS:
             by_token = by_token * batch[factor][:, None]
         if per_row:
-            counts = batch[TOKENS_MASK].sum(dim=1).clamp_min(1)
+            counts = _counted(batch).sum(dim=1).clamp_min(1)
             return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
         total = batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
         cross_entropy = by_token.sum() / total
@@ -73,11 +73,11 @@ class InsulatedLoss(PI05Loss):
         return cross_entropy + self._flow_weight * flow
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return batch[TOKENS_MASK].sum()
+        return _counted(batch).sum()
 
     def token_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the cross-entropy of each action token, float32 (B, F); 0 where there is none."""
-        targets, counts = batch[TOKENS], batch[TOKENS_MASK]
+        targets, counts = batch[TOKENS], _counted(batch)
         language_model = self.policy.model.paligemma_with_expert.paligemma.model.language_model
         embedding = language_model.embed_tokens
         # Behind the tokens: that of the end, which is a target, and that of the beginning, which is not.
@@ -113,6 +113,11 @@ class InsulatedLoss(PI05Loss):
         images, tokens = cameras * image_tokens(self.policy.config), token_columns(self.policy.config)
         own = [Shape("tokens", tokens, images, prompt, tokens, backward=True, causal=True) for prompt in prompts]
         return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in own)]
+
+
+def _counted(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return which action tokens carry a loss, bool (B, F): not those of rows that could not be read."""
+    return batch[TOKENS_MASK] & batch["is_read"][:, None] if "is_read" in batch else batch[TOKENS_MASK]
 
 
 @dataclass(frozen=True)
