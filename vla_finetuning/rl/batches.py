@@ -190,7 +190,8 @@ class RolloutBatch:
         self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
         self.owned = self._owner == worker.rank
         # A rank none of whose episodes could be played computes with a row of weight zero all the same.
-        self.columns, self._columns_of = filled_up(acting.columns()), acting.rows
+        columns, self._columns_of = acting.columns(), acting.rows
+        self.columns = filled_up(columns) if self.rows else columns
         # Where a row of the table is in this rank's columns.
         self._place = np.full(self.rows, -1)
         self._place[self.owned] = acting.rows(
