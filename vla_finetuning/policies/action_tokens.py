@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from huggingface_hub import snapshot_download
 from scipy.fft import dct, idct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import write_json, write_whole
 
 MODEL_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
@@ -137,7 +137,9 @@ def fetch_tokenizer(name: str) -> Path:
     if (folder := Path(name).expanduser()).is_dir():
         return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=[MODEL_FILE, SETTINGS_FILE]))
+        commit = resolve_commit(name, None, repo_type="model")
+        files = (MODEL_FILE, SETTINGS_FILE)
+        return Path(download_snapshot(name, commit, repo_type="model", allow_patterns=files))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--train.action_tokenizer={name}: no folder, and the Hub gives none of that name ({error}); give fit, a "
