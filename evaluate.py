@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
-from vla_finetuning.mirror import address, as_path
+from vla_finetuning.mirror import address, as_path, synced
 from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
+from vla_finetuning.report.page import write_trial_page
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import print_safe, print_safe_text
 
@@ -45,13 +46,15 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
 
     def work() -> int:
         cluster.connect()
-        text, errors = run_trial(trial)
-        print_safe_text(text)
+        with synced(trial.output_dir):
+            outcome = run_trial(trial)
+            write_trial_page(trial.output_dir, trial.about, outcome.by_latency, outcome.films)
+        print_safe_text(outcome.text)
         print_safe(
             f"Episodes     {address(trial.output_dir)}", f"Report       {address(trial.output_dir / 'report.html')}"
         )
         record_trial(trial)
-        return int(errors > 0)
+        return int(outcome.errors > 0)
 
     return work
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import sys
 
+from vla_finetuning.options.command_line import GRPO
+
 if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.options.command_line import GRPO, check_command_line
+    from vla_finetuning.start import examine_command_line
 
-    CONFIG = check_command_line(GRPO, then="checked")
-    from vla_finetuning.plan.preflight import examine_or_exit
-
-    EXAMINED = examine_or_exit(CONFIG)
+    EXAMINED = examine_command_line(GRPO)
 
 import contextlib
 import shutil
@@ -28,39 +27,23 @@ from functools import partial
 from pathlib import Path
 
 import ray
-import ray.train
 from ray.exceptions import RayError
 
 import vla
 from vla_finetuning.files import write_json
-from vla_finetuning.mirror import address
-from vla_finetuning.options.command_line import GRPO, parse_grpo
-from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.plan.demo import DEMO_CACHE, prepare_disobedient
-from vla_finetuning.plan.preflight import Examined, examine
-from vla_finetuning.plan.record import record_run
-from vla_finetuning.program import Work, run_program
-from vla_finetuning.report.tracking import require_tracker, track
+from vla_finetuning.plan.preflight import Examined
+from vla_finetuning.program import Work, deliver, reported, run_training
 from vla_finetuning.rl.before_after import before_and_after, success_lines
 from vla_finetuning.rl.expected import expected_times, measure_environment, worker_memory
-from vla_finetuning.rl.learning import (
-    iteration_line,
-)
+from vla_finetuning.rl.learning import iteration_line
 from vla_finetuning.rl.loop import GrpoState, callbacks_for
-from vla_finetuning.rl.recording import (
-    dataset_of,
-    record_rollouts,
-)
+from vla_finetuning.rl.recording import dataset_of, record_rollouts
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
-from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
+from vla_finetuning.run.exported import POLICY_DIR, policy_problem
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.folder import (
-    EVALUATION_NAME,
-    finish,
-    own_folder,
-    prepare_folder,
-)
+from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training.capacity import describe_memory
 from vla_finetuning.training.export import export, exported_checkpoint
@@ -91,16 +74,12 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
     5 the policy is trained, but could not be evaluated.
     """
-    return run_program(GRPO, argv, partial(prepare, examined=examined))
+    return run_training(GRPO, argv, examined, resolve, plan)
 
 
-def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
-    """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    examined = examined or examine(parse_grpo(argv))
-    config: GrpoConfig = examined.config
-    if examined.finished:
-        return None
-    require_tracker(config.track)
+def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
+    """Decide what the run does; None where its policy comes first, which a dry run does not train."""
+    config = examined.config
     if config.policy_path is None:
         folder = imitated(stack, config.dry_run)
         if folder is None:
@@ -109,49 +88,35 @@ def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | N
             )
             return None
         config = replace(config, policy_path=str(folder))
-    run = resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
-    config, job = run.config, run.job
-    stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    return resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
+
+
+def plan(run: GrpoRun, _: Examined) -> Work:
+    """Print the run's plan, check what can be checked before Ray starts, and return the work."""
+    config = run.config
     dataset_of(run)  # what else is there is refused
     print_safe_text(describe_grpo(run))
     if config.dry_run:
         print_safe_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
         if needed := worker_memory(run):
             print_safe_text(describe_memory(config.training(), needed, run.policy.checkpoint_bytes))
-        return None
-    prepare_folder(config)
-    stack.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run)
 
 
 def work(run: GrpoRun) -> int:
     """Train on the cluster, and evaluate. Returns the exit status, see `main`."""
     job = run.job
-    with contextlib.ExitStack() as stack:
-        print_safe("Starting     Ray and the workers")
-        cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
-        from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
-
-        record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
-        if run.scene.states:
-            write_json(
-                job.output_dir / INITIAL_STATES_NAME, {task: asdict(state) for task, state in run.scene.states.items()}
-            )
-        stack.enter_context(keep_report(job.output_dir))
+    print_safe("Starting     Ray and the workers")
+    cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
+    if states := run.scene.states:
+        write_json(job.output_dir / INITIAL_STATES_NAME, {task: asdict(state) for task, state in states.items()})
+    with reported(job, run.policy, describe_grpo(run)):
         workers = partial(worker_group, job, train_loop_per_worker, {"run": ray.put(run)})
-        steps_done = fit(job, workers, iteration_line)
-        if steps_done < job.steps:
-            print_safe(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
+        if not fit(job, workers, iteration_line, unit="iteration"):
             return 3
         status = evaluate(run)
         record_rollouts(run)
-    exported = job.output_dir / POLICY_DIR
-    if problem := policy_problem(exported):
-        raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
-    if not status:
-        finish(job.output_dir, job.steps)
-    print_safe(f"Policy       {address(exported)}", report_line(job.output_dir))
-    return status
+    return deliver(job, status)
 
 
 def evaluate(run: GrpoRun) -> int:

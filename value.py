@@ -13,40 +13,31 @@ from __future__ import annotations
 
 import sys
 
+from vla_finetuning.options.command_line import VALUE
+
 if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.options.command_line import VALUE, check_command_line
+    from vla_finetuning.start import examine_command_line
 
-    CONFIG = check_command_line(VALUE, then="checked")
-    from vla_finetuning.plan.preflight import examine_or_exit
+    EXAMINED = examine_command_line(VALUE)
 
-    EXAMINED = examine_or_exit(CONFIG)
-
-import contextlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import ray
 
 import vla
 from vla_finetuning.mirror import address
-from vla_finetuning.options.command_line import VALUE, parse_value
-from vla_finetuning.options.programs import ValueConfig
-from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.look import look_at_rows
-from vla_finetuning.plan.preflight import Examined, examine
-from vla_finetuning.plan.record import record_run
+from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run
-from vla_finetuning.program import Work, run_program
-from vla_finetuning.report.tracking import require_tracker, track
+from vla_finetuning.program import Work, report_line, reported, run_training
 from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, resolve_value
-from vla_finetuning.run import cluster
-from vla_finetuning.run.checkpoint import load_progress
-from vla_finetuning.run.exported import LABELS_NAME, report_line
-from vla_finetuning.run.folder import checkpoint_to_resume, finish, own_folder, prepare_folder
+from vla_finetuning.run.exported import LABELS_NAME
+from vla_finetuning.run.folder import finish
 from vla_finetuning.terminal import print_safe, print_safe_text
 from vla_finetuning.training.export import exported_checkpoint
-from vla_finetuning.training.fitting import fit
+from vla_finetuning.training.fitting import fit, on_cluster, steps_done
 from vla_finetuning.training.worker import RayWorker
 
 
@@ -60,45 +51,28 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed.
     """
-    return run_program(VALUE, argv, partial(prepare, examined=examined))
+    return run_training(VALUE, argv, examined, resolve, plan)
 
 
-def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
-    """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    examined = examined or examine(parse_value(argv))
-    config: ValueConfig = examined.config
-    if examined.finished:
-        return None
-    require_tracker(config.track)
-    run = resolve_value(config, cluster.gpus_found(config.scaling, config.preset), examined.datasets)
-    job = run.training.job
-    stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+def resolve(examined: Examined, _: ExitStack) -> ValueRun:
+    """Decide what the run does."""
+    return resolve_value(examined.config, datasets=examined.datasets)
+
+
+def plan(run: ValueRun, examined: Examined) -> Work:
+    """Print the run's plan, look at its rows, and return the work."""
     print_safe_text(describe_value(run))
     print_safe(*look_at_rows(run.training, examined.datasets))
-    if config.dry_run:
-        return None
-    prepare_folder(config)
-    stack.enter_context(track(job.output_dir, config.track, config.track_project))
     return partial(work, run)
 
 
 def work(run: ValueRun) -> int:
     """Train on the cluster, and label. Returns the exit status, see `main`."""
-    job = run.training.job
-    with contextlib.ExitStack() as stack:
-        print_safe("Starting     Ray and the workers; the first step takes about a minute")
-        training, data_options = on_cluster(run.training)
-        from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
-
-        record_run(job, training.policy, describe_value(run), ray.cluster_resources(), training.rows)
-        stack.enter_context(keep_report(job.output_dir))
-        options: dict[str, Any] = {"loop": train_loop_per_worker}
-        newest = checkpoint_to_resume(job.output_dir)
-        steps_done = load_progress(newest).step if newest is not None else 0
-        if steps_done < job.steps:  # otherwise it is to label anew
-            steps_done = fit(job, lambda: vla.make_trainer(training, data_options, **options))
-        if steps_done < job.steps:
-            print_safe(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
+    job = run.job
+    training, data_options = on_cluster(run.training)
+    with reported(job, training.policy, describe_value(run), training.rows):
+        trained = steps_done(job) >= job.steps  # then it is to label anew
+        if not trained and not fit(job, lambda: vla.make_trainer(training, data_options, train_loop_per_worker)):
             return 3
         print_safe("Labels       what each frame is worth")
         print_safe_text(label_frames(run, training, exported_checkpoint(job, best=False)))

@@ -11,53 +11,33 @@ from __future__ import annotations
 
 import sys
 
+from vla_finetuning.options.command_line import VLA
+
 if __name__ == "__main__":  # help and errors come before seconds of imports
-    from vla_finetuning.options.command_line import VLA, check_command_line
+    from vla_finetuning.start import examine_command_line
 
-    CONFIG = check_command_line(VLA, then="checked")
-    from vla_finetuning.plan.preflight import examine_or_exit
-
-    EXAMINED = examine_or_exit(CONFIG)
+    EXAMINED = examine_command_line(VLA)
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.train.torch import TorchTrainer
 
-from util import Batch
-from vla_finetuning.evaluation.after_training import evaluate_trained
-from vla_finetuning.evaluation.during import Evaluator
-from vla_finetuning.mirror import address
-from vla_finetuning.options.command_line import VLA, parse_args
-from vla_finetuning.options.programs import Config
+from vla_finetuning.evaluation.after_training import Evaluation
 from vla_finetuning.plan.describe import describe
-from vla_finetuning.plan.launch import on_cluster
-from vla_finetuning.plan.look import look_at_rows
-from vla_finetuning.plan.preflight import Examined, examine
-from vla_finetuning.plan.record import record_run
+from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run, resolve
-from vla_finetuning.plan.robot_facts import robot_facts
-from vla_finetuning.plan.rows import Rows
-from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.program import Work, run_program
-from vla_finetuning.report.tracking import require_tracker, track
-from vla_finetuning.run import cluster
-from vla_finetuning.run.exported import POLICY_DIR, policy_problem, report_line
-from vla_finetuning.run.folder import finish, own_folder, prepare_folder
-from vla_finetuning.run.push import check_push, push_all
-from vla_finetuning.terminal import print_safe, print_safe_text
+from vla_finetuning.program import Work, deliver, reported, run_training
 from vla_finetuning.training import callbacks as attach
-from vla_finetuning.training.capacity import check_memory, rows_that_fit
+from vla_finetuning.training.capacity import rows_that_fit
 from vla_finetuning.training.coordinators import GroupedRanks
-from vla_finetuning.training.export import describe_exported, export, exported_checkpoint, policy_at
-from vla_finetuning.training.fitting import fit, worker_group
+from vla_finetuning.training.export import describe_exported, export_run, policy_at
+from vla_finetuning.training.fitting import fit, on_cluster, worker_group
 from vla_finetuning.training.held_out import HeldOut
-from vla_finetuning.training.model import fit_to_rows, make_prepare
+from vla_finetuning.training.model import make_prepare
+from vla_finetuning.training.plan import show_plan
 from vla_finetuning.training.state import Callback, LoopState, TrainState
 from vla_finetuning.training.stream import LazyPickle, TrainingData
 from vla_finetuning.training.vision_features import CachedFeatures
@@ -66,20 +46,20 @@ from vla_finetuning.training.worker import RayWorker, Worker
 # ---- data: Ray Data tasks, on CPUs --------------------------------------------------------------------------------
 
 
-def build_dataset(rows: Rows, policy: PolicySpec, checkpoints_dir: Path) -> TrainingData:
-    """The rows still to be trained, as a function that Ray Train calls at every start of the worker group.
+def build_dataset(run: Run) -> TrainingData:
+    """Return the rows still to be trained, as a function that Ray Train calls at every start of the worker group.
 
     Decoded frames are prepared (renamed, normalised, tokenised by LeRobot's own pipeline) in the same task that reads
     them, and stream to the workers under backpressure, uint8 and in the plan's order.
     """
-    prepare = make_prepare(policy, rows)
-    example = prepare(rows.source().example())
+    prepare = make_prepare(run.policy, run.rows)
+    example = prepare(run.rows.source().example())
     return TrainingData(
-        read=replace(rows, weights=None).source,  # read tasks need no weights of the loss
-        last_row=rows.last_row,
+        read=run.rows.reader,
+        last_row=run.rows.last_row,
         prepare=LazyPickle(prepare),
         row_bytes=sum(column.nbytes for column in example.values()),
-        checkpoints_dir=checkpoints_dir,
+        checkpoints_dir=run.job.checkpoints_dir,
     )
 
 
@@ -90,8 +70,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     """Train to the end of the run and export the policy. Runs in every training process."""
     run, worker = ray.get(loop_config["run"]), RayWorker()
     if train(run, worker).finished and worker.rank == 0:
-        checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
-        export(run.policy, checkpoint, run.job.output_dir, run.drawn, robot_facts(run))
+        export_run(run)
 
 
 def train(
@@ -117,7 +96,7 @@ def train(
     for hook in hooks:
         hook.on_start(state)
     while not (state.finished or state.stop):
-        batches: Iterator[Batch] = state.batches
+        batches = state.batches
         for hook in hooks:
             batches = hook.on_step_begin(state, batches)
         state.take_step(batches)  # util.train_step
@@ -166,60 +145,28 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
     4 the policy is trained but not pushed to the Hub, 5 it is trained but could not be evaluated.
     """
-    return run_program(VLA, argv, partial(prepare, examined=examined))
+    return run_training(VLA, argv, examined, lambda found, _: resolve(found.config, datasets=found.datasets), plan)
 
 
-def prepare(argv: list[str], stack: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
-    """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    examined = examined or examine(parse_args(argv))
-    config: Config = examined.config
-    if examined.finished:
-        return None
-    require_tracker(config.track)
-    run = resolve(config, cluster.gpus_found(config.scaling, config.preset), examined.datasets)
-    config, job = run.config, run.job
-    stack.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
-    evaluator = Evaluator(run, policy_at) if config.env_type else None
-    print_safe_text(describe(run))
-    print_safe(*look_at_rows(run, examined.datasets))
-    gpu_bytes = check_memory(run)
-    for repo_id in run.repositories.values():
-        print_safe(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
-    if config.dry_run:
-        return None
-    prepare_folder(config)
-    stack.enter_context(track(job.output_dir, config.track, config.track_project))
-    return partial(work, run, evaluator, gpu_bytes)
+def plan(run: Run, examined: Examined) -> Work:
+    """Print the run's plan, check what can be checked before Ray starts, and return the work."""
+    evaluation = Evaluation(run, policy_at, rows_that_fit)
+    planned = show_plan(run, examined.datasets)
+    return lambda: work(planned, evaluation)
 
 
-def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
+def work(run: Run, evaluation: Evaluation) -> int:
     """Train on the cluster, evaluate, push. Returns the exit status, see `main`."""
+    run, data_options = on_cluster(run)
     config, job = run.config, run.job
-    with contextlib.ExitStack() as stack:
-        print_safe("Starting     Ray and the workers; the first step takes about a minute")
-        run, data_options = on_cluster(run, gpu_bytes)
-        run = fit_to_rows(run)
-        from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
-
-        record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)
-        stack.enter_context(keep_report(job.output_dir))
-        if evaluator is not None:
-            stack.callback(evaluator.close)
-        with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
-            steps_done = fit(job, lambda: make_trainer(run, data_options))
-        if steps_done < job.steps:
-            print_safe(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
-            return 3
-        status = evaluate_trained(run, rows_that_fit) if run.rows.any_held_out else 0
-        status = (evaluator.finish() if evaluator is not None else 0) or status
-    exported = job.output_dir / POLICY_DIR
-    if problem := policy_problem(exported, [robot.name for robot in run.robots]):
-        raise FileNotFoundError(f"{problem}; --resume exports it again from the last checkpoint")
-    print_safe(f"Policy       {address(exported)}{describe_exported(config, job)}", report_line(job.output_dir))
-    status = push_all(job.output_dir, run.repositories) or status
-    if not status:
-        finish(job.output_dir, job.steps)
-    return status
+    with reported(job, run.policy, describe(run), run.rows, config.dataset.repo_id), contextlib.closing(evaluation):
+        with evaluation.beside(run, data_options):
+            if not fit(job, lambda: make_trainer(run, data_options)):
+                return 3
+        status = evaluation.after(run)
+    names = [robot.name for robot in run.robots]
+    weights = describe_exported(config, job)
+    return deliver(job, status, robots=names, weights=weights, repositories=run.repositories)
 
 
 def make_trainer(
@@ -235,7 +182,7 @@ def make_trainer(
         run.job,
         loop,
         {"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
-        datasets={"train": data or build_dataset(run.rows, run.policy, run.job.checkpoints_dir)},
+        datasets={"train": data or build_dataset(run)},
         dataset_config=GroupedRanks(data_options, scaling.cpus_per_worker, scaling.cpus_per_read_task),
     )
 

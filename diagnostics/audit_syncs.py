@@ -267,7 +267,7 @@ class _MadeUpShard:
     """Stands in for Ray's shard of the dataset: the run's own columns, shapes and dtypes, one row over and over."""
 
     def __init__(self, run: Run):
-        data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+        data = vla.build_dataset(run)
         self._row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
         self._batches = run.job.steps * run.config.grad_accum
         self._block_rows = run.rows.block_rows

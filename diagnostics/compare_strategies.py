@@ -33,12 +33,12 @@ from diagnostics.report import Environment, Record, Report, time_line
 from diagnostics.tool import Options, Result, count, host_batches, run_tool, run_workers, scratch_run, write_record
 from util import Batch, Draws, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
-from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.capacity import fits, planned_memory
 from vla_finetuning.training.feed import policy_batches
+from vla_finetuning.training.fitting import on_cluster
 from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import replicas, shard_of, spread

@@ -38,12 +38,12 @@ from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.video_index import RemoteVideo
-from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.progress import log_to
 from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.feed import feed
+from vla_finetuning.training.fitting import on_cluster
 from vla_finetuning.training.stream import LazyPickle, RankSchedule, TrainingData
 from vla_finetuning.training.worker import RayWorker, Worker
 
@@ -417,7 +417,7 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
     scaling = run.config.scaling
     with scratch_run(run) as scratch:
         pulled, data_options = on_cluster(pulled_run(scratch, options))
-        data = vla.build_dataset(pulled.rows, pulled.policy, pulled.job.checkpoints_dir)
+        data = vla.build_dataset(pulled)
         stamped = replace(data, prepare=LazyPickle(Stamped(data.prepare)))
         with ClusterWatch() as watch:
             warmup = options.profile_warmup

@@ -36,12 +36,12 @@ from diagnostics.step_report import RankProfile, Settings, StepReport, charts, c
 from diagnostics.tool import Options, Result, count, run_tool, run_workers, scratch_run, truth, write_record
 from util import UNWATCHED, Clock, TrainableOptimizer
 from vla_finetuning.files import read_lines
-from vla_finetuning.plan.launch import on_cluster
 from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
+from vla_finetuning.training.fitting import on_cluster
 from vla_finetuning.training.model import build_optimizer
 from vla_finetuning.training.worker import RayWorker, Worker
 

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vla_finetuning.plan.record import code_revision
+from vla_finetuning.run.revision import code_revision
 
 PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
 

@@ -50,6 +50,7 @@ from vla_finetuning.files import write_json
 from vla_finetuning.mirror import as_file
 from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan import look as run_look
 from vla_finetuning.plan.labels import show_labels
 from vla_finetuning.plan.mixture_look import look_at_mixture
 from vla_finetuning.plan.names import with_names
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.rename_map or options.state_features:
             state = options.state_features.split(",") if options.state_features else []
             (meta,) = with_names([meta], options.rename_map, state, observations=True)
-        look, scores = look_at(meta), None
+        look, scores = look_at(meta, lambda *sample: run_look.look_at(*sample).problems), None
         if options.augmentation:
             look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
         if options.scores or options.exclude_to:

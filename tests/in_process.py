@@ -60,7 +60,7 @@ class Shard:
     """
 
     def __init__(self, run, before_batch=lambda: None, batch_columns=lambda micro, rows: {}):
-        data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+        data = vla.build_dataset(run)
         self._row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
         self._run, self._before_batch, self._batch_columns = run, before_batch, batch_columns
 

@@ -44,7 +44,7 @@ class Fault:
 
 def make_trainer(run, data_options, faults=(), **options):
     """In place of `vla.make_trainer`."""
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     of_data = [fault for fault in faults if isinstance(fault, DataFault)]
     if of_data:
         data = replace(data, prepare=FaultyPrepare(data.prepare, of_data, run.job.output_dir))

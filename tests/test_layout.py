@@ -31,12 +31,13 @@ ENVS = {*LEROBOTS, f"{PACKAGE}.envs"}
 RUN = {*GROUND, f"{PACKAGE}.data.hub", f"{PACKAGE}.run"}
 ROLLOUTS = {*POLICIES, *ENVS, *RUN, f"{PACKAGE}.rollouts"}
 PLAN = {*DATA, *ROLLOUTS, f"{PACKAGE}.plan"}
-TRAINING, REPORT = {*PLAN, f"{PACKAGE}.training"}, {*PLAN, f"{PACKAGE}.report"}
-EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
+TRAINING, EVALUATION = {*PLAN, f"{PACKAGE}.training"}, {*PLAN, f"{PACKAGE}.evaluation"}
+REPORT = {*DATA, *POLICIES, *RUN, f"{PACKAGE}.report"}
 SERVING = {*PLAN, f"{PACKAGE}.serving"}
 # It trains on what the loop shows, so it imports both: what trains there also acts.
 RL = {*TRAINING, *EVALUATION, f"{PACKAGE}.rl"}
-PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.options.command_line", f"{PACKAGE}.program"}
+COMMAND_LINE = f"{PACKAGE}.options.command_line"
+PROGRAMS = {*TRAINING, *EVALUATION, *REPORT, COMMAND_LINE, f"{PACKAGE}.program", f"{PACKAGE}.start"}
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
     f"{PACKAGE}.store": set(),
@@ -64,7 +65,8 @@ MAY_IMPORT = {
     f"{PACKAGE}.evaluation": EVALUATION,
     f"{PACKAGE}.rl": RL,
     f"{PACKAGE}.serving": SERVING,
-    f"{PACKAGE}.program": {*RUN, f"{PACKAGE}.options.command_line"},
+    f"{PACKAGE}.program": {*PLAN, *REPORT, COMMAND_LINE},
+    f"{PACKAGE}.start": {*PLAN, COMMAND_LINE},
     "vla": PROGRAMS,
     "evaluate": PROGRAMS,
     "record": PROGRAMS,

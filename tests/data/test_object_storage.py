@@ -521,16 +521,16 @@ def hub(local):
 PROGRAM = """
 import json, os, pickle, sys
 import vla
-from vla_finetuning.plan import launch
+from vla_finetuning.training import fitting
 
-def stop_here(run, gpu_bytes):
+def stop_here(run):
     # What training workers would be sent, and an end instead of Ray.
     print(f"SENT {pickle.dumps(run)!r}")
     raise OSError("not trained")
 
 calls, train = json.loads(sys.argv[1])
 if not train:
-    launch.join_cluster = stop_here
+    fitting.join_cluster = stop_here
 for argv, token in calls:
     os.environ.pop("HF_TOKEN", None)
     if token:

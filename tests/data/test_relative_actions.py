@@ -83,7 +83,7 @@ def test_a_run_of_relative_actions(tmp_path):
     names = load_metadata(root).features["action"].names
     assert_same(run.robots[0].stats["action"], lerobots(root, names))
 
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     source = data.read(stream=(0, run.rows.last_row))
     rows = next(source.read_rows(np.arange(4), 4))
     prepared = data.prepare(rows)

@@ -122,7 +122,7 @@ def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
 def test_the_stages_are_those_of_the_read_tasks(setting):
     """Most of the CPU's time is in one stage or another, and each stage has some."""
     run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     with in_process.tasks_here():
         # Whatever is imported on the way.
         profile_dataloader.time_stages(data, run.rows.last_row, run.config.batch_size)
@@ -149,7 +149,7 @@ def test_a_stage_inside_another_is_not_counted_twice(clock):
 
 
 def test_stamps_come_off_before_the_policy_sees_the_batch(run, clock):
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     stamped = profile_dataloader.Stamped(data.prepare)
     row = data.read(stream=(0, run.rows.last_row)).example()
     batch = stamped(row)

@@ -20,8 +20,10 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.preflight import examine
 from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import AVERAGE, OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import LOG_NAME
+from vla_finetuning.training import plan as training_plan
 from vla_finetuning.training.model import build_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
@@ -58,7 +60,7 @@ def refuses(setting, message, error=(ValueError, OSError), **changes):
 
 def dry_run(setting, capsys, monkeypatch, *more, **changes):
     """Run the program where Ray must not start. Returns its status, and what it prints with its blanks shortened."""
-    monkeypatch.setattr(vla.cluster, "start", None)
+    monkeypatch.setattr(cluster, "start", None)
     status = vla.main([*in_process.flags(setting, **changes), "--dry_run", *more])
     assert not (setting[0] / "run").exists()
     return status, re.sub(" +", " ", "".join(capsys.readouterr()))
@@ -374,7 +376,7 @@ def test_a_truncated_mp4(setting, ray_cluster, root, tmp_path, capsys, monkeypat
         (root / file).write_bytes((root / file).read_bytes()[: (root / file).stat().st_size // 2])
         return []
 
-    monkeypatch.setattr(vla, "look_at_rows", cut_off)
+    monkeypatch.setattr(training_plan, "look_at_rows", cut_off)
     assert vla.main(in_process.flags(setting, **{"dataset.root": root, "output_dir": output_dir})) == 1
     assert not (output_dir / "pretrained_model").exists()
     assert (output_dir / LOG_NAME).read_text().count(" failed on rank ") == 1

@@ -230,7 +230,7 @@ def test_relative_actions(setting):
 
 def test_the_export_carries_what_was_trained_with(setting, tmp_path):
     run = with_stats(in_process.resolved(averaged(setting)))
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     rows = next(data.read(stream=(0, run.rows.last_row)).read_rows(np.arange(4), 4))
     save_pretrained(run.policy.start(), *run.policy.processors(), tmp_path)
     config = PreTrainedConfig.from_pretrained(tmp_path, cli_overrides=["--device=cpu"])
@@ -263,7 +263,7 @@ def test_dimensions_that_never_change(setting, tmp_path):
         found = run.robots[0].stats[key]
         np.testing.assert_allclose(found["q01"][:2], [0.3 - CONSTANT_RANGE, 2.0], rtol=1e-6)
         np.testing.assert_allclose(found["q99"][:2], [0.3 + CONSTANT_RANGE, 7.0], rtol=1e-6)
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     rows = next(data.read(stream=(0, run.rows.last_row)).read_rows(np.arange(46), 46))
     actions = data.prepare(rows)["action"]
     assert np.abs(actions).max() < 10

@@ -20,17 +20,20 @@ from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
+from vla_finetuning import program
 from vla_finetuning.files import append_line, write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.preflight import Examined
+from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run import push
+from vla_finetuning.training import plan
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"
@@ -371,19 +374,19 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     argv = ["--dataset.root=/d", "--policy.path=/p", f"--output_dir={out}", "--policy.repo_id=somebody/arm"]
 
     config = parse_args(argv)
-    resolved = SimpleNamespace(
+    resolved = Run(
         config=config,
         job=SimpleNamespace(output_dir=out, use_gpu=False, start=None, steps=1, disk_bytes=0),
-        policy=None,
-        rows=SimpleNamespace(frames=[]),
-        repositories={"": "somebody/arm"},
+        policy=SimpleNamespace(robots=[SimpleNamespace(name="")]),
+        rows=None,
     )
-    monkeypatch.setattr(vla, "examine", lambda config: Examined(config))
+    monkeypatch.setattr(program, "examine", lambda config: Examined(config))
     monkeypatch.setattr(run_folder, "_check_state", lambda *_: None)
-    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found, datasets: resolved)
-    monkeypatch.setattr(vla, "describe", lambda run: "the plan")
-    monkeypatch.setattr(vla, "look_at_rows", lambda run, datasets: [])
-    monkeypatch.setattr(vla, "check_memory", lambda run: 0)
+    monkeypatch.setattr(vla, "resolve", lambda config, datasets: resolved)
+    monkeypatch.setattr(vla, "Evaluation", lambda *_: None)
+    monkeypatch.setattr(plan, "describe", lambda run: "the plan")
+    monkeypatch.setattr(plan, "look_at_rows", lambda run, datasets: [])
+    monkeypatch.setattr(plan, "check_memory", lambda run: 0)
     assert vla.main(argv) == 2
     assert "error: model somebody/arm: the token of me may not write to it" in capsys.readouterr().err
     assert not out.exists()

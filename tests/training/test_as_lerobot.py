@@ -56,7 +56,7 @@ class Shard:
     """Stands in for Ray's shard of the dataset: a rank's own rows, in the plan's order, prepared as they would be."""
 
     def __init__(self, run, rank=0, world=1, first_step=0):
-        self._run, self._data = run, vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+        self._run, self._data = run, vla.build_dataset(run)
         self._dealt, self._first = dealt(run, rank, world), first_step
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):

@@ -113,7 +113,7 @@ def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
     assert run.policy.parameters.trainable > plain.policy.parameters.trainable
     longest = max(run.policy.prompts)
     assert run.policy.flops_by_prompt[longest] > 1.05 * plain.policy.flops_by_prompt[longest]
-    columns = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    columns = vla.build_dataset(run)
     row = columns.prepare(columns.read(stream=(0, run.rows.last_row)).example())
     tokenizer = ActionTokenizer.load(setting[0] / "tokenizer")
     count = int(row[TOKENS_MASK].sum())

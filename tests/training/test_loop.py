@@ -128,7 +128,7 @@ def test_windows_shorter_than_the_limit_are_added_up(setting):
             return {}
         return {"action": np.full((rows, *example["action"].shape[1:]), np.nan, np.float32)}
 
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     example = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
     shard = in_process.Shard(run, batch_columns=nan)
     with pytest.raises(FloatingPointError, match="3 steps had a loss"):
@@ -308,7 +308,7 @@ def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monk
     )
     run = replace(run, policy=replace(run.policy, prompts=(16, 24)))
     dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    data = vla.build_dataset(run)
     row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
     columns = {key: np.repeat(value, run.config.batch_size, axis=0) for key, value in row.items()}
     batch = {key: torch.from_numpy(value) for key, value in columns.items()}

@@ -1,22 +1,51 @@
-"""What is measured of a policy when its training is done: the open-loop error, and how the demo fares."""
+"""All that is measured of a run's policy: in its environment beside the training, on held-out rows after it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
+from ray.data import ExecutionOptions
 from ray.exceptions import RayError
 
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
+from vla_finetuning.evaluation.during import Evaluator, PolicyAt
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.evaluation.robot_tools import describe_tools
 from vla_finetuning.files import write_json
-from vla_finetuning.plan.record import errors_by_robot
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run import cluster
+from vla_finetuning.run.exported import errors_by_robot
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
+
+
+class Evaluation:
+    """Measures a run's policy. Raises ValueError as `Evaluator`, where the run has an environment.
+
+    Args:
+        policy_at: reads the policy of a checkpoint. rows_that_fit: as `capacity.rows_that_fit`.
+    """
+
+    def __init__(self, run: Run, policy_at: PolicyAt, rows_that_fit: Callable[..., int]) -> None:
+        self._rows_that_fit = rows_that_fit
+        self._in_environment = Evaluator(run, policy_at) if run.config.env_type else None
+
+    def beside(self, run: Run, data: ExecutionOptions) -> contextlib.AbstractContextManager[None]:
+        """While the block trains: evaluate checkpoints in the environment, as `Evaluator.beside`."""
+        return self._in_environment.beside(run, data) if self._in_environment else contextlib.nullcontext()
+
+    def after(self, run: Run) -> int:
+        """Evaluate what training has left. Returns the exit status: 0, or 5 where something could not be evaluated."""
+        status = evaluate_trained(run, self._rows_that_fit) if run.rows.any_held_out else 0
+        return (self._in_environment.finish() if self._in_environment else 0) or status
+
+    def close(self) -> None:
+        """Stop playing; a resumed run plays the rest."""
+        if self._in_environment:
+            self._in_environment.close()
 
 
 def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:

@@ -24,7 +24,7 @@ from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.mirror import address, as_path, synced
+from vla_finetuning.mirror import address, as_path
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config, EvaluateConfig
@@ -180,17 +180,24 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
     return address(folder / fits[0])
 
 
-def run_trial(trial: Trial) -> tuple[str, int]:
-    """Play what is not played yet, on the cluster that this process has joined; then `record_trial`.
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial.
 
-    Returns:
-        How it went, in words; how many episodes ended in an error.
+    Attributes:
+        text: success, for the terminal. errors: episodes that ended in an error.
+        by_latency: `score_rows` of each latency in seconds; of None where none was given.
+        films: `{"films": what evaluation/replay.py says of its pictures}`.
     """
-    with synced(trial.output_dir):
-        return _run_trial(trial)
+
+    text: str
+    errors: int
+    by_latency: Mapping[float | None, Sequence[Mapping[str, Any]]]
+    films: Mapping[str, Any]
 
 
-def _run_trial(trial: Trial) -> tuple[str, int]:
+def run_trial(trial: Trial) -> Outcome:
+    """Play what is not played yet, on the cluster that this process has joined; then `record_trial`."""
     book = Book(trial.output_dir, trial.about, trial.episodes)
     pending = [episode for episode in trial.episodes if not book.is_done(episode)]
     use_gpu = trial.source.device == "cuda"
@@ -216,16 +223,13 @@ def _run_trial(trial: Trial) -> tuple[str, int]:
     _, lines = read_evaluation(trial.output_dir)
     if pending or not (trial.output_dir / FILMS_INDEX).is_file():
         _film(trial, lines)
-    from vla_finetuning.report.page import (
-        write_trial_page,
-    )  # not above: an evaluation without a page needs no matplotlib
-
-    films = read_json(trial.output_dir / FILMS_INDEX)
-    by_latency = {latency_s: score_rows(part) for latency_s, part in _by_latency(lines).items()}
-    write_trial_page(trial.output_dir, trial.about, by_latency, films)
-    texts = [success_text(part, latency_s) for latency_s, part in _by_latency(lines).items()]
-    missing = sum(line["error"] is not None for line in lines)
-    return "\n".join([*texts, *describe_controller(trial.source)]), missing
+    texts = [success_text(rows, latency_s) for latency_s, rows in _by_latency(lines).items()]
+    return Outcome(
+        text="\n".join([*texts, *describe_controller(trial.source)]),
+        errors=sum(line["error"] is not None for line in lines),
+        by_latency={latency_s: score_rows(rows) for latency_s, rows in _by_latency(lines).items()},
+        films=read_json(trial.output_dir / FILMS_INDEX),
+    )
 
 
 def _by_latency(lines: Sequence[Line]) -> dict[float | None, list[Line]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +15,7 @@ from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import ATTENTION_NAME, RUN_NAME
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.revision import code_revision
 
 PACKAGES = ("ray", "lerobot", "torch", "av")
 
@@ -91,22 +89,3 @@ def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
 def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:
     """Write `attention.json`, beside `run.json`: what the training process found out about its kernels. On rank 0."""
     write_json(output_dir / ATTENTION_NAME, dict(choice))
-
-
-def code_revision() -> str:
-    """Return what code this is: the commit, with `-dirty` if files differ from it; outside of git a digest of the
-    modules.
-    """
-    root = Path(__file__).resolve().parents[2]
-    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    modules = hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("vla_finetuning/**/*.py")]):
-        modules.update(path.read_bytes())
-    return f"sha256:{modules.hexdigest()}"
-
-
-def errors_by_robot(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each robot's errors in `evaluation.json`, by its name: "" of the only one. Empty without any."""
-    return evaluation.get("robots") or ({"": evaluation} if "trained" in evaluation else {})

@@ -37,6 +37,7 @@ from vla_finetuning.policies.pipelines import check_prompts_differ
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.texts import encode
+from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import AVERAGE, OPTIMIZER, Progress, checkpoint_names, latest_checkpoint
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
 from vla_finetuning.run.job import Job
@@ -51,6 +52,7 @@ class Run:
         config: the options, with what was decided of them ("auto", paths made absolute).
         policy: its robots may lack statistics that are still to be computed (`with_stats`).
         notes: what differs from what was asked for, or from what it should be, for the plan.
+        gpu_bytes: what a worker needs of its GPU, as planned; 0 where that is not known.
     """
 
     config: Config
@@ -58,6 +60,7 @@ class Run:
     policy: PolicySpec
     rows: Rows
     notes: tuple[str, ...] = ()
+    gpu_bytes: int = 0
 
     @property
     def robots(self) -> tuple[Robot, ...]:
@@ -76,13 +79,18 @@ class Run:
         return {} if repo_id is None else repositories(repo_id, [robot.name for robot in self.robots])
 
 
-def resolve(config: Config, gpus_found: int, datasets: Datasets | None = None, *, compare_base: bool = True) -> Run:
+def resolve(
+    config: Config, gpus_found: int | None = None, datasets: Datasets | None = None, *, compare_base: bool = True
+) -> Run:
     """Plan a run. Raises ValueError or OSError saying what to do.
 
     Args:
+        gpus_found: by which absent options of the workers are decided; None asks CUDA, or the cluster.
         datasets: from `find_datasets`, with the options that it returned; found here when None.
         compare_base: note which of the base's own options the run overrules.
     """
+    if gpus_found is None:
+        gpus_found = cluster.gpus_found(config.scaling, config.preset)
     config = replace(config, scaling=config.scaling.decided(gpus_found))
     if datasets is None:
         config, datasets = find_datasets(config)

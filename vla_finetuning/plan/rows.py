@@ -218,6 +218,11 @@ class Rows:
         reading = replace(self.reading, prepare=prepare, prepared_bytes=prepared_bytes, check_files=False)
         return LeRobotDatasource(self.metas, self.selection, self.features, order, reading)
 
+    @property
+    def reader(self) -> Callable[..., LeRobotDatasource]:
+        """Return `source` for read tasks, which need no weights of the loss."""
+        return replace(self, weights=None).source
+
     def held_out(self, check_files: bool = False) -> LeRobotDatasource:
         """The datasource of the held-out episodes, in stored order."""
         reading = replace(self.reading, skip_log=None, check_files=check_files)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,9 +21,10 @@ from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Featur
 from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
-from vla_finetuning.plan import look as run_look
 
 STATE, ACTION = "observation.state", "action"
+# By episode, what would end a run that reads these features.
+Problems = Callable[[DatasetMetadata, np.ndarray, Features], Mapping[int, str]]
 
 # How much is read: rows without images in all and of one episode (of a longer one, its first, and as many spread over
 # it); images per camera, from how many episodes.
@@ -142,10 +143,13 @@ class Look:
         return Counter(task for tasks in self.meta.episode_tasks for task in tasks).most_common()
 
 
-def look_at(meta: DatasetMetadata) -> Look:
+def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     """Read a sample of the dataset and say what is in it. Runs on the driver; Ray is not needed.
 
     Damaged rows and videos become findings, so that the rest can still be looked at.
+
+    Args:
+        problems_of: reads a sample as a run would (`plan.look`), where nothing is damaged.
     """
     check_files(meta, camera_keys=[], skip=True)
     holes = find_missing_files(meta)
@@ -191,9 +195,9 @@ def look_at(meta: DatasetMetadata) -> Look:
     seen = {episode for members in damaged.values() for episode in members} | set(holes.episodes.tolist())
     findings += columns.not_finite()
     findings += camera_findings
-    if not any(finding.kind == "damaged" for finding in findings):  # else what a run would say has been said
+    if problems_of is not None and not any(finding.kind == "damaged" for finding in findings):
         features = Features(camera_keys=cameras[:MAX_CAMERAS], columns=vector_keys(meta))
-        problems = run_look.look_at(meta, select_episodes(meta, None), features).problems
+        problems = problems_of(meta, select_episodes(meta, None), features)
         findings += [
             Finding("damaged", f"episode {episode} would end a run: {problem}")
             for episode, problem in list(problems.items())[:5]

@@ -32,7 +32,6 @@ from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.mirror import address, as_path, pull, synced
 from vla_finetuning.options.job import CONFIG_NAME
-from vla_finetuning.plan.record import errors_by_robot
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.charts import metric_charts
@@ -42,7 +41,7 @@ from vla_finetuning.report.figures import Chunk, plain
 from vla_finetuning.report.loop import closed_loop, over_latency, score_row, shown_films
 from vla_finetuning.report.values import advantages_chart, values_section
 from vla_finetuning.run.checkpoint import checkpoints
-from vla_finetuning.run.exported import REPORT_NAME
+from vla_finetuning.run.exported import REPORT_NAME, errors_by_robot
 from vla_finetuning.run.folder import (
     ATTENTION_NAME,
     EVALUATION_NAME,

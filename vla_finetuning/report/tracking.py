@@ -30,10 +30,10 @@ from vla_finetuning.mirror import address, as_path, mirror_of, synced
 from vla_finetuning.options.fields import leaves
 from vla_finetuning.options.job import CONFIG_NAME, TrackerName
 from vla_finetuning.options.programs import Config
-from vla_finetuning.plan.record import code_revision
 from vla_finetuning.run.exported import held_out_errors
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.run.polling import polling
+from vla_finetuning.run.revision import code_revision
 from vla_finetuning.terminal import escape_warnings, print_safe_error
 
 logger = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ from vla_finetuning.rl.judging import judge_frames
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FILMS, VALUES_NAME
+from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped
 
 # Episodes of each outcome that the report shows, frames of each, and pixels of the strip that they make.
@@ -59,12 +60,16 @@ class ValueRun:
     tasks: tuple[np.ndarray, ...]
     returns: tuple[np.ndarray, ...]
 
+    @property
+    def job(self) -> Job:
+        return self.training.job
 
-def resolve_value(config: ValueConfig, gpus_found: int, datasets: Datasets | None = None) -> ValueRun:
+
+def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: Datasets | None = None) -> ValueRun:
     """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do.
 
     Args:
-        datasets: where `preflight.examine` has found them for these options.
+        gpus_found: as `resolve`. datasets: where `preflight.examine` has found them for these options.
     """
     options = config.training()
     if datasets is None:

@@ -52,12 +52,6 @@ def exported_robots(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if (path / CONFIG_NAME).is_file())
 
 
-def report_line(output_dir: Path) -> str:
-    """The terminal's line on a run's report."""
-    path = output_dir / REPORT_NAME
-    return f"Report       {address(path)}" if path.is_file() else "Report       not written; a warning above says why"
-
-
 def _problem(folder: Path) -> str | None:
     pull(folder, _is_no_weights)
     url, stored = address(folder), sizes(folder)
@@ -107,3 +101,8 @@ def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
         "told_another_instruction": trained["other_instruction"],
     }
     return {name: error["mse"] for name, error in errors.items() if error is not None}
+
+
+def errors_by_robot(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each robot's errors in `evaluation.json`, by its name: "" of the only one. Empty without any."""
+    return evaluation.get("robots") or ({"": evaluation} if "trained" in evaluation else {})

@@ -19,6 +19,8 @@ from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config
+from vla_finetuning.plan.resolve import Run
+from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.lora import add_adapters, merge
 from vla_finetuning.policies.own_names import (
     config_with_names,
@@ -126,6 +128,12 @@ def export(
             if rendering := renderings.get(robot.name):
                 # An evaluation in the simulator must show it the same pictures.
                 write_json(folder / ENVIRONMENT_NAME, {"drawn": rendering})
+
+
+def export_run(run: Run) -> None:
+    """Export the policy of a run that has done its last step, with what each robot must know. Raises as `export`."""
+    checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
+    export(run.policy, checkpoint, run.job.output_dir, run.drawn, robot_facts(run))
 
 
 def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""A worker group on Ray Train, followed from the driver to its end."""
+"""A run on its cluster: its worker group on Ray Train, followed from the driver to its end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 import ray
 import ray.train
+from ray.data import ExecutionOptions
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from vla_finetuning.mirror import mirror_of, push
+from vla_finetuning.plan.launch import join_cluster
+from vla_finetuning.plan.resolve import Run, with_stats
+from vla_finetuning.plan.statistics import hold_statistics
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.failures import NEARLY_NONE_S, StopRetrying, cause_of
@@ -21,6 +25,8 @@ from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import Line, follow_progress, step_line
 from vla_finetuning.run.recovery import recover_local_checkpoints
 from vla_finetuning.store import StoreAwayError, limit_retries
+from vla_finetuning.terminal import print_safe
+from vla_finetuning.training.model import fit_to_rows
 
 # Between looks at whether there is capacity for more workers of an elastic group.
 RESIZE_INTERVAL_S = 60.0
@@ -37,6 +43,22 @@ class Trainer(TorchTrainer):
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]  # mypy sees the trainer of Ray 1
         return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+
+
+def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
+    """Join or start the run's cluster, compute what is missing of its rows, and wait for capacity.
+
+    Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
+
+    Returns:
+        The run with all its statistics and what its policy's family learns of its rows; how Ray Data reads them.
+    """
+    print_safe("Starting     Ray and the workers; the first step takes about a minute")
+    job, needs = run.job, join_cluster(run)
+    run = with_stats(run)
+    hold_statistics(job, run.policy)
+    data_options = cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()
+    return fit_to_rows(run), data_options
 
 
 def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: Any, **data: Any) -> TorchTrainer:
@@ -73,11 +95,11 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
     )
 
 
-def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line) -> int:
-    """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the steps that are done.
+def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line, *, unit: str = "step") -> bool:
+    """Train, on SIGTERM or Ctrl-C until a checkpoint is taken. Return whether all steps are done; else print it.
 
     Args:
-        line: formats a line of `metrics.jsonl` for the terminal.
+        line: formats a line of `metrics.jsonl` for the terminal. unit: what a step is called there.
     """
     if mirror_of(job.output_dir):
         recover_local_checkpoints(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
@@ -100,5 +122,13 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
             if isinstance(cause_of(error), StoreAwayError):
                 limit_retries(NEARLY_NONE_S)  # the report and all else would each wait for the store once more
             raise
+    done = steps_done(job)
+    if done < job.steps:
+        print_safe(f"Stopped      after {unit} {done} of {job.steps}; --resume goes on from there")
+    return done >= job.steps
+
+
+def steps_done(job: Job) -> int:
+    """Return the step of the newest checkpoint; 0 of a run that has none."""
     newest = checkpoint_to_resume(job.output_dir)
     return load_progress(newest).step if newest is not None else 0

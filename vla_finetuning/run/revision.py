@@ -1,0 +1,20 @@
+"""The revision of this project's code, for what a run leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import subprocess
+from pathlib import Path
+
+
+def code_revision() -> str:
+    """Return the commit, with `-dirty` if files differ from it; outside of git a digest of the modules."""
+    root = Path(__file__).resolve().parents[2]
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    modules = hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("vla_finetuning/**/*.py")]):
+        modules.update(path.read_bytes())
+    return f"sha256:{modules.hexdigest()}"

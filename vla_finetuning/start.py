@@ -1,0 +1,21 @@
+"""Start a program that trains from the command line: help and errors come before seconds of imports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vla_finetuning.options.command_line import Program, check_command_line
+
+if TYPE_CHECKING:
+    from vla_finetuning.plan.preflight import Examined
+
+
+def examine_command_line(program: Program) -> Examined:
+    """Return the run of this process's command line, its folder and datasets looked at.
+
+    Ends the process where help is asked for, the run cannot start, or nothing is left to do.
+    """
+    config = check_command_line(program, then="checked")
+    from vla_finetuning.plan.preflight import examine_or_exit  # seconds later than help
+
+    return examine_or_exit(config)

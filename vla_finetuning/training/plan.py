@@ -1,0 +1,30 @@
+"""The plan of a run, printed and checked on the driver before Ray starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vla_finetuning.plan.datasets import Datasets
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.look import look_at_rows
+from vla_finetuning.plan.resolve import Run
+from vla_finetuning.run.push import check_push
+from vla_finetuning.terminal import print_safe, print_safe_text
+from vla_finetuning.training.capacity import check_memory
+
+
+def show_plan(run: Run, datasets: Datasets | None) -> Run:
+    """Print what a run will do; read a sample of its rows, plan its memory, and try the token of the Hub.
+
+    Returns:
+        The run with what a worker needs of its GPU.
+    Raises:
+        ValueError, OSError: what would end the run later, and what to do.
+    """
+    print_safe_text(describe(run))
+    print_safe(*look_at_rows(run, datasets))
+    run = replace(run, gpu_bytes=check_memory(run))
+    for repo_id in run.repositories.values():
+        make = not run.config.dry_run
+        print_safe(f"Hub          {check_push(repo_id, run.config.policy_private, make=make)}")
+    return run
