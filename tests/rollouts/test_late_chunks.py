@@ -114,9 +114,9 @@ def go(world, action):
     world.position = action
 
 
-def engines(policy, pre, post, delay, count, monkeypatch):
+def engines(policy, pre, post, delay, count, horizon, monkeypatch):
     """What LeRobot's engine has a robot do, in `count` steps: its own loop, on a clock that only inference moves."""
-    policy.config.rtc_config = config = RTCConfig()
+    policy.config.rtc_config = config = RTCConfig(execution_horizon=horizon)
     policy.init_rtc_processor()
     world, clock, seen, done = World(), [0.0], [], []
 
@@ -162,13 +162,18 @@ def engines(policy, pre, post, delay, count, monkeypatch):
     return np.array(world.executed), seen
 
 
-@pytest.mark.parametrize(("steps", "delay"), [(4, 0), (4, 2), (5, 5)])
+@pytest.mark.parametrize(("steps", "delay", "horizon"), [(4, 0, None), (4, 2, 10), (5, 5, None)])
 @pytest.mark.parametrize("relative", [False, True])
-def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, delay, monkeypatch):  # noqa: F811
+def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, delay, horizon, monkeypatch):  # noqa: F811
+    """With as many guided actions as are left; or with its own 10, of which it guides the last ones to zeros."""
     count = 5 * steps - delay
-    expected, asked = engines(*loaded(pi05, steps, relative), delay, count, monkeypatch)
+    policy, pre, post = loaded(pi05, steps, relative)
+    expected, asked = engines(policy, pre, post, delay, count, horizon or CHUNK - steps, monkeypatch)
     assert [options["inference_delay"] for options in asked[:3]] == [0, delay, delay]
-    found = played(Player(*loaded(pi05, steps, relative), env=ENV, rename_map={}, controller="rtc"), World(), delay, 5)
+    assert [options["prev_chunk_left_over"].shape[-2] for options in asked[1:3]] == [horizon or CHUNK - steps] * 2
+    policy, pre, post = loaded(pi05, steps, relative)
+    policy.config.rtc_config = horizon and RTCConfig(execution_horizon=horizon)
+    found = played(Player(policy, pre, post, env=ENV, rename_map={}, controller="rtc"), World(), delay, 5)
     np.testing.assert_array_equal(found[:count], expected)
     chunks = played(Player(*loaded(pi05, steps, relative), env=ENV, rename_map={}), World(), delay, 5)
     assert np.abs(found[steps:count] - chunks[steps:count]).max() > 1e-3  # the guidance does matter
@@ -248,6 +253,6 @@ def test_real_time_chunking_is_of_policies_that_have_it(tmp_path):
     check_rtc(config, 1.0)
     with pytest.raises(ValueError, match="--policy.guidance=2 with --eval.controller=rtc"):
         check_rtc(config, 2.0)
-    config.chunk_size = 9
-    with pytest.raises(ValueError, match="LeRobot guides 10 actions, and the policy's chunk_size is 9"):
+    config.rtc_config = RTCConfig(execution_horizon=11)
+    with pytest.raises(ValueError, match="--policy.rtc_config.execution_horizon=11: more than a chunk has"):
         check_rtc(config, 1.0)

@@ -44,6 +44,7 @@ from vla_finetuning.rollouts.player import (
     check_rtc,
     opening_of,
     own_shapes,
+    rtc_options,
 )
 from vla_finetuning.rollouts.recording import is_recorded, record_played
 from vla_finetuning.rollouts.replay import make_films
@@ -245,7 +246,7 @@ def describe_controller(source: PolicySource) -> list[str]:
         how = (
             f"was given the actions that are executed meanwhile, as in training (--policy.{MAX_DELAY})"
             if given
-            else "went on from what was left of the last, as by lerobot-rollout's engine"
+            else f"was guided to what was left of the last, as by lerobot-rollout with {flags_of_rtc(source.config)}"
         )
         return [f"Controller   rtc: each chunk {how}"]
     if relative_actions(source.config) is None:
@@ -255,6 +256,12 @@ def describe_controller(source: PolicySource) -> list[str]:
     return [
         f"Controller   chunk: relative actions were played as by {RELATIVE_PLAYED_BY}: --eval.controller=select_action"
     ]
+
+
+def flags_of_rtc(config: Any) -> str:
+    """Return flags with which lerobot-rollout guides and replaces chunks as they are here."""
+    threshold, horizon = config.chunk_size - config.n_action_steps, rtc_options(config).execution_horizon
+    return f"--inference.queue_threshold={threshold} --inference.rtc.execution_horizon={horizon}"
 
 
 class _Progress:

@@ -142,8 +142,8 @@ class Player:
         controller: "chunk" executes chunks as they are when they are predicted. "select_action" decides at each step,
             and executes the next action of the episode's chunk as the processors make it absolute now, like LeRobot's
             loop over `select_action`; all decisions of an episode must come here. "rtc" predicts a chunk that goes on
-            from what is left of the last, like LeRobot's `RTCInferenceEngine` by its defaults, or, where the policy was
-            trained so (MAX_DELAY), from the actions that are executed meanwhile; only by `act_late`.
+            from what is left of the last, like LeRobot's `RTCInferenceEngine` with `rtc_options`, or, where the policy
+            was trained so (MAX_DELAY), from the actions that are executed meanwhile; only by `act_late`.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Player:
         self._trained: FlowLoss | None = None
         if controller == "rtc":  # as lerobot-rollout
             config: Any = policy.config
-            config.rtc_config = self._rtc = RTCConfig()
+            config.rtc_config = self._rtc = rtc_options(config)
             if hasattr(policy, "init_rtc_processor"):
                 policy.init_rtc_processor()
             if max_delay := getattr(config, MAX_DELAY, 0):
@@ -444,6 +444,18 @@ def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controll
     raise ValueError(f"{why}: {late}; give --policy.n_action_steps from {fits[0]} to {fits[-1]}")
 
 
+def rtc_options(config: PreTrainedConfig) -> RTCConfig:
+    """Return how chunks are guided: as --policy.rtc_config says, else LeRobot's defaults for what is left of a chunk.
+
+    LeRobot's engine guides its 10 actions in any case, and those of them that nothing is left for to zeros, normalised.
+    """
+    settings: Any = config
+    if settings.rtc_config is not None:
+        return settings.rtc_config
+    left = max(1, settings.chunk_size - settings.n_action_steps)
+    return RTCConfig(execution_horizon=min(RTCConfig().execution_horizon, left))
+
+
 def check_rtc(config: PreTrainedConfig, guidance: float) -> None:
     """Refuse a policy without LeRobot's real-time chunking. Raises ValueError."""
     policy_class: Any = get_policy_class(config.type)
@@ -452,11 +464,11 @@ def check_rtc(config: PreTrainedConfig, guidance: float) -> None:
             f"--eval.controller=rtc: LeRobot has no real-time chunking for this policy, of type '{config.type}' "
             "(supports_rtc); give --eval.controller=chunk"
         )
-    horizon, chunk = RTCConfig().execution_horizon, getattr(config, "chunk_size", 0)
+    horizon, chunk = rtc_options(config).execution_horizon, getattr(config, "chunk_size", 0)
     if chunk < horizon and not getattr(config, MAX_DELAY, 0):
         raise ValueError(
-            f"--eval.controller=rtc: LeRobot guides {horizon} actions, and the policy's chunk_size is {chunk}; give "
-            "--eval.controller=chunk"
+            f"--policy.rtc_config.execution_horizon={horizon}: more than a chunk has ({chunk}); lower it, or leave it "
+            "out"
         )
     if guidance != 1.0:
         raise ValueError(
