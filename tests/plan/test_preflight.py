@@ -28,7 +28,14 @@ from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
 from vla_finetuning.run.exported import result_problem
-from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, finish, own_folder, prepare_folder
+from vla_finetuning.run.folder import (
+    FINISHED_NAME,
+    LOCK_NAME,
+    checkpoint_written,
+    finish,
+    own_folder,
+    prepare_folder,
+)
 from vla_finetuning.training.attempt import begin
 from vla_finetuning.training.worker import Worker
 
@@ -60,6 +67,7 @@ def started(setting, folder, **changes):
         prepare_folder(run.config)
         step = run.job.checkpoints_dir / "step_00000002"
         commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}), 0)
+        checkpoint_written(folder, 2, 0)
     return run
 
 
@@ -265,7 +273,7 @@ def test_a_run_that_was_trained_is_not_begun_anew(setting, tmp_path, capsys, los
     remove(tmp_path / "run" / lost)
     for more in ([], ["--dry_run"]):
         assert vla.main([*argv, *more]) == 2
-        assert "the run did all of its 5 steps" in capsys.readouterr().err
+        assert "that of step 2 was written" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no checkpoint that can be used"), own_folder(parse_args(argv), None, 9, 0):
         pytest.fail("it began")
     with pytest.raises(ValueError, match="no checkpoint that can be used"):

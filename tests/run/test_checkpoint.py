@@ -47,7 +47,6 @@ from vla_finetuning.run.checkpoint import (
     require_space,
     set_aside_damaged,
     staging_slots,
-    unusable_checkpoints,
     write_pieces,
 )
 from vla_finetuning.run.folder import prune_checkpoints
@@ -184,17 +183,6 @@ def test_what_is_missing_is_seen_without_reading_everything(tmp_path, name):
     assert latest_checkpoint(tmp_path) == before
     with pytest.raises(ValueError, match=f"{newest.name}: {name} is missing or truncated"):
         load_checkpoint(newest, *empty())
-
-
-def test_checkpoints_that_are_none_any_more_are_named(tmp_path):
-    """Damaged ones, set aside or not; whole ones and other folders are not."""
-    assert unusable_checkpoints(tmp_path / "nowhere") == []
-    names = [made(tmp_path, step).name for step in (5, 7, 9)]
-    (tmp_path / "notes").mkdir()
-    assert unusable_checkpoints(tmp_path) == []
-    truncate(tmp_path / names[0] / checkpoint.STATE)
-    os.rename(tmp_path / names[2], tmp_path / f"damaged_{names[2]}")
-    assert unusable_checkpoints(tmp_path) == [f"damaged_{names[2]}", names[0]]
 
 
 def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch):

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from vla_finetuning.mirror import remove
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import Progress, commit, write_pieces
-from vla_finetuning.run.folder import changed_options, checkpoint_to_resume, claim_folder, finish, resumption
+from vla_finetuning.run.folder import changed_options, checkpoint_to_resume, claim_folder, resumption
 
 
 def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
@@ -60,23 +61,14 @@ def written(folder, name, text):
     (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("make", "sign"),
-    [
-        (lambda folder: written(folder, "last_checkpoint.json", '{"step": 20, "attempt": 0}'), "step 20 was written"),
-        (lambda folder: start_attempt(folder, 10, 2), "went on from that of step 10"),
-        (lambda folder: finish(folder, 20), "did all of its 20 steps"),
-        (lambda folder: written(folder, "evaluations.jsonl", '{"step": 10}\n'), "of step 10 was evaluated"),
-        (lambda folder: (checkpoint(folder, 5) / "state.json").unlink(), "step_00000005 is there, damaged"),
-        (lambda folder: checkpoint(folder, 5).rename(folder / "checkpoints/damaged_step_00000005"), "damaged_step_"),
-        (lambda folder: written(folder, "pretrained_model/arm/config.json", "{}"), "pretrained_model is there"),
-        (lambda folder: written(folder, "adapter/adapter_config.json", "{}"), "adapter is there"),
-        (lambda folder: written(folder, "labels.parquet", "PAR1"), "labels.parquet is there"),
-    ],
-)
-def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, make, sign):
-    make(tmp_path)
-    with pytest.raises(ValueError, match=f"no checkpoint that can be used, but .*{sign}.*put a checkpoint back"):
+@pytest.mark.parametrize("name", ["state.json", ""])
+def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, name):
+    """Whether its only checkpoint is gone, or damaged."""
+    newest = checkpoint(tmp_path, 20)
+    written(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
+    assert checkpoint_to_resume(tmp_path) == newest
+    remove(newest / name)
+    with pytest.raises(ValueError, match=r"no checkpoint that can be used, but that of step 20 was.*put a checkpoint"):
         checkpoint_to_resume(tmp_path)
     newest = checkpoint(tmp_path, 4)
     assert checkpoint_to_resume(tmp_path) == newest

@@ -466,28 +466,6 @@ def _void_after(state: Mapping[str, Any], path: Path) -> int | None:
     return counts if counts is not None and state["progress"]["step"] > counts else None
 
 
-class _VoidError(ValueError):
-    """A later attempt went on without a checkpoint."""
-
-
-def unusable_checkpoints(folder: Path) -> list[str]:
-    """Names of folders with what was a whole checkpoint once, and is none now: damaged ones, set aside or not."""
-    pull(folder)
-    entries = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    names = [name for name in entries if step_of(name.removeprefix(DAMAGED)) is not None]
-    return sorted(name for name in names if name.startswith(DAMAGED) or not _is_usable(folder / name))
-
-
-def _is_usable(path: Path) -> bool:
-    try:
-        _state(path)
-    except _VoidError:
-        return True
-    except ValueError:
-        return False
-    return True
-
-
 def prune(
     folder: Path,
     keep: int,
@@ -647,7 +625,7 @@ def _state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {url}: {STATE} is missing or damaged ({error})") from error
     if (counts := _void_after(state, folder)) is not None:
-        raise _VoidError(f"checkpoint {url}: void, a later attempt went on from step {counts} without it")
+        raise ValueError(f"checkpoint {url}: void, a later attempt went on from step {counts} without it")
     files = sizes(folder / state.get("folder", ""))
     for name, written in state["files"].items():
         if files.get(name) != written["bytes"]:

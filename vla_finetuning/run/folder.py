@@ -59,7 +59,6 @@ from vla_finetuning.mirror import (
     push,
     remote,
     remove,
-    sizes,
     synced,
 )
 from vla_finetuning.options.fields import leaves, options_of
@@ -74,9 +73,7 @@ from vla_finetuning.run.checkpoint import (
     load_progress,
     prune,
     require_space,
-    unusable_checkpoints,
 )
-from vla_finetuning.run.exported import RESULTS
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
 from vla_finetuning.store import ChangedError, StorageError, limit_retries
 from vla_finetuning.terminal import print_safe
@@ -134,15 +131,15 @@ def checkpoint_to_resume(output_dir: Path) -> Path | None:
     """The newest checkpoint that can be used; None of a run that has written none yet, which begins at step 0.
 
     Raises:
-        ValueError: none can be used, but the folder shows that the run has been trained, which a run from step 0 would
-            replace.
+        ValueError: none can be used, but one was written: a run from step 0 would replace what was trained.
     """
     newest = latest_checkpoint(output_dir / CHECKPOINTS_NAME)
-    if newest is None and (signs := _signs_of_training(output_dir)):
+    if newest is None and (step := _last_written(output_dir)):
         raise ValueError(
-            f"--resume: {address(output_dir / CHECKPOINTS_NAME)} has no checkpoint that can be used, but "
-            f"{'; '.join(signs)}. The run would begin at step 0 and replace what was trained: put a checkpoint back, "
-            f"or begin anew in another --output_dir, or in this one after {address(output_dir)} is moved or removed"
+            f"--resume: {address(output_dir / CHECKPOINTS_NAME)} has no checkpoint that can be used, but that of step "
+            f"{step} was written ({LAST_CHECKPOINT_NAME}). The run would begin at step 0 and replace what was trained: "
+            "put a checkpoint back, or begin anew in another --output_dir, or in this one after "
+            f"{address(output_dir)} is moved or removed"
         )
     return newest
 
@@ -170,29 +167,6 @@ def _last_written(output_dir: Path) -> int:
         return 0
     counts = resumed_at(attempts(output_dir), saved["attempt"])
     return saved["step"] if counts is None else min(saved["step"], counts)
-
-
-def _signs_of_training(output_dir: Path) -> list[str]:
-    """Return what of a run's folder comes to be after a checkpoint was written, in words."""
-    signs = []
-    if step := _last_written(output_dir):
-        signs.append(f"that of step {step} was written ({LAST_CHECKPOINT_NAME})")
-    elif (starts := attempts(output_dir)) and (step := starts[-1]["resumed_from_step"]):
-        signs.append(f"the run went on from that of step {step} ({ATTEMPTS_NAME})")
-    if finished := read_json(output_dir / FINISHED_NAME):
-        signs.append(f"the run did all of its {finished['step']} steps ({FINISHED_NAME})")
-    done = {line["step"] for line in evaluations(output_dir)}
-    if done:
-        signs.append(f"that of step {max(done)} was evaluated ({EVALUATIONS_NAME})")
-    if unusable := unusable_checkpoints(output_dir / CHECKPOINTS_NAME):
-        signs.append(f"{', '.join(unusable)} {'are' if len(unusable) > 1 else 'is'} there, damaged or incomplete")
-    results = [name for name in contents(output_dir) if name in RESULTS and _is_there(output_dir / name)]
-    return signs + ([f"{', '.join(results)} {'are' if len(results) > 1 else 'is'} there"] if results else [])
-
-
-def _is_there(path: Path) -> bool:
-    """Return whether a path is a file, or a folder with something in it."""
-    return path.is_file() or bool(sizes(path))
 
 
 def check_place(folder: Path) -> None:
