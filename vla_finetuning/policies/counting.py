@@ -1,12 +1,11 @@
 """Count the floating point operations of a policy's step from its configuration alone."""
 
-import math
 from collections.abc import Sequence
-from fractions import Fraction
 
 import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
+from numpy.polynomial import Polynomial
 from torch.utils.flop_counter import FlopCounterMode
 
 from vla_finetuning.options.peft import PeftOptions
@@ -79,12 +78,5 @@ def flops_by_prompt(
         return flops
 
     counted = {prompt: count(prompt) for prompt in sorted({prompts[0], prompts[len(prompts) // 2], prompts[-1]})}
-
-    def interpolated(prompt: int) -> int:
-        total = Fraction(0)
-        for at, flops in counted.items():
-            other_lengths = [other for other in counted if other != at]
-            total += flops * math.prod(Fraction(prompt - other, at - other) for other in other_lengths)
-        return int(total)
-
-    return {prompt: counted.get(prompt) or interpolated(prompt) for prompt in prompts}
+    polynomial = Polynomial.fit(list(counted), list(counted.values()), len(counted) - 1)
+    return {prompt: round(float(polynomial(prompt))) for prompt in prompts}
