@@ -142,17 +142,6 @@ def test_a_kernel_that_ignores_what_the_state_may_not_see_is_wrong(monkeypatch):
     assert "wrong result" in what_is_wrong("sdpa", shapes, torch.device("cpu"), torch.float32)
 
 
-def test_a_batch_without_a_state_is_refused():
-    policy = make_policy()
-    batch, _, _ = make_batch(policy)
-    family = family_of(policy.config)
-    family.check_batch(batch, policy.config)
-    with pytest.raises(ValueError, match=r"no 'observation\.state'"):
-        family.check_batch({key: value for key, value in batch.items() if key != "observation.state"}, policy.config)
-    with pytest.raises(ValueError, match="observation.state is torch.float64"):
-        family.check_batch({**batch, "observation.state": batch["observation.state"].double()}, policy.config)
-
-
 def test_work_of_the_real_policy_is_counted():
     """2 FLOP per weight and token forward and 4 backward: 2.3 B weights of images and language, 0.3 B of actions."""
     config = config_of(

@@ -767,19 +767,9 @@ def test_a_good_batch_passes():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"action": None}, r"no 'action'"),
-        ({"action": torch.zeros(4, 3)}, r"action is torch.float32 \(4, 3\), expected float32 \(4, 6, 3\)"),
-        ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1, 3\), expected float32 \(4, 6, 3\)"),
-        ({"action": torch.zeros(4, 6, 32)}, r"\(4, 6, 32\), expected float32 \(4, 6, 3\)"),
-        ({"action": torch.zeros(4, 6, 3).double()}, r"torch.float64"),
-        ({"action": torch.full((4, 6, 3), torch.nan)}, r"not finite"),
+        ({"action": torch.zeros(4, 3)}, r"action is torch.float32 \(4, 3\), expected \(4, 6\), and its dimensions"),
+        ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1, 3\), expected \(4, 6\)"),
         ({"observation.images.0": None, "observation.images.1": None}, r"none of the policy's cameras"),
-        ({"observation.images.0": torch.zeros(4, 28, 28, 3)}, r"float32 \(4, 28, 28, 3\), expected uint8"),
-        ({"observation.images.0": torch.zeros(3, 3, 28, 28)}, r"float32 \(3, 3, 28, 28\), expected"),
-        ({"observation.images.0": torch.full((4, 3, 28, 28), 255.0)}, r"values in \[255, 255\], expected \[0, 1\]"),
-        ({"observation.language.tokens": None}, r"no 'observation.language.tokens'"),
-        ({"observation.language.tokens": torch.zeros(4, 9, dtype=torch.int64)}, r"\(4, 9\), expected .* \(4, 20\)"),
-        ({"observation.language.attention_mask": torch.ones(4, 20)}, r"expected torch.bool"),
     ],
 )
 def test_check_batch_names_what_does_not_fit(changes, message):

@@ -294,48 +294,22 @@ class Family:
         return None, None
 
     def check_batch(self, batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
-        """Check the first batch of a run as it is about to enter the loss. Reads values from its device.
+        """Check the shapes of the first batch of a run as it is about to enter the loss.
 
         Expects cameras uint8 (B, H, W, 3), or float32 (B, 3, H, W) and in [0, 1] unless the policy normalises images,
-        or their features where the loss takes those;
-        `action` float32 (B, T, A) with the policy's T and A, finite.
+        or their features where the loss takes those; `action` float32 (B, T, A) with the policy's T and A, finite; of
+        policies that take them, tokens int64 (B, L) and their mask bool (B, L), and the state float32 (B, S).
 
         Raises:
-            ValueError: naming the key, what was found and what was expected.
+            ValueError: there is no camera, or a chunk has another number of actions.
         """
-        if ACTION not in batch:
-            raise ValueError(f"the batch has no {ACTION!r}; its keys are {sorted(batch)}")
-        rows = len(batch[ACTION])
-        chunk, width = len(config.action_delta_indices or [0]), self.action_width(config)
-        shape = (rows, chunk, width) if config.action_delta_indices is not None else (rows, width)
-        action = batch[ACTION]
-        require(batch, ACTION, action.dtype == torch.float32 and tuple(action.shape) == shape, f"float32 {shape}")
-        if not torch.isfinite(action).all():
-            raise ValueError(f"{ACTION} holds values that are not finite; look at the dataset's actions and statistics")
-
-        present = [key for key in config.image_features if key in batch]
-        if config.image_features and not present:
+        deltas = config.action_delta_indices
+        shape = (len(batch[ACTION]), *([] if deltas is None else [len(deltas)]))
+        require(batch, ACTION, tuple(batch[ACTION].shape[:-1]) == shape, f"{shape}, and its dimensions")
+        if config.image_features and not batch.keys() & config.image_features.keys():
             raise ValueError(
                 f"the batch has none of the policy's cameras {list(config.image_features)}: {sorted(batch)}"
             )
-        plain = normalization_mode(config, FeatureType.VISUAL) is NormalizationMode.IDENTITY
-        for key in present:
-            image = batch[key]
-            if image.ndim == 3 and "feature_cache" in self.train_options:
-                shape = (rows, *self.feature_shapes(config)[key])
-                require(batch, key, tuple(image.shape) == shape, f"features {shape}")
-                continue
-            channels = {torch.uint8: -1, torch.float32: -3}.get(image.dtype)
-            fits = channels is not None and image.ndim >= 4 and len(image) == rows and image.shape[channels] == 3
-            require(batch, key, fits, f"uint8 ({rows}, H, W, 3) or float32 ({rows}, 3, H, W)")
-            if plain and image.dtype == torch.float32:
-                low, high = image.min().item(), image.max().item()
-                if not 0.0 <= low <= high <= 1.0:
-                    raise ValueError(f"{key} has values in [{low:g}, {high:g}], expected [0, 1]")
-
-    def action_width(self, config: PreTrainedConfig) -> int:
-        """Entries of an action as its processors make it."""
-        return config.output_features[ACTION].shape[0]
 
     def prompt_lengths(self, config: PreTrainedConfig, cameras: int) -> tuple[int, ...]:
         """The lengths that prompts are cut to in batches with so many cameras, ascending; none: they stay as they are.

@@ -141,10 +141,6 @@ class Evo1(Family):
 
     pads_statistics = True
 
-    def action_width(self, config: PreTrainedConfig) -> int:
-        """Return the width of the policy's own actions: its processors add zeros."""
-        return config.max_action_dim
-
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         loss = super().make_loss(policy, **options)
         # It makes pixels of the precision that its option says (vlm_dtype), whatever the weights have become.

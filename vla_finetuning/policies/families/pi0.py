@@ -20,7 +20,7 @@ from lerobot.utils.constants import ACTION_TOKEN_MASK, OBS_STATE, OPENPI_ATTENTI
 from torch import Tensor
 
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix
-from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss, require
+from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss
 from vla_finetuning.policies.flow import repeat_rows
 
 
@@ -63,17 +63,6 @@ class PI0(PI05):
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         return PI0Loss(policy, **options)
-
-    def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
-        """Also expects the state float32 (B, S), or (B, 1, S) where the policy has a window of observations."""
-        super().check_batch(batch, config)
-        if OBS_STATE not in batch:
-            raise ValueError(f"the batch has no {OBS_STATE!r}; its keys are {sorted(batch)}")
-        state = batch[OBS_STATE]
-        window = () if config.observation_delta_indices is None else (len(config.observation_delta_indices),)
-        fits = state.dtype == torch.float32 and state.shape[1:-1] == window and state.shape[-1] <= config.max_state_dim
-        shape = ", ".join(map(str, ("B", *window, f"at most {config.max_state_dim}")))
-        require(batch, OBS_STATE, fits, f"float32 ({shape})")
 
     def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
         state = config.input_features.get(OBS_STATE)

@@ -43,7 +43,7 @@ from transformers import CONFIG_MAPPING
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, PolicyLoss, require
+from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, PolicyLoss
 from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -426,18 +426,6 @@ class PI05(Family):
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         return sample_noise_and_time(config, rows, seed, step, device)
-
-    def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
-        """Also expects tokens int64 (B, L) and their mask bool (B, L), of any L."""
-        super().check_batch(batch, config)
-        # Prompts may have been cut (`prompts.cut_prompts`): mask and tokens alike.
-        mask = batch.get(OBS_LANGUAGE_ATTENTION_MASK)
-        length = config.tokenizer_max_length if mask is None or mask.ndim != 2 else mask.shape[1]
-        shape = (len(batch[ACTION]), length)
-        for key, dtype in ((OBS_LANGUAGE_TOKENS, torch.int64), (OBS_LANGUAGE_ATTENTION_MASK, torch.bool)):
-            if key not in batch:
-                raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
-            require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
 
     def prompt_lengths(self, config: Any, cameras: int) -> tuple[int, ...]:
         steps = self.before_actions + config.chunk_size
