@@ -269,7 +269,7 @@ def test_statistics_may_come_later(tmp_path):
         ({"observation.state": None}, "no 'observation.state'"),
         ({"action": None}, "no 'action'"),
         ({"observation.state": {"dtype": "float32", "shape": (2, 2), "names": None}}, "must be a vector"),
-        ({"observation.images.top": {"dtype": "video", "shape": (3,), "names": None}}, "'observation.images.top'"),
+        ({"observation.images.top": {"dtype": "video", "shape": (3,), "names": None}}, "observation.images.top"),
     ],
 )
 def test_a_dataset_that_pi05_cannot_use_is_refused(tmp_path, change, complaint):

@@ -11,7 +11,6 @@ weights and is trained from scratch.
 
 import contextlib
 import itertools
-import logging
 import shutil
 import threading
 import uuid
@@ -46,11 +45,10 @@ from lerobot.utils.constants import (
     POLICY_POSTPROCESSOR_DEFAULT_NAME,
     POLICY_PREPROCESSOR_DEFAULT_NAME,
 )
+from lerobot.utils.feature_utils import dataset_to_policy_features
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
-
-logger = logging.getLogger(__name__)
 
 # Every prompt is PI0.5's "Task: {instruction}, State: {bins};\nAction: ", whose bins are 0..255, or -1 for a value
 # below the range that normalisation maps to [-1, 1].
@@ -331,6 +329,7 @@ def make_tiny_base(
     """
     if Path(folder).exists():
         raise FileExistsError(f"{folder} exists; remove it, or choose another folder for the base policy")
+    features = {key: f if isinstance(f, Mapping) else vars(f) for key, f in features.items()}
     input_features, output_features = _policy_features(features)
     for key in (OBS_STATE, ACTION):
         names = set(stats.get(key, {})) if stats is not None else {"q01", "q99"}
@@ -349,7 +348,7 @@ def make_tiny_base(
         n_action_steps=chunk_size,
         vocabulary=[*_vocabulary(prompts), *(f"{SPARE_WORD}{number}>" for number in range(spare_words))],
         tokenizer_max_length=_prompt_length(prompts),
-        action_feature_names=_flat_names(features[ACTION]),
+        action_feature_names=_flat_names(features[ACTION].get("names")),
         device="cpu",  # the one device that every machine has; may be overridden on loading
         **sizes,
     )
@@ -373,53 +372,30 @@ def make_tiny_base(
     return Path(folder)
 
 
-def _field(feature: Any, name: str) -> Any:
-    return feature.get(name) if isinstance(feature, Mapping) else getattr(feature, name, None)
-
-
 def _policy_features(
-    features: Mapping[str, Any],
+    features: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, PolicyFeature], dict[str, PolicyFeature]]:
     """The policy's inputs (RGB cameras channel-first, then the state) and its output (the action)."""
-    cameras = {}
-    for key, feature in features.items():
-        if _field(feature, "dtype") not in ("image", "video"):
-            continue
-        height, width, channels = _channels_last(key, feature)
-        if channels == 3:
-            cameras[key] = PolicyFeature(type=FeatureType.VISUAL, shape=(3, height, width))
-        else:
-            logger.warning("'%s' has %d channels and is no input of PI0.5, which sees RGB only", key, channels)
-    if not cameras:
+    axes = ("height", "width", "channels")  # unless they are named
+    typed = dataset_to_policy_features({key: {**f, "names": f.get("names") or axes} for key, f in features.items()})
+    typed = {key: PolicyFeature(feature.type, tuple(feature.shape)) for key, feature in typed.items()}
+    cameras = {key: feature for key, feature in typed.items() if feature.type is FeatureType.VISUAL}
+    if not (cameras := {key: feature for key, feature in cameras.items() if feature.shape[0] == 3}):
         raise ValueError(f"the dataset has no RGB camera, which PI0.5 needs; its features are {sorted(features)}")
-    vectors = {}
-    for key, feature_type in ((OBS_STATE, FeatureType.STATE), (ACTION, FeatureType.ACTION)):
+    for key in (OBS_STATE, ACTION):
         if key not in features:
             other = "observation.x" if key == OBS_STATE else "x"
             raise ValueError(
                 f"the dataset has no '{key}', which PI0.5 needs; its features are {sorted(features)}; --rename_map="
                 f'\'{{"{other}": "{key}"}}\' gives one of them that name'
             )
-        shape = tuple(_field(features[key], "shape"))
-        if len(shape) != 1:
-            raise ValueError(f"'{key}' must be a vector for PI0.5, its shape is {shape}")
-        vectors[key] = PolicyFeature(type=feature_type, shape=shape)
-    return {**cameras, OBS_STATE: vectors[OBS_STATE]}, {ACTION: vectors[ACTION]}
+        if len(typed[key].shape) != 1:
+            raise ValueError(f"'{key}' must be a vector for PI0.5, its shape is {typed[key].shape}")
+    return {**cameras, OBS_STATE: typed[OBS_STATE]}, {ACTION: typed[ACTION]}
 
 
-def _channels_last(key: str, feature: Any) -> tuple[int, int, int]:
-    """(height, width, channels) of a camera; datasets of LeRobot name their axes, and some are channel-first."""
-    shape, names = tuple(_field(feature, "shape")), _field(feature, "names")
-    if len(shape) != 3:
-        raise ValueError(f"the camera '{key}' must have a shape of height, width and channels, not {shape}")
-    if names and str(names[0]).startswith("channel"):
-        shape = (*shape[1:], shape[0])
-    return shape
-
-
-def _flat_names(feature: Any) -> list[str] | None:
+def _flat_names(names: Any) -> list[str] | None:
     """The names of a vector's dimensions; LeRobot stores a list, or a dict of lists."""
-    names = _field(feature, "names")
     if isinstance(names, Mapping):
         names = list(itertools.chain.from_iterable(names.values()))
     return [str(name) for name in names] if names else None
