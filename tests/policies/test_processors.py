@@ -226,11 +226,9 @@ def test_an_empty_block_has_the_same_columns(case, prepare):
     assert {len(value) for value in empty.values()} == {0}
 
 
-def test_columns_to_keep(case):
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
-    kept = Prepare(preprocessor, case.meta.camera_keys, {}, case.config, keep=("episode_index", "absent"))
-    assert "episode_index" in kept(case.rows([0]))
-    assert "index" not in kept(case.rows([0]))
+def test_columns_to_keep(case, prepare):
+    columns = prepare(case.rows([0]))
+    assert "index" in columns and "episode_index" not in columns
 
 
 def test_bad_blocks(case, prepare):

@@ -96,10 +96,11 @@ def lerobots_velocity(model, embedded, x, t):
 
 
 @pytest.mark.parametrize("steps", [5, 10])
-def test_without_noise_it_is_lerobots_sampler(loss, steps):
+def test_without_noise_it_is_lerobots_sampler(loss, steps, monkeypatch):
+    monkeypatch.setattr(loss.policy.config, "num_inference_steps", steps)
     batch, draws = inputs(loss), draw(SDE, loss, 6)
-    theirs = loss.policy.predict_action_chunk(loss.images(batch), noise=draws.start, num_steps=steps)
-    torch.testing.assert_close(continue_chunk(loss, batch, draws.start, steps=steps), theirs, atol=2e-6, rtol=1e-5)
+    theirs = loss.policy.predict_action_chunk(loss.images(batch), noise=draws.start)
+    torch.testing.assert_close(continue_chunk(loss, batch, draws.start), theirs, atol=2e-6, rtol=1e-5)
     still = FlowSDE(steps, 0.0)
     chunk, _ = sample(loss, batch, still, draw(still, loss, 6)._replace(start=draws.start))
     torch.testing.assert_close(chunk, theirs, atol=5e-6, rtol=1e-5)

@@ -21,6 +21,7 @@ from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
 from vla_finetuning.data.shards import Sharding
+from vla_finetuning.training import coordinators
 from vla_finetuning.training.coordinators import Coordinators, GroupedRanks, shared
 from vla_finetuning.training.stream import LazyPickle, RankSchedule, TrainingData, stream_batches
 
@@ -103,9 +104,10 @@ def source(tmp_path_factory, ray_cluster):
 
 
 @pytest.mark.ray
-def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
+def test_ranks_of_several_groups_get_what_one_coordinator_deals(source, monkeypatch):
     """The same rows in the same turns; within what the cluster has; and asked to end through rank 0's, all end."""
-    data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5, ranks=2)
+    monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 2)
+    data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
     of_ranks = data.configure({"train": read_source(source)}, WORLD, None, ["node"] * WORLD)
     splits = [split["train"] for split in of_ranks]
     assert [split.world_size() for split in splits] == [1, 2, 2]

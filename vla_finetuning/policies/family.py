@@ -403,6 +403,17 @@ class Family:
         raise NotImplementedError(self.type)
 
 
+def parts_by_prefix(policy: PreTrainedPolicy, prefixes: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the part of each parameter by its name, by (prefix, part): the first prefix that fits decides."""
+    parts = {}
+    for name, _ in policy.named_parameters():
+        part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)
+        if part is None:
+            raise ValueError(f"parameter {name!r} is in no known part of a '{policy.name}'; is this LeRobot 0.6.1?")
+        parts[name] = part
+    return parts
+
+
 def require(batch: Mapping[str, Tensor], key: str, fits: bool, expected: str) -> None:
     """Raise ValueError where a column of a batch is not as expected, in words."""
     if not fits:

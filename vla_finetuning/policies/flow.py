@@ -237,21 +237,18 @@ def guided_chunk(
 
 
 @torch.no_grad()
-def continue_chunk(
-    loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, prefix: Tensor | None = None, steps: int | None = None
-) -> Tensor:
+def continue_chunk(loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, prefix: Tensor | None = None) -> Tensor:
     """Predict action chunks by LeRobot's sampler, their first actions given: for a policy that was trained with
     MAX_DELAY.
 
     Args:
         batch: B rows for the policy. noise: float32 (B, T, max_action_dim).
         prefix: the first actions, float32 (B, d, at most max_action_dim), normalised, d < T; None: none.
-        steps: of the sampler; the policy's num_inference_steps when absent.
     Returns:
         float32 (B, T, A), normalised; its first d actions are the prefix.
     """
     config: Any = loss.policy.config
-    steps, x, given = steps or config.num_inference_steps, noise, 0
+    steps, x, given = config.num_inference_steps, noise, 0
     if prefix is not None and (given := prefix.shape[1]):
         x = torch.cat([F.pad(prefix, (0, noise.shape[2] - prefix.shape[2])), noise[:, given:]], dim=1)
     seen, dt = loss.prefix(loss.images(batch)), -1.0 / steps

@@ -128,7 +128,6 @@ class Prepare:
         camera_keys: cameras in the block, by their names in the dataset.
         rename_map: dataset key to policy key.
         config: the policy's configuration.
-        keep: columns that are handed on as they are, where a block has them.
         trusted: whether code that comes with the policy may run, in the processes that this is unpickled in too.
         texts: whether instructions are handed on, as the pipeline leaves them.
     Raises:
@@ -142,7 +141,6 @@ class Prepare:
         rename_map: Mapping[str, str],
         config: PreTrainedConfig,
         *,
-        keep: Sequence[str] = ROW_COLUMNS,
         trusted: bool = False,
         texts: bool = False,
     ):
@@ -150,7 +148,6 @@ class Prepare:
         features = {**config.input_features, **config.output_features}
         self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
-        self._keep = tuple(keep)
         full_pipeline = _with_steps(preprocessor, [_fixed_shape(copy.copy(step)) for step in preprocessor.steps])
         self._pipeline = _with_steps(full_pipeline, [step for step in full_pipeline.steps if not _of_batch(step)])
         self._renamed = _rename_map(self._pipeline)
@@ -173,8 +170,8 @@ class Prepare:
             The same rows, numbers of fixed shape only: cameras, the same memory under the policy's names;
             the policy's other features, normalised, and their `_is_pad`; what the pipeline added
             (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L)); with
-            `texts`, `task_bytes` (`texts.as_bytes`); the columns to keep; with `is_skipped`, also `is_read` bool (N,),
-            its opposite.
+            `texts`, `task_bytes` (`texts.as_bytes`); ROW_COLUMNS, where the block has them; with `is_skipped`, also
+            `is_read` bool (N,), its opposite.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action is not finite, where the row counts.
@@ -182,7 +179,7 @@ class Prepare:
         columns = {name: _pictures(batch, key) for key, name in self._cameras.items()} | self.without_cameras(batch)
         if "is_skipped" in batch:
             columns["is_read"] = ~batch["is_skipped"]
-        return columns | {key: batch[key] for key in self._keep if key in batch}
+        return columns | {key: batch[key] for key in ROW_COLUMNS if key in batch}
 
     def without_cameras(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what LeRobot's pipeline makes of a block but for its cameras: as `__call__`, without what is handed
@@ -287,7 +284,6 @@ class PrepareRobots:
         robots: in any order. robot_of: the robot of each dataset, by its number in `robots`.
         cameras: all cameras in a block, by the policy's names.
         own_widths: whether each row's loss is over the dimensions that its robot has.
-        keep: as for `Prepare`.
     """
 
     def __init__(
@@ -296,10 +292,9 @@ class PrepareRobots:
         robot_of: Sequence[int],
         cameras: Sequence[str],
         own_widths: bool,
-        keep: Sequence[str] = ROW_COLUMNS,
     ):
         self._robots, self._robot_of, self._cameras = tuple(robots), np.asarray(robot_of), tuple(cameras)
-        self._own_widths, self._keep = own_widths, tuple(keep)
+        self._own_widths = own_widths
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Prepare a block of frame rows.
@@ -338,7 +333,7 @@ class PrepareRobots:
             columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]
         if "is_skipped" in batch:
             columns["is_read"] = ~batch["is_skipped"]
-        return columns | {key: batch[key] for key in self._keep if key in batch}
+        return columns | {key: batch[key] for key in ROW_COLUMNS if key in batch}
 
 
 def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:

@@ -138,7 +138,6 @@ def make_films(
     folder: Path,
     makers: Mapping[str, Maker],
     chosen: Sequence[tuple[str, Mapping[str, Any], np.ndarray]],
-    limit_s: float = LIMIT_S,
 ) -> list[dict[str, Any]]:
     """Pictures of episodes, in `folder`/films: what a page shows (`report.loop`).
 
@@ -153,12 +152,12 @@ def make_films(
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
     task = ray.remote(num_cpus=FILM_CPUS, max_retries=0)(film)
     tasks = [task.remote(makers[line["task"]], dict(line), actions) for _, line, actions in chosen]
-    deadline, films = time.monotonic() + limit_s, []
+    deadline, films = time.monotonic() + LIMIT_S, []
     for film_task, (title, line, _) in zip(tasks, chosen, strict=True):
         file, problem = f"{'-'.join(_words(title, line['task'], line['seed']))}.webp", None
         if not ray.wait([film_task], timeout=max(0.0, deadline - time.monotonic()))[0]:
             ray.cancel(film_task, force=True)
-            problem = f"playing it again took more than {limit_s:g} s"
+            problem = f"playing it again took more than {LIMIT_S:g} s"
         else:
             try:
                 (folder / FILMS / file).write_bytes(ray.get(film_task))

@@ -28,7 +28,8 @@ from vla_finetuning.data.read_tasks import BlockShare
 
 logger = logging.getLogger(__name__)
 
-# Half as many as one coordinator could just deal to where a rank takes 20 rows a second in blocks of 8 (docs/scale.md).
+# Of a group at most, if there are CPUs for so many groups: half as many as one coordinator could just deal to where a
+# rank takes 20 rows a second in blocks of 8 (docs/scale.md).
 RANKS_PER_COORDINATOR = 128
 
 
@@ -39,7 +40,6 @@ class GroupedRanks(ray.train.DataConfig):
         execution_options: of the data, if one execution read it all.
         cpus_per_worker: that each rank holds; the rest is for the executions to share.
         cpus_per_read_task: there are no more groups than read tasks that can run at once, one for each.
-        ranks: of a group at most, if there are CPUs for so many groups; RANKS_PER_COORDINATOR when None.
     """
 
     def __init__(
@@ -47,10 +47,9 @@ class GroupedRanks(ray.train.DataConfig):
         execution_options: ExecutionOptions,
         cpus_per_worker: float,
         cpus_per_read_task: float,
-        ranks: int | None = None,
     ):
         super().__init__(execution_options=execution_options)
-        self._options, self._ranks = execution_options, ranks or RANKS_PER_COORDINATOR
+        self._options = execution_options
         self._cpus_per_worker, self._cpus_per_read_task = cpus_per_worker, cpus_per_read_task
 
     def configure(
@@ -91,7 +90,7 @@ class GroupedRanks(ray.train.DataConfig):
 
     def _groups(self, world_size: int) -> list[tuple[int, int, ExecutionOptions]]:
         """The ranks, [first, last), that a coordinator each deals to, from anywhere; and its options."""
-        groups = -(-world_size // self._ranks)
+        groups = -(-world_size // RANKS_PER_COORDINATOR)
         if groups > 1:
             in_all = ray.cluster_resources().get("CPU", 0) - world_size * self._cpus_per_worker
             cpus = max(0.0, in_all - self._options.exclude_resources.cpu)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ray.train.collective
+import ray.train.torch
 import torch
 
 from vla_finetuning.run.progress import spilled_bytes
@@ -53,8 +55,6 @@ class RayWorker(Worker):
     """A process of Ray Train's worker group, in its training function."""
 
     def __init__(self) -> None:
-        import ray.train.torch
-
         super().__init__(ray.train.torch.get_device())
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
@@ -62,29 +62,19 @@ class RayWorker(Worker):
 
     @property
     def shard(self) -> Any:
-        import ray.train
-
         return ray.train.get_dataset_shard("train")
 
     @property
     def storage(self) -> Path:
-        import ray.train
-
         return Path(ray.train.get_context().get_storage().experiment_fs_path)
 
     def broadcast(self, value: Any) -> Any:
-        import ray.train.collective
-
         return ray.train.collective.broadcast_from_rank_zero(value)
 
     def report(self, metrics: dict[str, Any], **checkpoint: Any) -> None:
-        import ray.train
-
         ray.train.report(metrics, **checkpoint)
 
     def preemption_deadline_ms(self) -> int | None:
-        import ray.train
-
         notice = ray.train.get_preemption_info()
         return None if notice is None else notice.deadline_ms or 0
 

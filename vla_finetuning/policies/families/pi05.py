@@ -43,7 +43,7 @@ from transformers import CONFIG_MAPPING
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, PolicyLoss
+from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, PolicyLoss, parts_by_prefix
 from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -101,10 +101,6 @@ class PI05Loss(LayeredLoss):
         """Compute what the action expert needs of images (floats, as `images` makes them) and language."""
         with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
             return self._run_prefix(batch)
-
-    def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """Compute noise - actions by the expert, as `FlowLoss.velocity`."""
-        return self._run_suffix(noisy_actions, time, prefix)
 
     def value_inputs(self, prefix: Prefix) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         return prefix.keys_values, prefix.bias
@@ -178,8 +174,8 @@ class PI05Loss(LayeredLoss):
             hidden = self._run(self._vision_layer, layer, hidden, not self._checkpointing)
         return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
 
-    def _run_suffix(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """The action expert: noisy actions float32 (B*K, T, max_action_dim) to velocities of the same shape."""
+    def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
+        """Compute noise - actions by the expert, as `FlowLoss.velocity`."""
         core = self.policy.model
         expert = core.paligemma_with_expert.gemma_expert.model
         config = self.policy.config
@@ -405,7 +401,6 @@ class PI05(Family):
             f"{last}post_attention_layernorm.",
             f"{last}mlp.",
         )
-        # The first prefix that fits decides.
         prefixes = (
             *((prefix, UNUSED) for prefix in unused),
             *((f"model.{module}.", "heads") for module in self.heads),
@@ -413,13 +408,7 @@ class PI05(Family):
             (language, "language model"),
             ("model.paligemma_with_expert.paligemma.model.", "vision"),
         )
-        parts = {}
-        for name, _ in policy.named_parameters():
-            part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)
-            if part is None:
-                raise ValueError(f"parameter {name!r} is in no known part of PI0.5; is this LeRobot 0.6.1?")
-            parts[name] = part
-        return parts
+        return parts_by_prefix(policy, prefixes)
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         return PI05Loss(policy, **options)

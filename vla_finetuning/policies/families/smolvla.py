@@ -44,7 +44,7 @@ from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
 from vla_finetuning.policies.families.pi0 import PI0
 from vla_finetuning.policies.families.pi05 import Prefix
-from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, PolicyLoss
+from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, PolicyLoss, parts_by_prefix
 from vla_finetuning.policies.flow import TimeDistribution, over_own_dims, repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -364,11 +364,6 @@ LAST_LAYERS = "the language model's last layers"
 class SmolVLA(PI0):
     """SmolVLA and types that derive from it: they take what PI0 takes, images, a prompt and the state."""
 
-    modes = {
-        "heads": frozenset({"heads"}),
-        "expert": frozenset({"heads", "action expert"}),
-        "full": frozenset({"heads", "action expert", "language model", "vision"}),
-    }
     train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"})
     image_options = ("resize_imgs_with_padding", "normalization_mapping")
     without_effect = {
@@ -404,7 +399,6 @@ class SmolVLA(PI0):
             *(f"{last}{module}" for module in never),
             *(f"{language}layers.{number}." for number in range(last_used + 1, depth)),
         )
-        # The first prefix that fits decides.
         prefixes = (
             *((prefix, UNUSED) for prefix in unused),
             ("model.state_proj.", "heads" if config.train_state_proj else STATE_FROZEN),
@@ -418,13 +412,7 @@ class SmolVLA(PI0):
                 VISION_FROZEN if config.freeze_vision_encoder else "vision",
             ),
         )
-        parts = {}
-        for name, _ in policy.named_parameters():
-            part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)
-            if part is None:
-                raise ValueError(f"parameter {name!r} is in no known part of SmolVLA; is this LeRobot 0.6.1?")
-            parts[name] = part
-        return parts
+        return parts_by_prefix(policy, prefixes)
 
     def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
         vlm = policy.model.vlm_with_expert.get_vlm_model()
