@@ -31,7 +31,6 @@ from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run, resolve
 from vla_finetuning.program import Work, deliver, reported, run_training
 from vla_finetuning.training import callbacks as attach
-from vla_finetuning.training.capacity import rows_that_fit
 from vla_finetuning.training.coordinators import GroupedRanks
 from vla_finetuning.training.export import describe_exported, export_run, policy_at
 from vla_finetuning.training.fitting import fit, on_cluster, worker_group
@@ -150,7 +149,7 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 def plan(run: Run, examined: Examined) -> Work:
     """Print the run's plan, check what can be checked before Ray starts, and return the work."""
-    evaluation = Evaluation(run, policy_at, rows_that_fit)
+    evaluation = Evaluation(run, policy_at)
     planned = show_plan(run, examined.datasets)
     return lambda: work(planned, evaluation)
 

@@ -267,9 +267,9 @@ def test_rows_at_once_change_nothing(loaded, monkeypatch):
 def test_a_policy_is_asked_in_the_precision_that_it_was_trained_in(loaded, mode):
     policy, pre, post = copy.deepcopy(loaded[0]), *loaded[1:]
     spec = SimpleNamespace(train=SimpleNamespace(mode=mode))
-    assert _placed(spec, policy, None, torch.device("cpu")) == (policy, None)
+    assert _placed(spec, policy, None, torch.device("cpu")) is policy
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-    placed, _ = _placed(spec, policy, torch.bfloat16, torch.device("cpu"))
+    placed = _placed(spec, policy, torch.bfloat16, torch.device("cpu"))
     low = {name for name, parameter in placed.named_parameters() if parameter.dtype == torch.bfloat16}
     assert any(".language_model.layers.0.mlp." in name for name in low) is (mode == "expert")
     assert not any(".gemma_expert.model." in name for name in low)

@@ -28,7 +28,6 @@ from vla_finetuning.training.capacity import (
     needed_by,
     planned_memory,
     planned_shards,
-    rows_that_fit,
 )
 from vla_finetuning.training.memory import GIB, StepMemory
 
@@ -181,15 +180,6 @@ def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny):
     prompt = tiny.policy.prompts[-1]
     of_row = sum(height * width * 3 for height, width in tiny.rows.frames) + prompt * (8 + 1) + 4 * numbers
     assert exact.needed - planned(config).needed == 3 * rows * of_row and exact.peak == planned(config).peak
-
-
-def test_rows_for_a_forward_are_those_that_fit(monkeypatch):
-    """What they take is bent: a straight line through the first two would promise too much."""
-    monkeypatch.setattr(capacity, "prediction_bytes", lambda config, mode, rows, **_: max(900 + 50 * rows, 125 * rows))
-    for free in (200, 1000, 2000, 3000, 4000, 10_000):
-        rows = rows_that_fit(None, "expert", cameras=1, bf16=True, free_bytes=round(1.04 * free) + 1, most=32)
-        assert rows == 1 or max(900 + 50 * rows, 125 * rows) <= free
-        assert (rows == 1) is (free <= 1000) and (rows == 32) is (free >= 4000)
 
 
 def test_the_plan_says_where_host_memory_is_too_little_for_a_checkpoint(tiny, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 from ray.data import ExecutionOptions
 from ray.exceptions import RayError
@@ -26,11 +25,10 @@ class Evaluation:
     """Measures a run's policy. Raises ValueError as `Evaluator`, where the run has an environment.
 
     Args:
-        policy_at: reads the policy of a checkpoint. rows_that_fit: as `capacity.rows_that_fit`.
+        policy_at: reads the policy of a checkpoint.
     """
 
-    def __init__(self, run: Run, policy_at: PolicyAt, rows_that_fit: Callable[..., int]) -> None:
-        self._rows_that_fit = rows_that_fit
+    def __init__(self, run: Run, policy_at: PolicyAt) -> None:
         self._in_environment = Evaluator(run, policy_at) if run.config.env_type else None
 
     def beside(self, run: Run, data: ExecutionOptions) -> contextlib.AbstractContextManager[None]:
@@ -39,7 +37,7 @@ class Evaluation:
 
     def after(self, run: Run) -> int:
         """Evaluate what training has left. Returns the exit status: 0, or 5 where something could not be evaluated."""
-        status = evaluate_trained(run, self._rows_that_fit) if run.rows.any_held_out else 0
+        status = evaluate_trained(run) if run.rows.any_held_out else 0
         return (self._in_environment.finish() if self._in_environment else 0) or status
 
     def close(self) -> None:
@@ -48,13 +46,13 @@ class Evaluation:
             self._in_environment.close()
 
 
-def evaluate_trained(run: Run, rows_that_fit: Callable[..., int]) -> int:
+def evaluate_trained(run: Run) -> int:
     """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
     if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
         print_safe(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
         return 0
     try:
-        errors = cluster.run_remote(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
+        errors = cluster.run_remote(evaluate_run, run, scaling=run.job.scaling)
         for name, result in errors_by_robot(errors).items():
             print_safe_text(f"{name}{': ' if name else ''}{error_table(result['trained'], result.get('untrained'))}")
             for line in describe_tools(result["tools"]):

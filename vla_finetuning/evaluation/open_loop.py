@@ -8,7 +8,7 @@ Legend: N rows of a batch, T chunk, A action, H W C image.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -314,16 +314,12 @@ def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.n
     return np.concatenate([batch[ACTION][:, 0] for batch in batches]).mean(0)
 
 
-def evaluate_run(
-    run: Run, frames: int = EVAL_FRAMES, rows_that_fit: Callable[..., int] | None = None
-) -> dict[str, Any]:
+def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
     """Open-loop errors of a finished run on its held-out episodes, before and after training.
 
     Runs in a process of its own, on a GPU if the run had GPUs. The trained policy is read back from
     `OUTPUT_DIR/pretrained_model` as anybody would, by LeRobot's own loading.
 
-    Args:
-        rows_that_fit: rows to predict at once on a GPU; None: as many as are read.
     Returns:
         `{"trained": ..., "untrained": ..., "tools": ...}`, the first two as from `open_loop_errors`, the last as from
         `compare_tools`; of several robots `{"robots": {name:
@@ -332,7 +328,7 @@ def evaluate_run(
     folder = fetched_for_good(run.job.output_dir / "pretrained_model")
     views = {robot.name: (select_robot(run, robot), robot.datasets) for robot in run.robots}
     robot_errors = {
-        name: _errors_of(view, datasets, folder / name, frames, rows_that_fit)
+        name: _errors_of(view, datasets, folder / name, frames)
         for name, (view, datasets) in views.items()
         if view.rows.any_held_out
     }
@@ -347,7 +343,6 @@ def _errors_of(
     datasets: Sequence[int],
     folder: Path,
     frames: int,
-    rows_that_fit: Callable[..., int] | None,
 ) -> dict[str, Any]:
     """`evaluate_run` of the run's only robot, whose policy is in `folder`.
 
@@ -374,6 +369,8 @@ def _errors_of(
             for task in tasks_of(meta, episodes)
         ),
         "seed": spec.seed,
+        # On a GPU, as many rows as it has trained on at once.
+        "at_once": job.batch_size if device.type == "cuda" and family_of(spec.config).from_config else None,
     }
     saved = load_policy_config(folder)
     saved.device = device.type
@@ -382,7 +379,7 @@ def _errors_of(
     pre, post = load_processors(folder, saved, trusted=spec.trusted)
     with remote_code(spec.trusted):
         trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
-    trained, options["at_once"] = _placed(spec, trained, autocast, device, rows_that_fit)
+    trained = _placed(spec, trained, autocast, device)
     named = [{robot.own_names.get(key, key): values for key, values in batch.items()} for batch in batches]
     errors = {"trained": open_loop_errors(trained, pre, post, named, **options)}
     try:
@@ -397,7 +394,7 @@ def _errors_of(
     del trained
     if spec.folder is not None:
         untrained = spec.start()
-        untrained, options["at_once"] = _placed(spec, untrained, autocast, device, rows_that_fit)
+        untrained = _placed(spec, untrained, autocast, device)
         pre, post = spec.processors()
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
@@ -405,27 +402,15 @@ def _errors_of(
 
 
 def _placed(
-    spec: PolicySpec,
-    policy: PreTrainedPolicy,
-    autocast: torch.dtype | None,
-    device: torch.device,
-    rows_that_fit: Callable[..., int] | None = None,
-) -> tuple[PreTrainedPolicy, int | None]:
-    """The policy on the device, what did not train in the precision that training held it in; and rows for a forward.
+    spec: PolicySpec, policy: PreTrainedPolicy, autocast: torch.dtype | None, device: torch.device
+) -> PreTrainedPolicy:
+    """The policy on the device, what did not train in the precision that training held it in.
 
-    So a GPU that trained a policy can be asked what it learned. None: as many as there are.
+    So a GPU that trained a policy can be asked what it learned.
     """
-    if not family_of(policy.config).from_config:
-        return policy.to(device), None
-    mode = spec.train.mode
-    if autocast is not None:
-        choose_trainable(policy, mode)
+    if family_of(policy.config).from_config and autocast is not None:
+        choose_trainable(policy, spec.train.mode)
         cast_frozen(policy, autocast)
-    policy = policy.to(device)
-    if device.type != "cuda" or rows_that_fit is None:
-        return policy, None
-    torch.cuda.empty_cache()  # of the policy before it
-    free, cameras = torch.cuda.mem_get_info(device)[0], spec.cameras
-    return policy, rows_that_fit(
-        policy.config, mode, cameras=cameras, bf16=autocast is not None, free_bytes=free, most=EVAL_BATCH
-    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the policy before it
+    return policy.to(device)

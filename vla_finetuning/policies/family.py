@@ -398,10 +398,6 @@ class Family:
         """
         raise NotImplementedError(self.type)
 
-    def predict_once(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
-        """Predict chunks by LeRobot's own code, with one denoising step: later ones take the memory that it took."""
-        raise NotImplementedError(self.type)
-
 
 def parts_by_prefix(policy: PreTrainedPolicy, prefixes: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return the part of each parameter by its name, by (prefix, part): the first prefix that fits decides."""

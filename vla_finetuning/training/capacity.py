@@ -16,13 +16,12 @@ from ray._common.utils import get_system_memory
 from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.scaling import Strategy
-from vla_finetuning.options.train import TrainMode
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.cluster import is_local
 from vla_finetuning.terminal import print_safe_text
-from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
+from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 
 # Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
 GPUS_OF_A_NODE = 8
@@ -100,19 +99,6 @@ def planned_shards(config: Config) -> int | None:
         return scaling.shard_workers
     on_a_node = is_local() and torch.cuda.device_count() or GPUS_OF_A_NODE
     return max(n for n in range(1, on_a_node + 1) if scaling.num_workers % n == 0)
-
-
-def rows_that_fit(
-    config: PreTrainedConfig, mode: TrainMode, *, cameras: int, bf16: bool, free_bytes: int, most: int
-) -> int:
-    """Return how many rows a policy can predict chunks for at once, at most `most`, when its weights are on the device.
-
-    What they take is the largest of several sums that grow with them, so it lies below the line from one row to `most`.
-    One is tried in any case.
-    """
-    one_row, all_rows = (prediction_bytes(config, mode, cameras=cameras, rows=rows, bf16=bf16) for rows in (1, most))
-    usable = free_bytes / (1 + FRAGMENTATION)
-    return most if all_rows <= usable else max(1, 1 + int((usable - one_row) / (all_rows - one_row) * (most - 1)))
 
 
 def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None:

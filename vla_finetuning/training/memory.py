@@ -35,7 +35,6 @@ from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.parallel import cache_casts, gathered_bytes, hold_gradients, is_sharded, spread, units
 
 GIB = 2**30
@@ -216,29 +215,6 @@ def step_memory(
             peak=peak,
             beside=extra_bytes,
         )
-
-
-def prediction_bytes(config: PreTrainedConfig, mode: TrainMode, *, cameras: int, rows: int, bf16: bool) -> int:
-    """Return what a policy takes, beside its weights, while LeRobot's own code predicts chunks for so many rows at
-    once.
-
-    Args:
-        mode: what trained; with bf16, what did not is held in bfloat16, and all is computed under autocast.
-    """
-    family, cpu = family_of(config), torch.device("cpu")
-    config = family.with_cameras(config, cameras)
-    policy = meta_policy(config).eval()
-    with _without_collector(), FakeTensorMode(), torch.no_grad():
-        _give_storage(policy, cpu)
-        if bf16:
-            choose_trainable(policy, mode)
-            cast_frozen(policy, torch.bfloat16)
-        batch, noise, _ = family.empty_inputs(config, rows, 1, cpu)
-        weights, inputs = [*policy.parameters(), *policy.buffers()], [*batch.values(), noise]
-        alive = Alive([*weights, *inputs])
-        with alive, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            family.predict_once(policy, batch, noise)
-        return alive.peak - _bytes(weights)
 
 
 @contextlib.contextmanager

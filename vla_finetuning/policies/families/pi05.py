@@ -467,9 +467,6 @@ class PI05(Family):
         language = config.tokenizer_max_length if prompt is None else prompt
         return cameras * image_tokens(config) + language + draws * (self.before_actions + config.chunk_size)
 
-    def predict_once(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
-        return policy.predict_action_chunk(dict(batch), noise=noise, num_steps=1)
-
 
 def image_tokens(config: Any) -> int:
     """Positions that a camera's image takes: its patches."""

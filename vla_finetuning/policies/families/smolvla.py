@@ -454,11 +454,6 @@ class SmolVLA(PI0):
         language = config.tokenizer_max_length if prompt is None else prompt
         return image_tokens(config, cameras) + language + self.before_actions + draws * config.chunk_size
 
-    def predict_once(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
-        """By this loss's own functions: LeRobot's read values, of which tensors without storage have none."""
-        loss = SmolVLALoss(policy)
-        return loss.velocity(noise, noise[:, 0, 0], loss.prefix(loss.inputs(batch)))
-
 
 def image_sizes(config: Any) -> list[tuple[int, int]]:
     """Height and width of the images of each camera, as the vision tower sees them."""
