@@ -81,7 +81,7 @@ def evaluated(run):
         patch.setattr(after_training, "is_demo", lambda *_: True)
         patch.setattr(side_by_side, "play", play)
         patch.setattr(side_by_side, "make_films", lambda *_: FILMS)
-        assert after_training.evaluate_trained(run, None) == 0
+        assert after_training.evaluate_trained(run) == 0
     return json.loads((run.job.output_dir / "evaluation.json").read_text()), played
 
 

@@ -114,7 +114,7 @@ def test_every_number_of_each_robot_is_a_plain_computation(run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "run_remote", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))
         patch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
-        assert after_training.evaluate_trained(run, None) == 0
+        assert after_training.evaluate_trained(run) == 0
     written, expected = json.loads((run.job.output_dir / "evaluation.json").read_text()), {}
     for robot in ROBOTS:
         (rows, mean), own = held_out(run, robot), exported(run, robot)

@@ -200,7 +200,7 @@ def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind,
 def test_a_policy_that_predicts_nothing_is_not_measured(monkeypatch, capsys):
     config = SimpleNamespace(type="molmoact2", inference_action_mode=None)
     monkeypatch.setattr(after_training, "family_of", lambda config: FAMILIES[config.type])
-    assert after_training.evaluate_trained(SimpleNamespace(policy=SimpleNamespace(config=config)), max) == 0
+    assert after_training.evaluate_trained(SimpleNamespace(policy=SimpleNamespace(config=config))) == 0
     assert "not measured of a 'molmoact2'" in capsys.readouterr().out
     config.inference_action_mode = "discrete"
     assert FAMILIES["molmoact2"].cannot_predict(config) == ""
