@@ -780,15 +780,6 @@ def test_one_process_has_nothing_to_spread():
     assert spread(loss, "fsdp2", CPU, 1) is loss
 
 
-def test_ddp_exchanges_a_64th_of_the_gradients_at_once(monkeypatch):
-    made = {}
-    monkeypatch.setattr(parallel, "DistributedDataParallel", lambda loss, **options: made.update(options))
-    spread(torch.nn.Linear(2, 2), "ddp", CPU, 2)
-    assert made["bucket_cap_mb"] == 25
-    expert, full, larger = (parallel.bucket_mb(4 * parameters) for parameters in (430e6, 3.24e9, 100e9))
-    assert (expert, full, larger) == (pytest.approx(26, abs=0.5), pytest.approx(193, abs=0.5), 256)
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [

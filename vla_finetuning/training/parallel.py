@@ -54,7 +54,7 @@ def spread(
     Args:
         loss: on `device`, with what trains chosen. Its `forward` must be called as the module.
         world: training processes; 1 leaves the module alone.
-        copies: for hsdp, the ranks that hold each copy together, from `replicas_on`; all hold one when absent.
+        replicas: for hsdp, the ranks that hold each copy together, from `replicas_on`; all hold one when absent.
         autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
             to which autocast would cast their weights anyway. Gradients travel in float32.
         find_unused_parameters: DDP's search, in every step, for what trains and got no gradient; when absent, where a
@@ -67,7 +67,6 @@ def spread(
     if strategy == "ddp":
         if find_unused_parameters is None:
             find_unused_parameters = isinstance(loss, PolicyLoss) and not loss.reaches_all
-        trained = sum(parameter.nbytes for parameter in loss.parameters() if parameter.requires_grad)
         if not find_unused_parameters:
             # DDP moves gradients that it finds into its buckets. Those made later, between the exchanges, would stay
             # beside them: a second copy (torch 2.11).
@@ -76,7 +75,6 @@ def spread(
             loss,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_mb(trained),
             # Rank 0's, before every forward, where training changes some; others are constants.
             broadcast_buffers=isinstance(loss, PolicyLoss) and bool(saved_buffers(loss.policy)),
             find_unused_parameters=find_unused_parameters,
@@ -145,16 +143,6 @@ def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[in
         )
     grouped = {node: [rank for rank, rank_node in enumerate(nodes) if rank_node == node] for node in counts}
     return [ranks[first : first + size] for ranks in grouped.values() for first in range(0, len(ranks), size)]
-
-
-def bucket_mb(gradient_bytes: int) -> float:
-    """Return how much DDP exchanges at once, MiB: a 64th of the gradients, at least its own 25 and at most 256.
-
-    A bucket travels while backward makes the next, so what cannot be hidden is the last one: a 64th. PI0.5's expert
-    (0.43 B, 1.7 GB) comes to 26 MiB. In full (3.2 B, 13 GB) 25 would be 500 exchanges, and over 16 ranks of two nodes
-    each would send pieces of 1.6 MiB, too small for a network's bandwidth: 193 MiB. Planned, not measured.
-    """
-    return min(max(gradient_bytes / 64 / 2**20, 25.0), 256.0)
 
 
 def hold_gradients(loss: nn.Module) -> None:
