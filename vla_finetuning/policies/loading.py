@@ -304,24 +304,8 @@ def _check_keys(
         )
 
 
-# What wraps a policy puts before the names of its weights.
-WRAPPERS = r"((module|_orig_mod)\.)+|base_model\.model\."
-
-
 def _explain_names(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError with the cause and the command, where names of weights are wrong for a known reason."""
-    wrapped = [re.match(WRAPPERS, name) for name in names]
-    if wrapped and all(wrapped):
-        prefix = os.path.commonprefix([match[0] for match in wrapped if match])
-        code = (
-            "from safetensors.torch import load_file, save_file; p = 'model.safetensors'; "
-            f"save_file({{k.removeprefix('{prefix}'): v for k, v in load_file(p).items()}}, p, {{'format': 'pt'}})"
-        )
-        raise ValueError(
-            f"the names of the weights in {folder} all begin with {prefix!r}: they were saved from a policy wrapped in "
-            "DistributedDataParallel, torch.compile or PEFT. Take it off, once, in that folder: "
-            f'python -c "{code}"'
-        )
+    """Raise ValueError with the command that helps, where LeRobot saved the weights before it had processors."""
     inside = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
     if old := [name for name in names if name.removeprefix("model.").startswith(inside)]:
         raise ValueError(
