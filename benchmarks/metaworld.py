@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import record
 import vla
-from diagnostics.report import Environment
+from benchmarks.stages import FIRST_EVALUATED, Stage, parse_settings, run_stages, stages_parser
+from diagnostics.report import provenance
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, metaworld_tasks, task_makers
 from vla_finetuning.evaluation.episodes import Book, read_evaluation
@@ -43,43 +43,34 @@ from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.rollouts.episodes import Condition, episode_list
 from vla_finetuning.rollouts.player import PolicySource, check_fits
 from vla_finetuning.rollouts.servers import play
-from vla_finetuning.run import cluster
-from vla_finetuning.run.folder import EVALUATION_NAME
+from vla_finetuning.run.folder import EVALUATION_NAME, FINISHED_NAME
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 
-# Far from each other: initial states that are evaluated are in no demonstration.
-FIRST_RECORDED, FIRST_EVALUATED = 100_000, 1000
+FIRST_RECORDED = 100_000  # far from what is evaluated: those initial states are in no demonstration
 LABELS = {"untrained": "before training", "trained": "trained", "other_instruction": "trained, with another task"}
-# Of an episode, in RLinf's configurations of Meta-World's 50 tasks.
-RLINF_STEPS = 100
+RLINF_STEPS = 100  # of an episode, in RLinf's configurations of Meta-World's 50 tasks
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument(
-        "--folder", type=Path, default=Path("outputs/metaworld"), help="of everything but the result"
+    arguments = stages_parser(
+        __doc__,
+        "outputs/metaworld",
+        seed=(1, "of initial weights, order of rows, and noise"),
+        episodes=(120, "recorded, of each task"),
+        image_size=(112, "pixels of a frame's side, and of what PI0.5 sees"),
+        patch_size=(14, "of PI0.5's vision"),
+        chunk_size=(20, "actions that PI0.5 predicts"),
+        n_action_steps=(10, "actions of them that are executed"),
+        steps=(1300, "of training"),
+        batch_size=(16, "rows, of each of two workers"),
+        noise_draws=(4, "per row"),
+        eval_episodes=(50, "of each task and condition"),
+        episode_length=(250, "steps after which an episode has failed"),
     )
     arguments.add_argument("--json", type=Path, help="where the result goes")
-    arguments.add_argument("--seed", type=int, default=1, help="of initial weights, order of rows, and noise")
     arguments.add_argument("--tasks", default="reach-v3,push-v3,drawer-open-v3", help="at least two")
-    arguments.add_argument("--episodes", type=int, default=120, help="recorded, of each task")
-    arguments.add_argument(
-        "--image_size", type=int, default=112, help="pixels of a frame's side, and of what PI0.5 sees"
-    )
-    arguments.add_argument("--patch_size", type=int, default=14, help="of PI0.5's vision")
-    arguments.add_argument("--chunk_size", type=int, default=20, help="actions that PI0.5 predicts")
-    arguments.add_argument("--n_action_steps", type=int, default=10, help="actions of them that are executed")
-    arguments.add_argument("--steps", type=int, default=1300, help="of training")
-    arguments.add_argument("--batch_size", type=int, default=16, help="rows, of each of two workers")
-    arguments.add_argument("--noise_draws", type=int, default=4, help="per row")
     arguments.add_argument("--lr", type=float, default=1e-3, help="at its peak")
-    arguments.add_argument("--eval_episodes", type=int, default=50, help="of each task and condition")
-    arguments.add_argument("--episode_length", type=int, default=250, help="steps after which an episode has failed")
     return arguments
-
-
-def run(program: Any, flags: Mapping[str, Any]) -> int:
-    return program.main([f"--{name}={value}" for name, value in flags.items()])
 
 
 def drawn(o: argparse.Namespace) -> dict[str, Any]:
@@ -87,48 +78,24 @@ def drawn(o: argparse.Namespace) -> dict[str, Any]:
     return {"task": o.tasks, "image_size": f"[{o.image_size},{o.image_size}]", "render_quality": "fast"}
 
 
-def check_settings(o: argparse.Namespace) -> None:
-    """Raise ValueError if the folder is of a run with other settings."""
-    settings = {name: value for name, value in vars(o).items() if name not in ("folder", "json")}
-    earlier = read_json(o.folder / "settings.json") or settings
-    if differ := [f"--{name}={earlier.get(name)}" for name in settings if earlier.get(name) != settings[name]]:
-        raise ValueError(
-            f"{o.folder} is of a run with other {', '.join(differ)}: give the same to go on with it, or name another "
-            "--folder"
-        )
-    o.folder.mkdir(parents=True, exist_ok=True)
-    write_json(o.folder / "settings.json", settings)
-
-
-def train(o: argparse.Namespace) -> int:
-    """Record and train; what is done is left alone. Returns the exit status of the program that failed, or 0."""
+def stages(o: argparse.Namespace) -> Iterator[Stage]:
+    """Yield the recording and, with the base policy for what it has recorded, the training."""
     root, base, folder = o.folder / "dataset", o.folder / "base", o.folder / "run"
-    if not root.exists():
-        flags = {"env.type": "metaworld", **{f"env.{name}": value for name, value in drawn(o).items()}}
-        if status := run(record, {**flags, "episodes": o.episodes, "seed": FIRST_RECORDED, "root": root}):
-            return status
+    flags = {"env.type": "metaworld", **{f"env.{name}": value for name, value in drawn(o).items()}}
+    yield Stage(record.main, {**flags, "episodes": o.episodes, "seed": FIRST_RECORDED, "root": root}, root / "meta")
     meta = load_metadata(root)
     if not base.exists():
-        make_tiny_base(
-            base,
-            features=meta.features,
-            tasks=sorted(meta.tasks.values()),
-            stats={key: meta.stats[key] for key in ("observation.state", "action")},
-            fps=meta.fps,
-            chunk_size=o.chunk_size,
-            seed=o.seed,
-            image_resolution=(o.image_size, o.image_size),
-            patch_size=o.patch_size,
-        )
-    if (folder / "pretrained_model").exists() and (folder / EVALUATION_NAME).exists():
-        return 0
+        stats = {key: meta.stats[key] for key in ("observation.state", "action")}
+        shape = {"chunk_size": o.chunk_size, "image_resolution": (o.image_size,) * 2, "patch_size": o.patch_size}
+        tasks = sorted(meta.tasks.values())
+        make_tiny_base(base, features=meta.features, tasks=tasks, stats=stats, fps=meta.fps, seed=o.seed, **shape)
     flags = {"preset": "demo", "dataset.root": root, "dataset.eval_split": 0.05, "policy.path": base}
     flags |= {"policy.n_action_steps": o.n_action_steps, "output_dir": folder, "resume": "auto", "seed": o.seed}
     flags |= {"steps": o.steps, "batch_size": o.batch_size, "lr": o.lr, "train.noise_draws": o.noise_draws}
-    return run(vla, {**flags, "save_freq": 500, "scaling.use_gpu": "false"})
+    yield Stage(vla.main, flags | {"save_freq": 500, "scaling.use_gpu": "false"}, folder / FINISHED_NAME)
 
 
-def evaluate(o: argparse.Namespace, env: Any, makers: Mapping[str, Any]) -> None:
+def evaluate(o: argparse.Namespace, env: Any, makers: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Play what is not played yet under all conditions: on the same initial states and with the same noise."""
     trained = o.folder / "run" / "pretrained_model"
     check_drawn(drawn_for(trained), env, trained)
@@ -144,22 +111,9 @@ def evaluate(o: argparse.Namespace, env: Any, makers: Mapping[str, Any]) -> None
     book = Book(o.folder / "evaluation", {}, episodes)
     if remaining := [episode for episode in episodes if not book.is_done(episode)]:
         print_safe(f"Playing      {len(remaining)} episodes")
-        cluster.connect()
         shared = {name: source.shared() for name, source in sources.items()}
         play(remaining, conditions, shared, makers, EvalOptions(), seed=o.seed, on_end=lambda line, _: book.write(line))
-
-
-def result(o: argparse.Namespace) -> dict[str, Any]:
-    simulator = {package: importlib.metadata.version(package) for package in ("metaworld", "mujoco")}
-    errors, meta = read_json(o.folder / "run" / EVALUATION_NAME), load_metadata(o.folder / "dataset")
-    return {
-        "command": shlex.join(sys.orig_argv[1:]),
-        "settings": read_json(o.folder / "settings.json"),
-        "environment": Environment.here().model_dump(mode="json") | {"simulator": simulator},
-        "dataset": {"episodes": meta.num_episodes, "frames": meta.total_frames},
-        "open_loop_mse": {name: error["mse"] for name, error in errors["trained"].items() if "mse" in (error or ())},
-        "success": success(read_evaluation(o.folder / "evaluation")[1]),
-    }
+    return read_evaluation(o.folder / "evaluation")[1]
 
 
 def success(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -205,25 +159,28 @@ def table(scores: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    options.folder = options.folder.absolute()
+    """Record, train and evaluate what is not done, and print success. Returns the exit status: see the module."""
+    options = parse_settings(parser(), argv)
     try:
         flags = drawn(options) | {"episode_length": options.episode_length}
         env = env_config("metaworld", [f"--{name}={value}" for name, value in flags.items()])
         makers = task_makers(env)
         if len(makers) < 2:
             raise ValueError(f"--tasks={options.tasks}: name at least two, so that language has something to tell")
-        check_settings(options)
     except (ValueError, OSError) as error:
         print_safe_error(error)
         return 2
-    if status := train(options):
+    if status := run_stages(stages(options)):
         return status
-    evaluate(options, env, makers)
-    scores = result(options)
-    print_safe_text(table(scores["success"]))
+    scores = success(evaluate(options, env, makers))
+    print_safe_text(table(scores))
     if options.json is not None:
-        write_json(options.json, scores)
+        meta, errors = load_metadata(options.folder / "dataset"), read_json(options.folder / "run" / EVALUATION_NAME)
+        mse = {name: error["mse"] for name, error in errors["trained"].items() if "mse" in (error or ())}
+        simulator = {package: importlib.metadata.version(package) for package in ("metaworld", "mujoco")}
+        result = provenance(**read_json(options.folder / "settings.json")) | {"simulator": simulator, "success": scores}
+        size = {"episodes": meta.num_episodes, "frames": meta.total_frames}
+        write_json(options.json, result | {"dataset": size, "open_loop_mse": mse})
     return 0
 
 

@@ -15,69 +15,36 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import evaluate
 import value
 import vla
+from benchmarks.stages import Stage, parse_settings, play_two_bins, run_stages, stages_parser
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.files import write_json
-from vla_finetuning.plan.demo import (
-    DEMO_CACHE,
-    DISOBEDIENT,
-    DISOBEDIENT_PAIRS,
-    disobeyed,
-    prepare_base,
-    prepare_disobedient,
-)
-from vla_finetuning.run import cluster
+from vla_finetuning.plan import demo
 from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FINISHED_NAME
-from vla_finetuning.terminal import print_safe, print_safe_text
+from vla_finetuning.terminal import print_safe_text
 
-# Seed of the scenes that are played: in no demonstration.
-FIRST_EVALUATED = 1000
 NAMES = {"imitation": "imitation of all demonstrations", "recap": "RECAP, prompted positive"}
-
-
-class Stage(NamedTuple):
-    """A program, its flags, and the file that it writes last."""
-
-    name: str
-    program: Callable[[list[str]], int]
-    flags: dict[str, Any]
-    done: Path
-
-
-def parser() -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--folder", type=Path, default=Path("outputs/recap"), help="of all runs")
-    arguments.add_argument("--seed", type=int, default=1000, help="of weights, order of rows, and noise")
-    arguments.add_argument("--steps", type=int, default=900, help="of each policy")
-    arguments.add_argument("--value_steps", type=int, default=600, help="of the value function")
-    arguments.add_argument("--eval_episodes", type=int, default=200, help="of each policy")
-    return arguments
 
 
 def stages(options: argparse.Namespace) -> Iterator[Stage]:
     """Yield the stages in their order."""
-    folder = options.folder.absolute()
-    root = prepare_disobedient(DEMO_CACHE).absolute()
+    folder, outcomes = options.folder, options.folder / "outcomes.json"
+    root = demo.prepare_disobedient(demo.DEMO_CACHE).absolute()
     meta = load_metadata(root)
     data: dict[str, Any] = {"features": meta.features, "tasks": sorted(meta.tasks.values()), "fps": meta.fps}
-    base = prepare_base(DEMO_CACHE, **data, labelled=True).absolute()
-    wrong = disobeyed(DISOBEDIENT_PAIRS, DISOBEDIENT)
-    outcomes = folder / "outcomes.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(outcomes, {str(i): not w for i, w in enumerate(wrong.tolist())})
+    base = demo.prepare_base(demo.DEMO_CACHE, **data, labelled=True).absolute()
+    wrong = demo.disobeyed(demo.DISOBEDIENT_PAIRS, demo.DISOBEDIENT).tolist()
+    write_json(outcomes, {str(episode): not is_wrong for episode, is_wrong in enumerate(wrong)})
     shared = {"preset": "demo", "dataset.root": root, "resume": "auto", "seed": options.seed}
     shared |= {"scaling.use_gpu": "false"}
-    learns = shared | {"dataset.eval_split": 0, "policy.path": base.absolute(), "steps": options.steps}
-    learns |= {"train.noise_draws": 2}
+    learns = shared | {"dataset.eval_split": 0, "policy.path": base, "steps": options.steps, "train.noise_draws": 2}
     judges = shared | {"policy.path": folder / "imitation" / "pretrained_model", "outcome.success": f"@{outcomes}"}
     # An advantage over 10 frames: episodes have 7 to 22.
     judges |= {"steps": options.value_steps, "value.horizon": 10, "value.positive": 0.6}
@@ -87,32 +54,29 @@ def stages(options: argparse.Namespace) -> Iterator[Stage]:
         ("value", value.main, judges),
         ("recap", vla.main, learns | labels),
     ):
-        yield Stage(name, program, flags | {"output_dir": folder / name}, folder / name / FINISHED_NAME)
+        yield Stage(program, flags | {"output_dir": folder / name}, folder / name / FINISHED_NAME)
     for name, prompt in (("imitation", {}), ("recap", {"policy.advantage": "positive"})):
-        played = folder / f"play-{name}"
-        plays = {"policy.path": folder / name / "pretrained_model", "output_dir": played, "seed": FIRST_EVALUATED}
-        plays |= {"env.type": "two_bins", "env.episode_length": 30, "eval.n_episodes": options.eval_episodes}
-        yield Stage(f"play-{name}", evaluate.main, plays | {"eval.videos": 0} | prompt, played / "report.html")
-
-
-def table(folder: Path) -> str:
-    """Return a line for each policy with its success."""
-    lines = ["Success on scenes that no policy has seen (95 % interval)"]
-    for name, label in NAMES.items():
-        lines.append(f"  {label:34}{share(score(read_evaluation(folder / f'play-{name}')[1]))}")
-    return "\n".join(lines)
+        policy = folder / name / "pretrained_model"
+        yield play_two_bins(folder / f"play-{name}", policy, options.eval_episodes, prompt)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    cluster.connect()
-    for stage in stages(options):
-        if stage.done.is_file():
-            continue
-        print_safe(f"Stage        {stage.name}")
-        if status := stage.program([f"--{flag}={value}" for flag, value in stage.flags.items()]):
-            return status
-    print_safe_text(table(options.folder))
+    """Run what is not done, and print each policy's success. Returns the exit status: see the module."""
+    parser = stages_parser(
+        __doc__,
+        "outputs/recap",
+        seed=(1000, "of weights, order of rows, and noise"),
+        steps=(900, "of each policy"),
+        value_steps=(600, "of the value function"),
+        eval_episodes=(200, "of each policy"),
+    )
+    options = parse_settings(parser, argv)
+    if status := run_stages(stages(options)):
+        return status
+    lines = ["Success on scenes that no policy has seen (95 % interval)"]
+    for name, label in NAMES.items():
+        lines.append(f"  {label:34}{share(score(read_evaluation(options.folder / f'play-{name}')[1]))}")
+    print_safe_text("\n".join(lines))
     return 0
 
 

@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import evaluate
 import vla
-from benchmarks.recap import FIRST_EVALUATED, Stage
+from benchmarks.stages import Stage, parse_settings, play_two_bins, run_stages, stages_parser
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.files import write_json
-from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import FINISHED_NAME
-from vla_finetuning.terminal import print_safe, print_safe_text
+from vla_finetuning.terminal import print_safe_text
 
 # The demo's gantry takes 10 actions a second and a chunk has 10, of which 5 are executed.
 LATENCIES_S, MAX_DELAY, EXECUTED = (0.0, 0.1, 0.2, 0.3), 3, 5
@@ -32,41 +29,33 @@ LATENCIES_S, MAX_DELAY, EXECUTED = (0.0, 0.1, 0.2, 0.3), 3, 5
 ARMS = {"late": (False, "chunk"), "guided": (False, "rtc"), "trained": (True, "rtc")}
 
 
-def parser() -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--folder", type=Path, default=Path("outputs/rtc"), help="of all runs")
-    arguments.add_argument("--seeds", type=int, default=5, help="how many: of weights, order of rows, and noise")
-    arguments.add_argument("--steps", type=int, default=900, help="of each policy")
-    arguments.add_argument("--eval_episodes", type=int, default=200, help="of each policy and latency")
-    return arguments
-
-
 def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
     """Yield a seed's stages in their order."""
-    folder = options.folder.absolute() / f"seed{seed}"
+    folder = options.folder / f"seed{seed}"
     for name, delay in (("plain", 0), ("delayed", MAX_DELAY)):
         flags: dict[str, Any] = {"preset": "demo", "seed": seed, "steps": options.steps, "resume": "auto"}
         flags |= {"scaling.use_gpu": "false", "policy.rtc_training_max_delay": delay, "output_dir": folder / name}
-        yield Stage(f"seed{seed}, {name}", vla.main, flags, folder / name / FINISHED_NAME)
+        yield Stage(vla.main, flags, folder / name / FINISHED_NAME)
     for arm, (delayed, controller) in ARMS.items():
         policy = folder / ("delayed" if delayed else "plain") / "pretrained_model"
-        flags = {"policy.path": policy, "policy.n_action_steps": EXECUTED, "eval.controller": controller}
-        flags |= {"eval.latency_s": ",".join(map(str, LATENCIES_S)), "seed": FIRST_EVALUATED, "eval.videos": 0}
-        flags |= {"env.type": "two_bins", "env.episode_length": 30, "eval.n_episodes": options.eval_episodes}
-        yield Stage(
-            f"seed{seed}, {arm}", evaluate.main, flags | {"output_dir": folder / arm}, folder / arm / "report.html"
-        )
+        flags = {"policy.n_action_steps": EXECUTED, "eval.latency_s": ",".join(map(str, LATENCIES_S))}
+        flags |= {"eval.controller": controller}
+        yield play_two_bins(folder / arm, policy, options.eval_episodes, flags)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    cluster.connect()
+    """Run what is not done, and print success by latency. Returns the exit status: see the module."""
+    parser = stages_parser(
+        __doc__,
+        "outputs/rtc",
+        seeds=(5, "how many: of weights, order of rows, and noise"),
+        steps=(900, "of each policy"),
+        eval_episodes=(200, "of each policy and latency"),
+    )
+    options = parse_settings(parser, argv)
     seeds = range(1000, 1000 + options.seeds)
-    for stage in (stage for seed in seeds for stage in stages(options, seed)):
-        if not stage.done.is_file():
-            print_safe(f"Stage        {stage.name}")
-            if status := stage.program([f"--{flag}={value}" for flag, value in stage.flags.items()]):
-                return status
+    if status := run_stages(stage for seed in seeds for stage in stages(options, seed)):
+        return status
     scores, lines = {}, [f"Success of {options.seeds} seeds, {options.steps} steps (95 % interval)"]
     for arm in ARMS:
         played = [line for seed in seeds for line in read_evaluation(options.folder / f"seed{seed}" / arm)[1]]

@@ -9,6 +9,8 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -68,6 +70,21 @@ class Environment(Record):
         )
 
 
+def provenance(**settings: Any) -> dict[str, Any]:
+    """Return what a benchmark's result begins with: its command, its settings, and where it was measured."""
+    hardware = Environment.here().model_dump()
+    return {"command": shlex.join(sys.orig_argv[1:]), "hardware": hardware, "settings": settings}
+
+
+def format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows of equally many cells as aligned lines: the first `left` columns flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{'<' if n < left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]
+
+
 class Report(Record):
     """A tool's result. `config` is the run's, as `config.json` has it."""
 
@@ -108,8 +125,9 @@ class Spread(Record):
         values = np.asarray(samples, float)
         return cls(mean=values.mean(), median=np.median(values), p95=np.percentile(values, 95))
 
-    def columns(self) -> str:
-        return "".join(f"{1e3 * value:11.2f}" for value in (self.mean, self.median, self.p95))
+    def cells(self) -> list[str]:
+        """Return mean, median and p95 in milliseconds."""
+        return [f"{1e3 * value:.2f}" for value in (self.mean, self.median, self.p95)]
 
 
 # ---- the page, in the look of a run's report -----------------------------------------------------------------------
@@ -122,8 +140,8 @@ def page(title: str, measured_on: str, charts: Sequence[tuple[str, str]], table:
     return page_template("tool.html").render(title=title, measured_on=measured_on, charts=charts, table=table)
 
 
-def shares(parts: Mapping[str, float]) -> str:
-    """A bar for each part, as long as its share of the sum in percent, as SVG."""
+def shares(parts: Mapping[Any, float]) -> str:
+    """Draw a bar for each part, as long as its share of the sum in percent, as SVG."""
     from vla_finetuning.report import figures
 
     percent = [(name, round(100 * part / (sum(parts.values()) or 1.0), 1)) for name, part in parts.items()]
@@ -131,8 +149,8 @@ def shares(parts: Mapping[str, float]) -> str:
     return figures.to_svg(figure, "Shares: " + ", ".join(f"{name} {share:g} %" for name, share in percent))
 
 
-def time_line(seconds: Mapping[str, Sequence[float]]) -> str:
-    """What every step consists of, on top of each other, as SVG."""
+def time_line(seconds: Mapping[Any, Sequence[float]]) -> str:
+    """Draw what every step consists of, on top of each other, as SVG."""
     from vla_finetuning.report import figures
 
     parts = {name: 1e3 * np.asarray(values) for name, values in seconds.items()}

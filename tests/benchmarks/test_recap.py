@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import recap
+from benchmarks import recap, stages
 from vla_finetuning.options.command_line import EVALUATE, VALUE, VLA
 from vla_finetuning.run.folder import FINISHED_NAME
 
@@ -14,10 +14,10 @@ from vla_finetuning.run.folder import FINISHED_NAME
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
     """Programs that only parse their flags, and leave their last file unless they are to fail."""
-    monkeypatch.setattr(recap.cluster, "connect", lambda: None)
-    monkeypatch.setattr(recap, "prepare_disobedient", lambda cache: tmp_path / "demonstrations")
+    monkeypatch.setattr(stages.cluster, "connect", lambda: None)
+    monkeypatch.setattr(recap.demo, "prepare_disobedient", lambda cache: tmp_path / "demonstrations")
     monkeypatch.setattr(recap, "load_metadata", lambda root: SimpleNamespace(features={}, tasks={}, fps=10))
-    monkeypatch.setattr(recap, "prepare_base", lambda *_, **__: tmp_path / "base")
+    monkeypatch.setattr(recap.demo, "prepare_base", lambda *_, **__: tmp_path / "base")
     line = {"task": "t", "success_once": True, "success_at_end": True, "error": None}
     monkeypatch.setattr(recap, "read_evaluation", lambda folder: ({}, [line | {"initial_state": n} for n in range(3)]))
     calls, failing = [], set()
@@ -36,7 +36,7 @@ def programs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(recap.vla, "main", program(VLA, FINISHED_NAME))
     monkeypatch.setattr(recap.value, "main", program(VALUE, FINISHED_NAME))
-    monkeypatch.setattr(recap.evaluate, "main", program(EVALUATE, "report.html"))
+    monkeypatch.setattr(stages.evaluate, "main", program(EVALUATE, "report.html"))
     return calls, failing
 
 
