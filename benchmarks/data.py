@@ -4,8 +4,8 @@
 
 Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They
 take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
-a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
-over all the time. An epoch with an empty cache of frames is read once: of few --rows most of it is starting up.
+a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster. An epoch with an empty cache of
+frames is read once: of few --rows most of it is starting up.
 `growth` compares a dataset with ten times the episodes (benchmarks/plan.py has a million). `store`: rates from an S3 on
 loopback whose answers take 30 ms, against those from the local disk.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
@@ -14,21 +14,22 @@ Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by datas
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import json
 import logging
 import os
-import shlex
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from benchmarks import RESULTS
 from benchmarks.datasets import CAMERAS, DATASETS, grow, make
+from benchmarks.object_store import served
 from benchmarks.readers import (
     BATCH,
     OUR_ROWS,
@@ -41,101 +42,78 @@ from benchmarks.readers import (
     ours,
     ray_read_lerobot,
     shuffled,
-    torchcodec_works,
 )
-from diagnostics.report import Environment
-from vla_finetuning.files import write_json
+from diagnostics.report import format_table, provenance
+from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.files import read_json, write_json
 
 LATENCY_S = 0.03
-
-
-def in_turn(variants: dict[str, Contender], rounds: int) -> dict[str, Any]:
-    """Measure variants in turn, several rounds: rows/s, and how many times the first one's."""
-    samples: dict[str, list[float]] = {label: [] for label in variants}
-    for label, batches in list(variants.items()) * rounds:
-        samples[label].append(measure(batches)["rows_per_s"])
-    medians = {label: statistics.median(rates) for label, rates in samples.items()}
-    first = next(iter(medians.values()))
-    return {"rows_per_s": medians, "of_first": {k: v / first for k, v in medians.items()}, "samples": samples}
-
-
-def growth(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """The same number of shuffled rows from a dataset, and from one with ten times the episodes."""
-    roots = {"once": root, "ten times": grow(root, 10)}
-    return in_turn({name: partial(shuffled, grown, OUR_ROWS, seeds) for name, grown in roots.items()}, rounds)
-
-
-def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """Shuffled rows from the local disk and from a store on loopback, without a cache of its bytes."""
-    from benchmarks.object_store import served
-
-    with served(root.absolute(), LATENCY_S) as (url, options):
-        remote = partial(shuffled, url, OUR_ROWS, seeds, storage_options=options)
-        rates = in_turn({"local": partial(shuffled, root, OUR_ROWS, seeds), "store": remote}, rounds)
-    return {"latency_s": LATENCY_S, **rates}
+COMPARED = ("growth", "store")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "store")))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, *COMPARED)))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-
-    import ray
-
-    seeds, rounds = iter(range(10**6)), options.rounds
-
-    def of_av1(times: int = 1) -> Path:
-        root = make("av1_240x320x3", options.rows)
-        return root if times == 1 else grow(root, times)
-
-    cells: dict[str, Callable[[], dict[str, Any]]] = {
-        "growth": lambda: growth(of_av1(), rounds, seeds),
-        # Of few rows, what opening a video reads is all of it, and the node keeps that.
-        "store": lambda: store(of_av1(10), rounds, seeds),
-    }
     names = options.datasets.split(",")
-    if unknown := [name for name in names if name not in DATASETS and name not in cells]:
-        parser.error(f"--datasets: {unknown[0]!r} is none of {', '.join([*DATASETS, *cells])}")
+    if unknown := [name for name in names if name not in (*DATASETS, *COMPARED)]:
+        parser.error(f"--datasets: {unknown[0]!r} is none of {', '.join([*DATASETS, *COMPARED])}")
     today = datetime.date.today().isoformat()
     path = RESULTS / f"data-{options.cores}cpu-{today}.json"
     # What is measured one at a time comes together in the day's file; each has its own command, hardware and revision.
-    before = json.loads(path.read_text()) if path.exists() else {}
-    results: dict[str, Any] = {"date": today, "datasets": {}, **before}
-    measured = {
-        "command": shlex.join(sys.orig_argv[1:]),
-        "hardware": Environment.here().model_dump(),
-        "settings": {"rows": options.rows, "rounds": rounds, "batch": BATCH, "window": WINDOW, "our_rows": OUR_ROWS},
-    }
+    results: dict[str, Any] = {"date": today, "datasets": {}, **read_json(path)}
+    measured = provenance(rows=options.rows, rounds=options.rounds, batch=BATCH, window=WINDOW, our_rows=OUR_ROWS)
     ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
+    seeds = iter(range(10**6))
     try:
         for name in names:
-            if name in cells:
-                results[name] = measured | cells[name]()
-                print(json.dumps(results[name], indent=2), flush=True)
-            else:
-                results["datasets"][name] = measured | compare(name, options.rows, rounds, options.cores, seeds)
-                print(table(name, results["datasets"][name]), flush=True)
+            with contextlib.ExitStack() as stack:
+                if name in DATASETS:
+                    root = make(name, options.rows)
+                    contenders = contenders_of(name, root, options.cores, seeds)
+                else:
+                    root = make("av1_240x320x3", options.rows)
+                    contenders = {"growth": growth, "store": store}[name](root, seeds, stack)
+                result = measured | compare(root, contenders, options, seeds, is_whole=name in DATASETS)
+            print(table(name, result), flush=True)
+            (results["datasets"] if name in DATASETS else results)[name] = result
             write_json(path, results)
     finally:
         ray.shutdown()
     print(f"written to {path}")
 
 
-def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """Return all contenders on one dataset, in turn."""
-    from vla_finetuning.data.frame_cache import FrameCache
+# ---- contenders: the first is what the others are compared with -----------------------------------------------------
 
-    root = make(name, rows)
-    contenders: dict[str, Contender] = {
-        "ours, in order": partial(ours, root, OUR_ROWS),
+
+def growth(root: Path, seeds: Iterator[int], stack: contextlib.ExitStack) -> dict[str, Contender]:
+    """Return readers of the same number of shuffled rows from a dataset, and from one with ten times the episodes."""
+    roots = {"once": root, "ten times": grow(root, 10)}
+    return {name: partial(shuffled, grown, OUR_ROWS, seeds) for name, grown in roots.items()}
+
+
+def store(root: Path, seeds: Iterator[int], stack: contextlib.ExitStack) -> dict[str, Contender]:
+    """Return readers of the local disk, and of a store on loopback without a cache of its bytes."""
+    # Of few rows, what opening a video reads is all of it, and the node keeps that.
+    root = grow(root, 10).absolute()
+    url, options = stack.enter_context(served(root, LATENCY_S))
+    remote = partial(shuffled, url, OUR_ROWS, seeds, storage_options=options)
+    return {"local": partial(shuffled, root, OUR_ROWS, seeds), "store": remote}
+
+
+def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> dict[str, Contender]:
+    """Return all readers of a dataset that are installed."""
+    contenders: dict[str, Contender | None] = {
         "ours, shuffled": partial(shuffled, root, OUR_ROWS, seeds),
+        "ours, in order": partial(ours, root, OUR_ROWS),
         "ray.data.read_lerobot": partial(ray_read_lerobot, root),
         "LeRobot DataLoader, pyav, shuffled": partial(lerobot_loader, root, "pyav", cores),
-        "ours, shuffled, fitted to 224x224": partial(shuffled, root, OUR_ROWS, seeds, image_size=(224, 224)),
+        "LanceDB DataLoader, shuffled": lance(root, cores),
+        "LeRobot DataLoader, torchcodec, shuffled": None,
     }
     cameras = DATASETS[name]["cameras"]
     if len(cameras) > 1:
@@ -143,34 +121,38 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
         # epoch after epoch, does not.
         one_camera = partial(shuffled, root, len(cameras) * OUR_ROWS, seeds, camera_keys=[CAMERAS[0]])
         contenders["ours, shuffled, one camera"] = one_camera
-    if (by_lance := lance(root, cores)) is not None:
-        contenders["LanceDB DataLoader, shuffled"] = by_lance
-    if torchcodec_works():
+    with contextlib.suppress(ImportError, OSError, RuntimeError):  # without FFmpeg's libraries it cannot be loaded
+        from torchcodec.decoders import VideoDecoder  # noqa: F401
+
         contenders["LeRobot DataLoader, torchcodec, shuffled"] = partial(lerobot_loader, root, "torchcodec", cores)
-    else:
-        print("torchcodec cannot be loaded (FFmpeg's libraries are missing): its comparison is left out")
-    for label in ("ours, shuffled", "ray.data.read_lerobot"):
-        next(contenders[label]())  # warms the cluster's worker processes up
-    samples: dict[str, list[dict[str, float]]] = {label: [] for label in contenders}
-    limits = []
-    for _ in range(rounds):
+    for label in [label for label, contender in contenders.items() if contender is None]:
+        print(f"{label}: left out, it is not installed")
+    return {label: contender for label, contender in contenders.items() if contender is not None}
+
+
+def compare(
+    root: Path, contenders: dict[str, Contender], options: argparse.Namespace, seeds: Iterator[int], is_whole: bool
+) -> dict[str, Any]:
+    """Measure contenders in turn, several rounds; of a whole dataset with the decoder, and with a cache of frames."""
+    for contender in list(contenders.values())[:1] + [
+        contenders[k] for k in contenders if k == "ray.data.read_lerobot"
+    ]:
+        next(contender())  # warms the cluster's worker processes up
+    samples: dict[str, list[dict[str, float]]] = {}
+    limits: list[float | None] = []
+    for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-            cache = FrameCache(str(Path(folder).absolute()), 200.0)
-            epoch = partial(shuffled, root, rows, seeds, frame_cache=cache)
-            later = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
-            cached: dict[str, Contender] = {
-                "ours, first epoch with a frame cache": epoch,
-                "ours, later epochs": later,
-            }
+            cached: dict[str, Contender] = {}
+            if is_whole:
+                limits.append(decoder_alone(root, options.cores))  # next to what is compared with it
+                cache = FrameCache(str(Path(folder).absolute()), 200.0)
+                cached["ours, first epoch with a frame cache"] = partial(
+                    shuffled, root, options.rows, seeds, frame_cache=cache
+                )
+                cached["ours, later epochs"] = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
             for label, batches in (contenders | cached).items():
-                if label == "ours, shuffled":
-                    limits.append(decoder_alone(root, cores))  # next to what is compared with it
                 samples.setdefault(label, []).append(measure(batches))
-    return summary(samples, limits)
-
-
-def summary(samples: dict[str, list[dict[str, float]]], limits: list[float | None]) -> dict[str, Any]:
-    decoder = [v for v in limits if v is not None]
+    decoder = [limit for limit in limits if limit is not None]
     return {
         "decoder_alone_rows_per_s": statistics.median(decoder) if decoder else None,
         "contenders": {
@@ -181,21 +163,18 @@ def summary(samples: dict[str, list[dict[str, float]]], limits: list[float | Non
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    limit = result["decoder_alone_rows_per_s"]
-    reference = result["contenders"]["ours, shuffled"]["rows_per_s"]
-    lines = [f"\n{name}" + (f": the decoder alone, {limit:.0f} rows/s" if limit else "")]
-    lines.append(
-        f"  {'':46}{'rows/s':>8}{'of decoder':>12}{'ours is':>9}{'first batch':>13}{'CPU s/1000':>12}"
-        f"{'store MB':>10}{'process MB':>12}{'episodes/batch':>16}"
-    )
-    for label, r in result["contenders"].items():
+    """Return a line for each contender, beside the decoder and the first."""
+    limit, contenders = result["decoder_alone_rows_per_s"], result["contenders"]
+    reference = next(iter(contenders.values()))["rows_per_s"]
+    rows = [[name, "rows/s", "of decoder", "first is", "first batch", "CPU s/1000", "store MB", "episodes/batch"]]
+    for label, r in contenders.items():
         share = f"{r['rows_per_s'] / limit:.2f}" if limit else "-"
-        lines.append(
-            f"  {label:46}{r['rows_per_s']:8.0f}{share:>12}{reference / r['rows_per_s']:8.2f}x"
-            f"{r['first_batch_s']:11.2f} s{r['cpu_s_per_1000_rows']:12.2f}{r['peak_store_bytes'] / 1e6:10.0f}"
-            f"{r['peak_worker_bytes'] / 1e6:12.0f}{r['episodes_per_batch']:16.1f}"
-        )
-    return "\n".join(lines)
+        times = f"{reference / r['rows_per_s']:.2f}x", f"{r['first_batch_s']:.2f} s", f"{r['cpu_s_per_1000_rows']:.2f}"
+        memory = f"{r['peak_store_bytes'] / 1e6:.0f}"
+        rows.append([label, f"{r['rows_per_s']:.0f}", share, *times, memory, f"{r['episodes_per_batch']:.1f}"])
+    if limit:
+        rows.append(["the decoder alone", f"{limit:.0f}", "1", *[""] * 5])
+    return "\n".join(["", *format_table(rows)])
 
 
 if __name__ == "__main__":

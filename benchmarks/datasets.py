@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +17,26 @@ CACHE = Path(".cache/benchmarks")
 
 
 def make(name: str, rows: int) -> Path:
-    """The dataset, written once by LeRobot's writer."""
+    """Return the root of a dataset of so many rows, written once by LeRobot's writer."""
     from tests.datasets import make_dataset
+    from vla_finetuning.policies.tiny import atomic_folder
 
     folder = CACHE / f"{name}-{rows}"
     if not folder.exists():
-        scratch = scratch_of(folder)
-        episodes = [EPISODE_ROWS] * (rows // EPISODE_ROWS)
-        make_dataset(
-            scratch, episodes=episodes, fps=FPS, data_files_size_in_mb=100, video_files_size_in_mb=100, **DATASETS[name]
-        )
-        scratch.rename(folder)
+        sizes = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 100}
+        with atomic_folder(folder) as partial:
+            make_dataset(partial, episodes=[EPISODE_ROWS] * (rows // EPISODE_ROWS), fps=FPS, **sizes, **DATASETS[name])
     return folder
-
-
-def scratch_of(folder: Path) -> Path:
-    """Return where to make a folder that is moved into place when it is whole; what an interrupted one
-    left is removed.
-    """
-    scratch = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    return scratch
 
 
 def grow(root: Path, times: int) -> Path:
     """Repeat the episodes at `root` so many times, aggregated by LeRobot."""
     from lerobot.datasets.aggregate import aggregate_datasets
 
+    from vla_finetuning.policies.tiny import atomic_folder
+
     folder = root.with_name(f"{root.name}-times-{times}")
     if not folder.exists():
-        scratch = scratch_of(folder)
-        aggregate_datasets(
-            repo_ids=[f"local/{root.name}"] * times, aggr_repo_id="local/grown", roots=[root] * times, aggr_root=scratch
-        )
-        scratch.rename(folder)
+        with atomic_folder(folder) as partial:
+            aggregate_datasets([f"local/{root.name}"] * times, "local/grown", [root] * times, partial)
     return folder

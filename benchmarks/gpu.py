@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +40,7 @@ from benchmarks import step, updates
 from benchmarks.datasets import make
 from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
-from diagnostics.report import Environment
+from diagnostics.report import Environment, format_table
 from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_json, read_lines
@@ -236,31 +235,30 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
     contender.step(batches, 1, 0)
     state = {TRAINABLE: contender.optimizer.named(), OPTIMIZER: contender.optimizer.state()}
     tensors = {**state[TRAINABLE], **state[OPTIMIZER]}
-    step.synchronize(device)
-    staging, marks = Staging(tensors), [time.perf_counter()]
+    staging, marks = Staging(tensors), []
+
+    def mark() -> None:
+        step.synchronize(device)
+        marks.append(time.perf_counter())
+
+    mark()
     for _ in range(2):  # the first one waits for the memory too, which a run makes while training begins
         copies = {
             group: {key: Piece(staging.copied(key, value), (0,) * value.ndim) for key, value in tensors_of.items()}
             for group, tensors_of in state.items()
         }
-        step.synchronize(device)
-        marks.append(time.perf_counter())
+        mark()
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name) / "step_00000001"
         commit(folder, Progress(1, rows, {}, {}, mode, rows), write_pieces(folder, copies), 0)
-        marks.append(time.perf_counter())
+        mark()
         for tensor in tensors.values():
             tensor.zero_()
         load_checkpoint(folder, state[TRAINABLE], state[OPTIMIZER])
-        step.synchronize(device)
-        marks.append(time.perf_counter())
-    pieces = {
-        f"{group} {key}": (piece.values, state[group][key])
-        for group, pieces in copies.items()
-        for key, piece in pieces.items()
-    }
-    differing = [name for name, (saved, read) in pieces.items() if not torch.equal(read.cpu(), saved)]
-    size = sum(saved.nbytes for saved, _ in pieces.values())
+        mark()
+    saved = {f"{group} {key}": (p.values, state[group][key]) for group in copies for key, p in copies[group].items()}
+    differing = [name for name, (values, read) in saved.items() if not torch.equal(read.cpu(), values)]
+    size = sum(values.nbytes for values, _ in saved.values())
     staging.close()
     if differing:
         raise RuntimeError(f"{len(differing)} tensors were read back with other bits, e.g. {differing[0]}")
@@ -278,26 +276,16 @@ def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> d
         cast_frozen(policy, autocast)
     columns = updates.prepared_rows(config, rows, seed=0)
     batch = DeviceHalf(None, config)({key: torch.from_numpy(value).to(device) for key, value in columns.items()})
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = []
+    step.free_memory(device)
     for _ in range(2):  # once to warm up
         step.synchronize(device)
         started = time.perf_counter()
         with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
             chunk = policy.predict_action_chunk(batch)
         step.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {
-        "rows": rows,
-        "rows_per_s": rows / seconds[-1],
-        "chunk": list(chunk.shape),
-        "precision": str(autocast or torch.float32),
-        "peak_memory_bytes": peak,
-    }
+        seconds = time.perf_counter() - started
+    about = {"rows": rows, "chunk": list(chunk.shape), "precision": str(autocast or torch.float32)}
+    return {**about, "rows_per_s": rows / seconds, "peak_memory_bytes": step.peak_memory(device)}
 
 
 def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
@@ -328,22 +316,36 @@ def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
     }
 
 
+def live(device: torch.device, *, rows: int) -> dict[str, Any]:
+    """The data engine on the machine's cores: three videos to batches of PI0.5's size, without a model."""
+    root = make("av1_240x320x3", rows)
+    meta = load_metadata(root)
+    about: dict[str, Any] = {"features": meta.features, "tasks": list(meta.tasks.values()), "stats": meta.stats}
+    with tempfile.TemporaryDirectory(prefix="gpu-") as name:
+        folder = Path(name)
+        base = make_tiny_base(folder / "base", **about, fps=meta.fps, chunk_size=50, image_resolution=(224, 224))
+        flags = {"dataset.root": root, "dataset.statistics": "stored", "dataset.image_size": "auto"}
+        flags |= {"policy.path": base, "batch_size": 8, "profile_batches": 4 * rows, "json": folder / "loader.json"}
+        command = [sys.executable, "-m", "diagnostics.profile_dataloader", *demo_flags(device, folder / "run")]
+        subprocess.run([*command, *(f"--{key}={value}" for key, value in flags.items())], cwd=ROOT, check=True)
+        entries = read_json(folder / "loader.json")
+    return {key: entries[key] for key in ("rows_per_s", "rows", "data_cpus", "stages", "spilled_bytes")}
+
+
 # ---- sections -------------------------------------------------------------------------------------------------------
 
 
-def one(
-    results: Results, *, name: str, about_s: float, measure: Callable[[torch.device], Any], device: torch.device
+def take_all(
+    results: Results,
+    *,
+    cells: Sequence[tuple[str, Callable[[torch.device], Any]]],
+    about_s: float,
+    device: torch.device,
 ) -> None:
-    """A section of one measurement."""
+    """Take measurements by name, each of about so many seconds."""
     prepare_process(device)
-    results.take(name, about_s, partial(measure, device))
-
-
-def predictions(results: Results, *, sizes: Sizes, device: torch.device) -> None:
-    prepare_process(device)
-    for rows in sizes.predicted_rows:
-        name = f"prediction, {rows} rows"
-        results.take(name, sizes.share * 30, partial(prediction, device, rows))
+    for name, measure in cells:
+        results.take(name, about_s, partial(measure, device))
 
 
 def prepare_process(device: torch.device) -> None:
@@ -357,52 +359,31 @@ def prepare_process(device: torch.device) -> None:
 def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
     """Return all of them, the ones first that matter most."""
 
+    def section(name: str, measure: Callable[[Results], None], about_s: float, limit_s: float) -> Section:
+        return Section(name, measure, sizes.share * about_s, sizes.patience * limit_s)
+
     def single(name: str, measure: Callable[[torch.device], Any], about_s: float, limit_s: float) -> Section:
-        about_s *= sizes.share
-        return Section(name, partial(one, name=name, about_s=about_s, measure=measure, device=device), about_s, limit_s)
+        take = partial(take_all, cells=[(name, measure)], about_s=sizes.share * about_s, device=device)
+        return section(name, take, about_s, limit_s)
 
     def cell(name: str, mode: TrainMode, about_s: float, limit_s: float, compiled: bool = False) -> Section:
         measure = partial(steps, mode=mode, name=name, sizes=sizes, device=device, compiled=compiled)
-        title = f"steps, {mode}, {name}{', compiled' * compiled}"
-        return Section(title, measure, sizes.share * about_s, limit_s)
+        return section(f"steps, {mode}, {name}{', compiled' * compiled}", measure, about_s, limit_s)
 
-    entries = [
+    predictions = [(f"prediction, {rows} rows", partial(prediction, rows=rows)) for rows in sizes.predicted_rows]
+    predict = partial(take_all, cells=predictions, about_s=sizes.share * 30, device=device)
+    return [
         single("machine", machine, 5, 60),
         single("run", partial(whole_run, steps=sizes.steps), 90, 300),
-    ]
-    for mode in MODES:
-        entries += [cell("ours", mode, 60, 200), cell("ours", mode, 90, 300, compiled=True)]
-    entries += [cell(name, mode, 45, 120) for mode, name in itertools.product(MODES, PEERS)]
-    entries += [
+        *(cell("ours", mode, *times) for mode in MODES for times in ((60, 200, False), (90, 300, True))),
+        *(cell(name, mode, 45, 120) for mode, name in itertools.product(MODES, PEERS)),
         single("checkpoint", checkpoint, 60, 150),
-        Section("predictions", partial(predictions, sizes=sizes, device=device), sizes.share * 40, 150),
+        section("predictions", predict, 40, 150),
         single("live data", partial(live, rows=sizes.live_rows), 90, 200),
         single("attention", partial(attention, dtype=torch.bfloat16), 60, 200),
         single("audit_syncs", waits, 60, 150),
         single("tests", partial(gpu_tests, chosen=sizes.tests), 60, 240),
     ]
-    return [replace(section, limit_s=sizes.patience * section.limit_s) for section in entries]
-
-
-def live(device: torch.device, *, rows: int) -> dict[str, Any]:
-    """The data engine on the machine's cores: three videos to batches of PI0.5's size, without a model."""
-    root = make("av1_240x320x3", rows)
-    meta = load_metadata(root)
-    about: dict[str, Any] = {"features": meta.features, "tasks": list(meta.tasks.values()), "stats": meta.stats}
-    with tempfile.TemporaryDirectory(prefix="gpu-") as name:
-        folder = Path(name)
-        base = make_tiny_base(folder / "base", **about, fps=meta.fps, chunk_size=50, image_resolution=(224, 224))
-        flags = {
-            "dataset.root": root,
-            "dataset.statistics": "stored",
-            "dataset.image_size": "auto",
-            "policy.path": base,
-        }
-        flags |= {"batch_size": 8, "profile_batches": 4 * rows, "json": folder / "loader.json"}
-        command = [sys.executable, "-m", "diagnostics.profile_dataloader", *demo_flags(device, folder / "run")]
-        subprocess.run([*command, *(f"--{key}={value}" for key, value in flags.items())], cwd=ROOT, check=True)
-        entries = read_json(folder / "loader.json")
-    return {key: entries[key] for key in ("rows_per_s", "rows", "data_cpus", "stages", "spilled_bytes")}
 
 
 @contextlib.contextmanager
@@ -417,35 +398,34 @@ def own_ray() -> Iterator[None]:
 
 def table(entries: dict[str, Any]) -> str:
     """Return what was planned, beside what was measured."""
-    rows = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
-    for name, entry in entries.items():
-        if not name.startswith("step"):
-            continue
+    rows, notes = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory GiB", "planned", "measured/planned")], []
+    for name, entry in ((name, entry) for name, entry in entries.items() if name.startswith("step")):
         result = entry.get("result")
         if result is None:
-            rows.append((name, entry.get("left_out") or entry["error"].splitlines()[0][:80], *[""] * 6))
+            notes.append(f"{name}  {entry.get('left_out') or entry['error'].splitlines()[0][:80]}")
             continue
         measured, planned = (result[key] for key in ("peak_memory_bytes", "planned_bytes"))
-        targets = TARGETS.get(cast(TrainMode, name.split(", ")[1]), {}) if "ours" in name else {}
-        rows.append(
-            (
-                name,
-                f"{result['samples_per_s']:.1f}",
-                f"{targets['rows_per_s']:g}" if "rows_per_s" in targets else "",
-                "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
-                f"{targets['mfu']:.0%}" if "mfu" in targets else "",
-                "-" if measured is None else f"{measured / 2**30:.2f} GiB",
-                "-" if planned is None else f"{planned / 2**30:.2f} GiB",
-                "-" if None in (measured, planned) else f"{measured / planned:.3f}",
-            )
+        aims = TARGETS.get(cast(TrainMode, name.split(", ")[1]), {}) if "ours" in name else {}
+        values = (
+            (result["samples_per_s"], ".1f"),
+            (aims.get("rows_per_s"), "g"),
+            (result["mfu"], ".1%"),
+            (aims.get("mfu"), ".0%"),
+            (measured and measured / GIB, ".2f"),
+            (planned and planned / GIB, ".2f"),
+            (measured and planned and measured / planned, ".3f"),
         )
-    widths = [max(len(row[i]) for row in rows if row[2:] != ("",) * 6 or i == 0) for i in range(8)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        rows.append((name, *("-" if value is None else format(value, form) for value, form in values)))
     waits = (entries.get("audit_syncs", {}).get("result") or {}).get("waits")
-    lines.append(f"host waits between log steps: {'not known' if waits is None else len(waits)}, predicted 0")
     failed = [name for name, entry in entries.items() if "error" in entry]
-    lines.append(f"failed: {', '.join(failed) if failed else 'nothing'}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *format_table(rows),
+            *notes,
+            f"host waits between log steps: {'not known' if waits is None else len(waits)}, predicted 0",
+            f"failed: {', '.join(failed) if failed else 'nothing'}",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

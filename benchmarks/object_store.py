@@ -56,17 +56,11 @@ def serve(folder: Path, latency_s: float) -> None:
                 self.connection.sendfile(file, first, last - first + 1)
 
     with s3_server() as moto:
-        client = boto3.client(
-            "s3",
-            endpoint_url=moto,
-            aws_access_key_id="nobody",
-            aws_secret_access_key="nothing",
-            region_name="us-east-1",
-        )
+        secrets = {"aws_access_key_id": "nobody", "aws_secret_access_key": "nothing", "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=moto, **secrets)
         client.create_bucket(Bucket=BUCKET)
-        for path in folder.rglob("*"):
-            if path.is_file():
-                client.upload_file(str(path), BUCKET, f"{PREFIX}/{path.relative_to(folder).as_posix()}")
+        for path in filter(Path.is_file, folder.rglob("*")):
+            client.upload_file(str(path), BUCKET, f"{PREFIX}/{path.relative_to(folder).as_posix()}")
         proxy = Proxy(moto, Faults(delay_s=latency_s))
         proxy.RequestHandlerClass = Ranges
         with serving(proxy) as endpoint:

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import pickle
-import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,9 +36,10 @@ import pyarrow.parquet as pq
 from ray import cloudpickle
 
 from benchmarks.datasets import CAMERAS
-from diagnostics.report import Environment
+from diagnostics.report import format_table, provenance
 from lerobot_datasource import LeRobotDatasource
 from tests.memory import Growth
+from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.files import write_json
@@ -54,7 +53,6 @@ EPISODES_OF_GROUP = 10
 STATISTICS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
 # A cluster of 64 nodes, for `reads_per_task`.
 CLUSTER = {"CPU": 64 * 96.0, "object_store_memory": 64 * 200e9}
-STAGES = ("metadata", "plan", "coordinator", "read task", "epoch", "epoch's task")
 
 
 def make(folder: Path, episodes: int, robot: int = 0) -> None:
@@ -64,9 +62,8 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
     length, number = rng.integers(100, 501, episodes), np.arange(episodes)
     (folder / "meta/episodes/chunk-000").mkdir(parents=True)
     instructions = [f"put the {i % 100}th thing into the {i // 100}th bin" for i in range(INSTRUCTIONS)]
-    pq.write_table(
-        pa.table({"task_index": np.arange(INSTRUCTIONS), "task": instructions}), folder / "meta/tasks.parquet"
-    )
+    tasks = pa.table({"task_index": np.arange(INSTRUCTIONS), "task": instructions})
+    pq.write_table(tasks, folder / "meta/tasks.parquet")
     columns: dict[str, Any] = {
         "episode_index": number,
         "length": length,
@@ -106,32 +103,16 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
         pq.write_table(rows, path, row_group_size=EPISODES_OF_GROUP, compression="snappy")
     scalars = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
     features: dict[str, Any] = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in scalars.items()}
-    for key in ("observation.state", "action"):
-        features[key] = {"dtype": "float32", "shape": [width], "names": None}
-    for key in cameras:
-        features[key] = {"dtype": "video", "shape": [480, 640, 3], "names": ["height", "width", "channels"]}
-    info = {
-        "codebase_version": "v3.0",
-        "fps": fps,
-        "features": features,
-        "total_episodes": episodes,
-        "total_frames": int(length.sum()),
-    }
+    vector = {"dtype": "float32", "shape": [width], "names": None}
+    features |= {"observation.state": vector, "action": vector}
+    image = {"dtype": "video", "shape": [480, 640, 3], "names": ["height", "width", "channels"]}
+    info = {"codebase_version": "v3.0", "fps": fps, "features": features | dict.fromkeys(cameras, image)}
+    info |= {"total_episodes": episodes, "total_frames": int(length.sum())}
     (folder / "meta/info.json").write_text(json.dumps(info))
 
 
 def _lists_of(size: int, values: pa.Array) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(np.arange(0, len(values) + 1, size), pa.int32()), values)
-
-
-def load(folder: Path, name: str) -> Any:
-    return pickle.loads((folder / name).read_bytes())
-
-
-def keep(folder: Path, name: str, value: Any) -> int:
-    data = cloudpickle.dumps(value)
-    (folder / name).write_bytes(data)
-    return len(data)
 
 
 def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None = None) -> LeRobotDatasource:
@@ -147,30 +128,27 @@ def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None =
     )
 
 
-def metadata(folder: Path) -> dict[str, Any]:
-    from vla_finetuning.data.dataset_files import check_files
+# ---- stages: each is given what another left in the folder, and returns what travels on and what it found out --------
 
+
+def metadata(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     metas = [load_metadata(path) for path in sorted(folder.glob("dataset*"))]
     for meta in metas:
         check_files(meta)
-    return {"travels": {"metas": metas}, "rows": sum(meta.total_frames for meta in metas)}
+    return {"metas": metas}, {"rows": sum(meta.total_frames for meta in metas)}
 
 
-def plan(folder: Path) -> dict[str, Any]:
+def plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     metas = load(folder, "metas")
     source = source_of(metas, (0, 2 * sum(meta.total_frames for meta in metas)))
     mixed = episodes_in_a_batch(source.plan, 256)
     source.plan.identity()
-    return {
-        "travels": {"source": source},
-        "window_rows": source.plan.window_rows,
-        "segment_rows": source.plan.segment_rows,
-        "episodes_in_a_batch_of_256": mixed,
-    }
+    sizes = {"window_rows": source.plan.window_rows, "segment_rows": source.plan.segment_rows}
+    return {"source": source}, {**sizes, "episodes_in_a_batch_of_256": mixed}
 
 
-def coordinator(folder: Path) -> dict[str, Any]:
-    """Prepare data as a start of the worker group does; return `TrainingData` and the coordinator that it makes."""
+def coordinator(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Plan the read tasks as a start of the worker group does, and as one in the second epoch; the largest travels."""
     metas = load(folder, "metas")
     rows = sum(meta.total_frames for meta in metas)
     tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)
@@ -178,45 +156,46 @@ def coordinator(folder: Path) -> dict[str, Any]:
     # What all tasks share, the files and instructions of every dataset, is pickled once in a run.
     reads: list[Any] = [task.read_fn for task in [*tasks[::100], *resumed[::100]]]
     largest = max(reads, key=lambda read: len(cloudpickle.dumps(read.reads)))
-    return {"travels": {"task": largest}, "tasks": len(tasks)}
+    return {"task": largest}, {"tasks": len(tasks)}
 
 
-def epoch(folder: Path) -> dict[str, Any]:
+def epoch(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     tasks = source_of(load(folder, "metas")).get_read_tasks(1)
-    return {"travels": {"epoch": tasks[len(tasks) // 2].read_fn}, "tasks": len(tasks)}
+    return {"epoch": tasks[len(tasks) // 2].read_fn}, {"tasks": len(tasks)}
 
 
-def walk(folder: Path, name: str) -> dict[str, Any]:
-    rows = sum(len(read) for read in load(folder, name).reads)
-    return {"travels": {}, "rows": rows}
+def walk(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {}, {"rows": sum(len(read) for read in load(folder, name).reads)}
+
+
+STAGES: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "metadata": metadata,
+    "plan": plan,
+    "coordinator": coordinator,
+    "read task": partial(walk, name="task"),
+    "epoch": epoch,
+    "epoch's task": partial(walk, name="epoch"),
+}
+
+
+def load(folder: Path, name: str) -> Any:
+    return pickle.loads((folder / name).read_bytes())
 
 
 def measure(stage: str, folder: Path) -> dict[str, Any]:
     """Run a stage in this process. Without Ray: what would go to the object store stays, and is counted as a pickle."""
-    stages: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "metadata": metadata,
-        "plan": plan,
-        "coordinator": coordinator,
-        "read task": partial(walk, name="task"),
-        "epoch": epoch,
-        "epoch's task": partial(walk, name="epoch"),
-    }
     with (
         mock.patch("ray.put", lambda value: value),
         mock.patch("ray.cluster_resources", lambda: CLUSTER),
         Growth() as growth,
     ):
         start, cpu = time.perf_counter(), time.process_time()
-        stage_result = stages[stage](folder)
-        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    sizes_mb = {name: keep(folder, name, value) / 1e6 for name, value in stage_result.pop("travels").items()}
-    return {
-        "seconds": seconds,
-        "cpu_s": cpu_s,
-        "peak_mb": growth.mebibytes * 1.048576,
-        **stage_result,
-        "travels_mb": sizes_mb,
-    }
+        travels, about = STAGES[stage](folder)
+        times = {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+    for name, value in travels.items():
+        (folder / name).write_bytes(cloudpickle.dumps(value))
+    sizes_mb = {name: (folder / name).stat().st_size / 1e6 for name in travels}
+    return {**times, "peak_mb": growth.mebibytes * 1.048576, **about, "travels_mb": sizes_mb}
 
 
 def main() -> None:
@@ -224,29 +203,18 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1_000_000)
     parser.add_argument("--members", type=int, default=1, help="datasets of a mixture of two robots")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.stage:
-        print(json.dumps(measure(options.stage, options.folder)))
-        return
-    results: dict[str, Any] = {
-        "episodes": options.episodes,
-        "members": options.members,
-        "command": shlex.join(sys.orig_argv[1:]),
-    }
+    results = provenance(episodes=options.episodes, members=options.members)
+    rows = [("stage", "s", "CPU s", "MB")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for number in range(options.members):
             make(folder / f"dataset-{number:03d}", options.episodes // options.members, number)
         for stage in STAGES:
-            command = [sys.executable, "-m", "benchmarks.plan", "--stage", stage, "--folder", str(folder)]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            results[stage] = json.loads(output.splitlines()[-1])
-            rest = dict(results[stage])
-            seconds, cpu_s, peak_mb = (rest.pop(key) for key in ("seconds", "cpu_s", "peak_mb"))
-            print(f"{stage:14}{seconds:8.2f} s{cpu_s:8.2f} CPU s{peak_mb:8.0f} MB  {json.dumps(rest)}", flush=True)
-    results["hardware"] = Environment.here().model_dump()
+            with multiprocessing.get_context("spawn").Pool(1) as process:  # of its own, for its memory
+                results[stage] = found = process.apply(measure, (stage, folder))
+            rows.append((stage, f"{found['seconds']:.2f}", f"{found['cpu_s']:.2f}", f"{found['peak_mb']:.0f}"))
+    print("\n".join(format_table(rows)))
     if options.json:
         write_json(options.json, results)
 

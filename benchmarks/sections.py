@@ -6,7 +6,6 @@ Imports nothing that takes long.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import json
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,8 +25,7 @@ from typing import Any
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.terminal import print_safe
 
-# What a process that broke had said last, characters.
-TAIL = 4000
+TAIL = 4000  # characters of what a process that broke had said last
 # A process that starts needs as much before it measures anything; with less left none is started.
 SHORTEST_S = 2.0
 
@@ -51,11 +49,7 @@ class Results:
         return self._ends - time.monotonic()
 
     def take(self, name: str, about_s: float, measure: Callable[[], Any]) -> Any:
-        """Measure, and write it down: the result, why there is none, or that there is no time. Returns the result.
-
-        Args:
-            about_s: what it takes, by which it is begun or left out.
-        """
+        """Measure, and write the result, or why there is none; leave it out where less than `about_s` is left."""
         if self.left_s < about_s:
             self.leave_out(name, about_s)
             return None
@@ -93,7 +87,7 @@ class Section:
 
 
 def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dict[str, Any]:
-    """Return all of them in turn, within so many minutes. Returns what the file holds then.
+    """Run all of them in turn, within so many minutes. Returns what the file holds then.
 
     What ends a process early is the section's own entry: how it ended, and the last that it said.
     """
@@ -105,7 +99,15 @@ def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dic
             continue
         with tempfile.NamedTemporaryFile("r", prefix="section-", errors="replace") as log:
             started, limit_s = time.monotonic(), min(section.limit_s, results.left_s)
-            ended = _ended(section, path, Path(log.name), limit_s)
+            # Not forked: this process may have asked CUDA how many devices there are, and its children could use none.
+            spawned = multiprocessing.get_context("spawn")
+            process = spawned.Process(target=_measure, args=(section, path, log.name, limit_s))
+            try:
+                process.start()
+                process.join(limit_s)
+                ended = _ended(process.exitcode, limit_s)
+            finally:
+                _kill(process)
             said = log.read()
         sys.stderr.write(said)
         if ended is not None:
@@ -114,37 +116,27 @@ def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dic
     return results.found
 
 
-def _ended(section: Section, path: Path, log: Path, limit_s: float) -> str | None:
-    """Return how the section's process ended, in words; None if it came to its end."""
-    # Not forked: this process may have asked CUDA how many devices there are, and its children could use none.
-    process = multiprocessing.get_context("spawn").Process(target=_measure, args=(section, path, log, limit_s))
-    with _ending(process):
-        process.start()
-        process.join(limit_s)
-        if process.is_alive():
-            return f"TimeoutError: not done after {limit_s:.0f} s"
-    code = process.exitcode or 0
+def _ended(code: int | None, limit_s: float) -> str | None:
+    """Return how a process ended, in words; None if it came to its end."""
+    if code is None:
+        return f"TimeoutError: not done after {limit_s:.0f} s"
     if code < 0:
         return f"ChildProcessError: ended by {signal.Signals(-code).name}"
     return f"ChildProcessError: ended with status {code}" if code else None
 
 
-@contextlib.contextmanager
-def _ending(process: BaseProcess) -> Iterator[None]:
-    """Afterwards the process is gone, and what it has started with it."""
-    try:
-        yield
-    finally:
-        if process.pid is not None and process.is_alive():
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has not come to make a group of its own
-                process.kill()
-            process.join()
+def _kill(process: BaseProcess) -> None:
+    """End a process, and what it has started with it."""
+    if process.pid is not None and process.is_alive():
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not come to make a group of its own
+            process.kill()
+        process.join()
 
 
-def _measure(section: Section, path: Path, log: Path, limit_s: float) -> None:
-    """In the section's process."""
+def _measure(section: Section, path: Path, log: str, limit_s: float) -> None:
+    """Run in the section's process."""
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     faulthandler.enable()

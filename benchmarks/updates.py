@@ -18,7 +18,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 
 from util import DeviceMetrics, NumpyToTorchCollate, cuda_prefetcher, train_step
 from vla_finetuning.options.programs import Config
-from vla_finetuning.options.train import Attention, Precision, TrainMode, TrainOptions
+from vla_finetuning.options.train import Precision, TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import why_not
 from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.meta import meta_policy
@@ -35,7 +35,6 @@ from vla_finetuning.training.parallel import cache_casts
 TINY = {"image_resolution": (56, 56), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
 measured: dict[str, Any] = {"policy": "pi05", "options": TINY, "vocabulary": None}
 Columns = dict[str, np.ndarray]
-Draws = tuple[torch.Tensor, torch.Tensor]
 
 CAMERAS, STATE_DIM, ACTION_DIM = 3, 8, 7
 MAX_STEPS = 300
@@ -117,41 +116,23 @@ class Prepared(PolicySpec):
         return None, None
 
 
-def prepared_spec(
-    config: Any,
-    mode: TrainMode,
-    device: torch.device,
-    bf16: bool,
-    attention: Attention,
-    compiled: bool,
-) -> Prepared:
-    """Return the policy as a run of the program has it, with a constant learning rate."""
-    precision: Precision = "bf16" if bf16 else "fp32"
-    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled))
-    return Prepared(
-        config=config,
-        folder=None,
-        base={},
-        train=run.train,
-        adapters=run.peft,
-        recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, short=None),
-        robots=(Robot("", config, FeatureMatch(tuple(config.image_features), (), {}), rename_map={}),),
-        seed=0,
-        prompts=prompt_lengths(config),
-        device=device,
-    )
+class Contender:
+    """A policy that is trained a step at a time, on batches in the form in which its own loader delivers them."""
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches on the device."""
+        return batches
+
+    def finish(self) -> None:
+        """Do what a log step does."""
 
 
-class Naive:
+class Naive(Contender):
     def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
         self.policy, self.device = make_policy(config, mode, device), device
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.policy.parameters() if p.requires_grad],
-            lr=LR,
-            betas=config.optimizer_betas,
-            eps=config.optimizer_eps,
-            weight_decay=config.optimizer_weight_decay,
-        )
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        constants = {name: getattr(config, f"optimizer_{name}") for name in ("betas", "eps", "weight_decay")}
+        self.optimizer = torch.optim.AdamW(trained, lr=LR, **constants)
         self.clip_norm = config.optimizer_grad_clip_norm
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
         self.scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
@@ -162,9 +143,6 @@ class Naive:
             key: to_float(torch.from_numpy(value)).numpy() if value.dtype == np.uint8 else value
             for key, value in columns.items()
         }
-
-    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches
 
     def step(self, batches: Iterator[Any], accum: int, number: int) -> float:
         total = 0.0
@@ -181,11 +159,8 @@ class Naive:
         self.optimizer.zero_grad()
         return total / accum
 
-    def finish(self) -> None:
-        pass
 
-
-class LeRobot:
+class LeRobot(Contender):
     def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
@@ -227,24 +202,25 @@ class LeRobot:
         update_policy(self.metrics, self.policy, batch, self.optimizer, self.clip_norm, self.accelerator)
         return self.metrics.loss.val
 
-    def finish(self) -> None:
-        pass
 
-
-class Ours:
+class Ours(Contender):
     """What a training process of the program makes and runs, on one GPU."""
 
-    def __init__(
-        self,
-        config: Any,
-        mode: TrainMode,
-        device: torch.device,
-        bf16: bool,
-        *,
-        attention: Attention = "sdpa",
-        compiled: bool = False,
-    ):
-        spec = prepared_spec(config, mode, device, bf16, attention, compiled)
+    def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool, *, compiled: bool = False):
+        precision: Precision = "bf16" if bf16 else "fp32"
+        run = Config(train=TrainOptions(mode=mode, precision=precision, attention="sdpa", compile=compiled))
+        spec = Prepared(
+            config=config,
+            folder=None,
+            base={},
+            train=run.train,
+            adapters=run.peft,
+            recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, short=None),
+            robots=(Robot("", config, FeatureMatch(tuple(config.image_features), (), {}), rename_map={}),),
+            seed=0,
+            prompts=prompt_lengths(config),
+            device=device,
+        )
         self.loss, self.autocast = build_model(spec, device)
         self.config, self.device, self.compiler = config, device, getattr(self.loss, "compiler", None)
         if compiled and self.compiler is None:
@@ -260,15 +236,11 @@ class Ours:
     def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
         return cuda_prefetcher(batches, self.device)
 
-    def draws(self, rows: int, number: int) -> Draws:
-        noise, flow_time = family_of(self.config).draw(self.config, rows, 0, number, self.device)
-        assert noise is not None and flow_time is not None
-        return noise, flow_time
-
     def step(self, batches: Iterator[Any], accum: int, number: int) -> torch.Tensor:
         first = next(batches)
         rows = len(first["action"])
-        noise, flow_time = self.draws(rows * accum, number)
+        draws = family_of(self.config).draw(self.config, rows * accum, 0, number, self.device)
+        noise, flow_time = (of_all.split(rows) for of_all in draws if of_all is not None)
         result = train_step(
             self.loss,
             self.optimizer,
@@ -276,10 +248,7 @@ class Ours:
             step=number,
             grad_accum=accum,
             mean_over=accum,
-            draws=lambda micro: (
-                noise[micro * rows : (micro + 1) * rows],
-                flow_time[micro * rows : (micro + 1) * rows],
-            ),
+            draws=lambda micro: (noise[micro], flow_time[micro]),
             autocast=self.autocast,
             device=self.device,
             keep_casts=cache_casts("ddp", accum, checkpointing=False),

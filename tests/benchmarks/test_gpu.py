@@ -168,7 +168,7 @@ def test_what_was_planned_stands_beside_measurements():
         "audit_syncs": {"result": {"waits": ["a value is read at vla.py:1, 2 times"]}},
     }
     text = gpu.table(found).splitlines()
-    assert " ".join(text[1].split()) == "step, full, ours, 8 rows 27.0 30 41.2% 45% 51.00 GiB 50.00 GiB 1.020"
+    assert " ".join(text[1].split()) == "step, full, ours, 8 rows 27.0 30 41.2% 45% 51.00 50.00 1.020"
     assert " ".join(text[2].split()) == "step, full, naive, 8 rows OutOfMemoryError: no"
     assert text[3:] == ["host waits between log steps: 1, predicted 0", "failed: step, full, naive, 8 rows"]
 
