@@ -24,8 +24,9 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -40,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
+from diagnostics.report import format_table
 from diagnostics.tool import with_any_stats
 from util import Batch, DeviceMetrics, NumpyToTorchCollate
 from vla_finetuning.options.command_line import VLA, parse_args
@@ -129,10 +131,8 @@ class Audit:
             return "\n".join([*lines, f"Nothing waits for the device {window}."])
         rows = [("times", "line", "function", "what", "source")]
         rows += [(str(s.times), str(s.where), s.where.function, s.operation, s.where.source) for s in self.syncs]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)] + [0]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         total = sum(sync.times for sync in self.syncs)
-        return "\n".join([*lines, "", f"The host waits for the device {total} times {window}."])
+        return "\n".join([*lines, *format_table(rows, 5), "", f"The host waits for the device {total} times {window}."])
 
 
 def audit(run: Run) -> Audit:
@@ -219,18 +219,14 @@ class _Watch(TorchDispatchMode):
             return f"{name}: a tensor of the host's is copied to the device"
         return None
 
-    def copy_ends(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | torch.device, bool]:
-        """Return of a copy the source, the target (or its device, when it is made by the copy),
-        whether it may not block.
-        """
+    def copy_ends(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any, bool]:
+        """Return a copy's source, its target (or the device on which the copy makes it), whether it may not block."""
         if func is aten.copy_.default:
             return args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         return args[0], torch.device(kwargs.get("device") or args[0].device), bool(kwargs.get("non_blocking"))
 
-    def _why_copy(self, source: Tensor, target: Tensor | torch.device, asynchronous: bool) -> str | None:
-        device = _device(target)
+    def _why_copy(self, source: Tensor, target: Any, asynchronous: bool) -> str | None:
+        device = getattr(target, "device", target)
         if self.on_device(source) and device.type == "cpu":
             # The memory that `.to("cpu", non_blocking=True)` makes is pinned.
             waits = not asynchronous or (isinstance(target, Tensor) and not self.is_pinned(target))
@@ -240,10 +236,6 @@ class _Watch(TorchDispatchMode):
                 return "a copy to the device from memory that is not pinned"
             return None if asynchronous else "a blocking copy to the device"
         return None
-
-
-def _device(target: Tensor | torch.device) -> torch.device:
-    return target.device if isinstance(target, Tensor) else target
 
 
 def _cause() -> Line:
@@ -315,9 +307,7 @@ def _run_loop(
         (DeviceMetrics, "gather", gather_unrecorded),
         *stand_ins,
     )
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
+    with _patched(replaced) as stack:
         for mode in (*modes, watch):
             stack.enter_context(mode)
         if gc.isenabled():
@@ -326,6 +316,15 @@ def _run_loop(
         vla.train(run, Worker(device, shard), make_checkpoints=lambda *_: checkpoints)
     if windows != 2:
         raise RuntimeError(f"the loop came to {windows} log steps instead of 2: the audit does not fit vla.py any more")
+
+
+@contextlib.contextmanager
+def _patched(stand_ins: Iterable[tuple[Any, str, Any]]) -> Iterator[contextlib.ExitStack]:
+    """Put stand-ins (owner, name, value) in place for the block; yields a stack of what else ends with it."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in stand_ins:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield stack
 
 
 # ---- with CUDA ----------------------------------------------------------------------------------------------------
@@ -370,13 +369,8 @@ class _CudaWatch(_Watch):
                 torch.cuda.set_sync_debug_mode(before)
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that waits without a warning, made to be counted."""
-
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            self.record("the host waits")
-            return function(*args, **kwargs)
-
-        return wait
+        """Return a function that waits without a warning, made to be counted."""
+        return lambda *args, **kwargs: (self.record("the host waits"), function(*args, **kwargs))[1]
 
 
 def _audit_on(run: Run, device: torch.device) -> Audit:
@@ -385,14 +379,10 @@ def _audit_on(run: Run, device: torch.device) -> Audit:
     with watch.listening():
         stand_ins = [(owner, name, watch.recorded(getattr(owner, name))) for owner, name in waits]
         _run_loop(run, device, watch, _MadeUpShard(run), stand_ins=stand_ins)
-    return Audit(
-        watch.syncs(),
-        WINDOW_STEPS,
-        run.config.grad_accum,
-        f"the whole step on {torch.cuda.get_device_name(device) if device.type == 'cuda' else device}: data to the "
-        "device, noise, forward, backward, clipping, optimizer, log window",
-        "collectives between workers; kernels that wait without telling PyTorch",
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device
+    step = "data to the device, noise, forward, backward, clipping, optimizer, log window"
+    unseen = "collectives between workers; kernels that wait without telling PyTorch"
+    return Audit(watch.syncs(), WINDOW_STEPS, run.config.grad_accum, f"the whole step on {name}: {step}", unseen)
 
 
 # ---- without CUDA -------------------------------------------------------------------------------------------------
@@ -425,11 +415,12 @@ class _PretendedWatch(_Watch):
             self.record(why)
         if func in COPIES:
             source, target, _ = self.copy_ends(func, args, kwargs)
-            if self.on_device(source) and _device(target).type == "cpu":
+            if self.on_device(source) and getattr(target, "device", target).type == "cpu":
                 return self._run_on_ones(func, args, kwargs)
         elif why is not None and VALUES_NEEDED & set(func.tags):
+            made = partial(torch.empty, device=self.device_type)
             result = self._run_on_ones(func, args, kwargs)
-            return tree_map(lambda t: self._empty_like(t) if isinstance(t, Tensor) else t, result)
+            return tree_map(lambda t: made(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t, result)
         # The stand-in for a generator on the device is one of the host's.
         args, kwargs = tree_map(lambda leaf: None if isinstance(leaf, torch._C.Generator) else leaf, (args, kwargs))
         return func(*args, **kwargs)
@@ -464,9 +455,6 @@ class _PretendedWatch(_Watch):
             args, kwargs = tree_map(values, (args, kwargs))
             return func(*args, **kwargs)
 
-    def _empty_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device_type)
-
     def stand_ins(self) -> list[tuple[Any, str, Any]]:
         """For what PyTorch cannot make, or does not run, without a driver."""
         host_generator = torch.Generator
@@ -479,18 +467,10 @@ class _PretendedWatch(_Watch):
         class Idle:
             """A stream or an event: there is nothing to wait for."""
 
-            def __init__(self, *_: Any, **__: Any):
-                pass
-
-            def __enter__(self) -> None:
-                pass
-
-            def __exit__(self, *_: object) -> None:
-                pass
-
             def do_nothing(self, *_: Any, **__: Any) -> None:
                 pass
 
+            __init__ = __enter__ = __exit__ = do_nothing  # type: ignore[assignment]
             record = record_event = wait = wait_event = wait_stream = do_nothing
 
             def synchronize(self_) -> None:  # noqa: N805
@@ -498,10 +478,7 @@ class _PretendedWatch(_Watch):
 
         return [
             (torch, "Generator", lambda device="cpu": host_generator()),
-            (torch.cuda, "Stream", Idle),
-            (torch.cuda, "Event", Idle),
-            (torch.cuda, "stream", Idle),
-            (torch.cuda, "current_stream", Idle),
+            *((torch.cuda, name, Idle) for name in ("Stream", "Event", "stream", "current_stream")),
             (torch.cuda, "synchronize", lambda device=None: self.record("the host waits")),
             (torch.cuda, "is_bf16_supported", lambda *_: True),
             (torch.cuda, "get_device_name", lambda *_: "pretended"),
@@ -548,15 +525,11 @@ def _audit_without_cuda(run: Run) -> Audit:
             "got one that is made up: if that misled it, this is a line that waits for the device"
         ) from error
     times = WINDOW_STEPS * run.config.grad_accum
-    in_backward = [sync._replace(times=sync.times * times) for sync in _backward_on_meta(run, shard)]
-    return Audit(
-        [*watch.syncs(), *in_backward],
-        WINDOW_STEPS,
-        run.config.grad_accum,
-        "data to the device, noise, forward, clipping, optimizer and log window, on CUDA tensors without storage;\n"
-        "           the operations of one backward, on the meta device and in float32",
-        "the backward on CUDA; what kernels do inside; collectives between workers (run this where there is a GPU)",
-    )
+    syncs = [*watch.syncs(), *(s._replace(times=s.times * times) for s in _backward_on_meta(run, shard))]
+    step = "data to the device, noise, forward, clipping, optimizer and log window, on CUDA tensors without storage"
+    seen = f"{step};\n           the operations of one backward, on the meta device and in float32"
+    unseen = "the backward on CUDA; what kernels do inside; collectives between workers (run this where there is a GPU)"
+    return Audit(syncs, WINDOW_STEPS, run.config.grad_accum, seen, unseen)
 
 
 def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | None]:
@@ -569,18 +542,14 @@ def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Give a module other parameters and buffers; those that are shared stay shared."""
-    made: dict[int, Any] = {}
-    replaced = []  # referenced, so that no other tensor gets the id of one of them
+    made: dict[Tensor, Tensor] = {}
     for child in module.modules():
         for tensors in cast(list[dict[str, Any]], [child._parameters, child._buffers]):
             for name, tensor in tensors.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        new = make(tensor)
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        replaced.append(tensor)
-                        made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                    tensors[name] = made[id(tensor)]
+                if tensor is not None and tensor not in made:
+                    is_parameter, new = isinstance(tensor, nn.Parameter), make(tensor)
+                    made[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                tensors[name] = tensor if tensor is None else made[tensor]
 
 
 def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
@@ -591,11 +560,7 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
     watch = _PretendedWatch(device.type)
     collate = NumpyToTorchCollate(pin_memory=False)
     host = next(shard.iter_torch_batches(batch_size=run.config.batch_size, collate_fn=collate))
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in watch.stand_ins():
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(watch)
+    with _patched(watch.stand_ins()), FakeTensorMode(allow_non_fake_inputs=True), watch:
         on_meta = {key: value.to(device) for key, value in host.items()}
         dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
         batch = next(feed.policy_batches([on_meta], run.policy.config))

@@ -52,6 +52,15 @@ class Epoch:
     def ok(self) -> bool:
         return not (self.missing or self.doubled or self.unknown)
 
+    def __str__(self) -> str:
+        text = f"epoch {self.number}: {self.trained} of {self.rows} rows trained"
+        text += f", {self.skipped} skipped because they cannot be read" * (self.skipped > 0)
+        wrong = {"missing": self.missing, "doubled": self.doubled, "not among those chosen": self.unknown}
+        for name, rows in wrong.items():
+            if rows:
+                text += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
+        return f"{text}, as often as due" if self.ok else text
+
 
 def check_rows(run: Run) -> list[Epoch]:
     """Compare what was recorded with what there is. Raises ValueError when nothing was recorded.
@@ -62,11 +71,9 @@ def check_rows(run: Run) -> list[Epoch]:
     """
     if not contents(run.job.output_dir / ROWS_NAME):
         raise ValueError(f"{address(run.job.output_dir)}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
-    newest = latest_checkpoint(run.job.checkpoints_dir)
+    folder, newest = address(run.job.output_dir), latest_checkpoint(run.job.checkpoints_dir)
     if newest is None:
-        raise ValueError(
-            f"{address(run.job.output_dir)}: no checkpoint that can be used, so no row is trained for good"
-        )
+        raise ValueError(f"{folder}: no checkpoint that can be used, so no row is trained for good")
     progress = load_progress(newest)
     seen: dict[int, Counter[Row]] = defaultdict(Counter)
     skipped: Counter[int] = Counter()
@@ -94,9 +101,7 @@ def check_rows(run: Run) -> list[Epoch]:
         epochs.append(Epoch(number, end - begin, trained, skipped[number], whole, missing, doubled, unknown))
     due = progress.rows - sum(epoch.trained + epoch.skipped for epoch in epochs)
     if due and all(epoch.ok for epoch in epochs):
-        raise ValueError(
-            f"{address(run.job.output_dir)}: {due} rows more than recorded are in {newest.name}: were files removed?"
-        )
+        raise ValueError(f"{folder}: {due} rows more than recorded are in {newest.name}: were files removed?")
     return epochs
 
 
@@ -114,22 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print_safe_error(error)
         return 2
-    starts = attempts(folder)
-    print_safe(
-        f"{address(folder)}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}"
-    )
-    for epoch in epochs:
-        text = f"epoch {epoch.number}: {epoch.trained} of {epoch.rows} rows trained"
-        if epoch.skipped:
-            text += f", {epoch.skipped} skipped because they cannot be read"
-        for name, rows in (
-            ("missing", epoch.missing),
-            ("doubled", epoch.doubled),
-            ("not among those chosen", epoch.unknown),
-        ):
-            if rows:
-                text += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
-        print_safe(f"{text}, as often as due" if epoch.ok else text)
+    resumed = [line["resumed_from_step"] for line in attempts(folder)]
+    print_safe(f"{address(folder)}: {len(resumed)} starts, resumed from steps {resumed}")
+    print_safe(*map(str, epochs))
     return 0 if all(epoch.ok for epoch in epochs) else 1
 
 

@@ -19,19 +19,20 @@ import itertools
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from diagnostics.report import Environment, Record, Report, time_line
+from diagnostics.report import Environment, Record, Report, format_table, time_line
 from diagnostics.tool import Options, Result, count, host_batches, run_tool, run_workers, scratch_run, write_record
-from util import Batch, Draws, TrainableOptimizer, cuda_prefetcher, train_step
+from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.registry import family_of
@@ -46,7 +47,6 @@ from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import RankSchedule
 from vla_finetuning.training.worker import RayWorker, Worker
 
-Noise = Callable[[int], Draws]
 WARMUP_STEPS = 3
 BATCHES = 4
 # Of a GPU's memory, what a batch may be predicted to take: allocators leave gaps.
@@ -112,42 +112,35 @@ class StrategiesReport(Report):
 
 def table(report: StrategiesReport) -> str:
     """The result for people: the slowest rank's time, the most memory of any rank."""
-    gib = 2**30
     config = report.config
-    lines = [
-        f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} workers "
-        f"= {report.global_batch_size} rows, --train.mode={config['train']['mode']}",
-        f"On           {report.ranks[0].environment.line()}",
-        "",
-        f"{'strategy':16}{'s/step':>9}{'samples/s':>11}{'of first':>10}{'state GiB':>11}{'planned GiB':>13}"
-        f"{'peak GiB':>10}{'largest batch':>15}{'losses apart':>14}",
-    ]
-    first_s = None
-    for own in zip(*(rank.spreadings for rank in report.ranks), strict=True):
-        planned = f"{'-':>13}" if own[0].planned_bytes is None else f"{own[0].planned_bytes / gib:13.2f}"
-        if not own[0].step_s:
-            lines.append(f"{own[0].strategy:57}{planned}  left out: it does not fit, as planned")
+    heads = ("s/step", "samples/s", "of first", "state GiB", "planned GiB", "peak GiB", "largest batch", "losses apart")
+    rows, first = [["strategy", *heads]], None
+    for spreadings in zip(*(rank.spreadings for rank in report.ranks), strict=True):
+        s = spreadings[0]
+        planned = "-" if s.planned_bytes is None else f"{s.planned_bytes / GIB:.2f}"
+        if not s.step_s:
+            rows.append([s.strategy, *["-"] * 4, planned, "-", "left out", "-"])
             continue
-        step_s = max(float(np.median(s.step_s)) for s in own)
-        first_s = first_s or step_s
-        peaks = [s.peak_bytes for s in own if s.peak_bytes is not None]
-        peak = f"{max(peaks) / gib:10.2f}" if peaks else f"{'-':>10}"
-        largest = "-" if own[0].largest_batch is None else own[0].largest_batch
-        lines.append(
-            f"{own[0].strategy:16}{step_s:9.4f}{report.global_batch_size / step_s:11.1f}{step_s / first_s:9.2f}x"
-            f"{max(s.state_bytes for s in own) / gib:11.4f}{planned}{peak}{largest:>15}"
-            f"{_apart(report, own[0].strategy):14.1e}"
-        )
-    on_gpus = any(s.largest_batch is not None for s in report.ranks[0].spreadings)
+        first = first or spreadings
+        step_s, first_s = (max(float(np.median(r.step_s)) for r in ranks) for ranks in (spreadings, first))
+        peaks = [r.peak_bytes for r in spreadings if r.peak_bytes is not None]
+        losses, firsts = (np.array([r.losses for r in ranks]) for ranks in (spreadings, first))
+        rate, state = report.global_batch_size / step_s, max(r.state_bytes for r in spreadings) / GIB
+        rows.append([s.strategy, f"{step_s:.4f}", f"{rate:.1f}", f"{step_s / first_s:.2f}x", f"{state:.4f}", planned])
+        rows[-1] += [f"{max(peaks) / GIB:.2f}" if peaks else "-"]
+        rows[-1] += ["-" if s.largest_batch is None else str(s.largest_batch)]
+        rows[-1] += [f"{np.max(np.abs(losses - firsts) / np.abs(firsts)):.1e}"]
     return "\n".join(
         [
-            *lines,
+            f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} "
+            f"workers = {report.global_batch_size} rows, --train.mode={config['train']['mode']}",
+            f"On           {report.ranks[0].environment.line()}",
+            "",
+            *format_table(rows),
             "",
             "state: parameters and Adam's moments that a rank holds between two steps",
-            *(["planned: what a GPU must have, as --dry_run says it"] if on_gpus else []),
-            "largest batch: the most rows of a micro-batch with which the step still fits every GPU, tried"
-            if on_gpus
-            else "peak, largest batch: of GPUs; not measured on CPUs",
+            "planned: what a GPU must have, as --dry_run says it; what does not fit is left out",
+            "peak, largest batch: of GPUs; the most rows of a micro-batch with which the step still fits each, tried",
             "losses apart: from the first strategy's, relative, at most over all steps and ranks",
         ]
     )
@@ -155,19 +148,9 @@ def table(report: StrategiesReport) -> str:
 
 def charts(report: StrategiesReport) -> list[tuple[str, str]]:
     """Every measured step of each strategy."""
-    own = [s for s in report.ranks[0].spreadings if s.step_s]
-    return [(f"{s.strategy}: every step of rank 0, in milliseconds", time_line({s.strategy: s.step_s})) for s in own]
-
-
-def _apart(report: StrategiesReport, strategy: Strategy) -> float:
-    """Return how far a strategy's losses are at most from those of the first that was measured, relative to them."""
-    worst = 0.0
-    for rank in report.ranks:
-        theirs = next(s.losses for s in rank.spreadings if s.strategy == strategy)
-        first = next(s.losses for s in rank.spreadings if s.losses)
-        pairs = zip(first, theirs, strict=True)
-        worst = max(worst, *(abs(a - b) / abs(a) for a, b in pairs))
-    return worst
+    measured = [s for s in report.ranks[0].spreadings if s.step_s]
+    title = "every step of rank 0, in milliseconds"
+    return [(f"{s.strategy}: {title}", time_line({s.strategy: s.step_s})) for s in measured]
 
 
 # ---- in every worker ----------------------------------------------------------------------------------------------
@@ -175,21 +158,15 @@ def _apart(report: StrategiesReport, strategy: Strategy) -> float:
 
 def compare_loop(loop_config: dict[str, Any]) -> None:
     """Measure one strategy after the other. Runs in every worker, which leaves its result in the run's folder."""
-    run: Run = ray.get(loop_config["run"])
-    options: Namespace = loop_config["options"]
-    worker = RayWorker()
+    run, options, worker = ray.get(loop_config["run"]), loop_config["options"], RayWorker()
     result = compare(run, options.strategies, options.compare_steps, worker, options.compare_memory_gb)
     write_record(run, worker.rank, result)
 
 
 def compare(
-    run: Run,
-    strategies: Sequence[Strategy],
-    steps: int,
-    worker: Worker,
-    memory_gb: float | None = None,
+    run: Run, strategies: Sequence[Strategy], steps: int, worker: Worker, memory_gb: float | None = None
 ) -> RankStrategies:
-    """Every strategy in turn that fits by its plan; all ranks of the process group call it alike."""
+    """Measure every strategy in turn that fits by its plan; all ranks of the process group call it alike."""
     dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
     batches = list(policy_batches(cuda_prefetcher(host, worker.device), run.policy.config))
@@ -202,8 +179,7 @@ def compare(
             _forget(worker.device)
         else:
             spreading = Spreading(strategy=strategy, step_s=[], losses=[], state_bytes=0, peak_bytes=None)
-        planned_bytes = None if needed is None else needed.needed
-        spreadings.append(spreading.model_copy(update={"planned_bytes": planned_bytes}))
+        spreadings.append(spreading.model_copy(update={"planned_bytes": needed and needed.needed}))
     return RankStrategies(rank=worker.rank, environment=Environment.here(), spreadings=spreadings)
 
 
@@ -230,41 +206,38 @@ def _measure(
     by_node: Sequence[Sequence[int]] | None,
     memory_gb: float | None,
 ) -> Spreading:
-    device = worker.device
+    device, accum = worker.device, run.config.grad_accum
+    is_cuda = device.type == "cuda"
     loss, autocast = build_model(run.policy, device)
     model = spread(loss, strategy, device, dealt.world, replicas=by_node, autocast=autocast)
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
-    if device.type == "cuda":
+    step = partial(train_step, model, optimizer, autocast=autocast, device=device)
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-
-    def step(
-        feed: Iterator[Batch], number: int, grad_accum: int, mean_over: int, draws: Callable[[int], Any]
-    ) -> Tensor:
-        settings: dict[str, Any] = {"autocast": autocast, "device": device, "mean_over": mean_over, "draws": draws}
-        return train_step(model, optimizer, feed, step=number, grad_accum=grad_accum, **settings).loss
-
-    feed, step_s, losses, accum = itertools.cycle(batches), [], [], run.config.grad_accum
+    feed, step_s, losses = itertools.cycle(batches), [], []
     for number in range(WARMUP_STEPS + steps):
         start = time.perf_counter()
-        loss_of_step = step(feed, number, accum, accum, noise_for(run.policy, number, dealt, device))
-        losses.append(loss_of_step.item())  # and the device is waited for
+        draws = noise_for(run.policy, number, dealt, device)
+        result = step(feed, step=number, grad_accum=accum, mean_over=accum, draws=draws)
+        losses.append(result.loss.item())  # and the device is waited for
         step_s.append(time.perf_counter() - start)
-    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak_bytes = torch.cuda.max_memory_allocated(device) if is_cuda else None
 
     def peak_of(rows: int) -> int:
-        """Most memory that a step with micro-batches of so many rows takes on any GPU."""
+        """Return the most memory that a step with micro-batches of so many rows takes on any GPU."""
         torch.cuda.reset_peak_memory_stats(device)
         if rows:
             batch = {key: value[torch.arange(rows, device=device) % len(value)] for key, value in batches[0].items()}
             many = rows * run.config.train.noise_draws
-            draws = family_of(run.policy.config).draw(run.policy.config, many, 0, 0, device)
+            drawn = family_of(run.policy.config).draw(run.policy.config, many, 0, 0, device)
             # From the second micro-batch on, gradients are there from the start.
-            step(itertools.repeat(batch), 0, min(accum, 2), 1, lambda micro: draws)
+            few = min(accum, 2)
+            step(itertools.repeat(batch), step=0, grad_accum=few, mean_over=1, draws=lambda micro: drawn)
         return _agreed(torch.cuda.max_memory_allocated(device), dist.ReduceOp.MAX, device)
 
     largest: int | None = None
     filling: dict[int, int] = {}
-    if device.type == "cuda":
+    if is_cuda:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         limit = _agreed(min(free, int(1e9 * memory_gb)) if memory_gb else free, dist.ReduceOp.MIN, device)

@@ -14,16 +14,16 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from diagnostics.report import Environment, Record, Report, shares
-from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run, truth
-from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
+from diagnostics.tool import NoOptimizer, Options, Result, count, host_batches, run_tool, scratch_run, truth
+from util import UNWATCHED, Clock, cuda_prefetcher, train_step
 from vla_finetuning.plan.launch import join_cluster
 from vla_finetuning.plan.resolve import Run, with_config, with_stats
 from vla_finetuning.policies.registry import family_of
@@ -85,7 +85,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 @dataclass
-class _Inspector(TrainableOptimizer):
+class _Inspector(NoOptimizer):
     """Looks at the gradients in place of using them."""
 
     missing: Counter[str] = field(default_factory=Counter)
@@ -93,56 +93,36 @@ class _Inspector(TrainableOptimizer):
 
     def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
         for name, parameter in zip(self.names, self.params, strict=True):
-            if parameter.grad is None:
-                self.missing[name] += 1
-            elif not parameter.grad.any():
-                self.zero[name] += 1
+            self.missing[name] += parameter.grad is None
+            self.zero[name] += parameter.grad is not None and not parameter.grad.any()
             parameter.grad = None
-        nothing = torch.zeros((), device=self.params[0].device)
-        return nothing, nothing
+        return super().step(number, clock)
 
 
 def find_unused(run: Run, batches: int) -> UnusedReport:
     """Run the training step on the run's first batches, one optimizer step each, and classify every parameter."""
     device = torch.device("cuda" if run.job.use_gpu else "cpu")
     loss, autocast = build_model(run.policy, device)
-    optimizer = build_optimizer(run.policy, loss, run.job.steps)
-    inspector = _Inspector(**{of.name: getattr(optimizer, of.name) for of in fields(TrainableOptimizer)})
+    inspector = _Inspector.of(build_optimizer(run.policy, loss, run.job.steps))
     # One worker, one micro-batch a step.
     alone = replace(run.config.scaling, num_workers=1, min_workers=None)
     run = with_config(run, replace(run.config, grad_accum=1, scaling=alone))
     dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
     feed = policy_batches(cuda_prefetcher(host_batches(run, dealt, batches), device), run.policy.config)
+    constants: dict[str, Any] = {"grad_accum": 1, "mean_over": 1, "autocast": autocast, "device": device}
     for step in range(batches):
-        train_step(
-            loss,
-            inspector,
-            feed,
-            step=step,
-            grad_accum=1,
-            mean_over=1,
-            draws=noise_for(run.policy, step, dealt, device),
-            autocast=autocast,
-            device=device,
-        )
-    missing, zero = inspector.missing, inspector.zero
+        train_step(loss, inspector, feed, step=step, draws=noise_for(run.policy, step, dealt, device), **constants)
 
-    def fate(name: str, trains: bool) -> Fate:
-        if not trains:
-            return "frozen"
-        if missing[name]:
-            return "unused" if missing[name] == batches else "sometimes"
-        return "zero" if zero[name] == batches else "used"
+    def describe(name: str, parameter: Tensor) -> Parameter:
+        fate: Fate = "zero" if inspector.zero[name] == batches else "used"
+        if missing := inspector.missing[name]:
+            fate = "unused" if missing == batches else "sometimes"
+        fate = fate if parameter.requires_grad else "frozen"
+        return Parameter(name=name, shape=list(parameter.shape), fate=fate, without_gradient=missing)
 
-    return UnusedReport(
-        environment=Environment.here(),
-        config=run.config.to_json(),
-        batches=batches,
-        parameters=[
-            Parameter(name=n, shape=list(p.shape), fate=fate(n, p.requires_grad), without_gradient=missing[n])
-            for n, p in loss.policy.named_parameters()
-        ],
-    )
+    parameters = [describe(name, parameter) for name, parameter in loss.policy.named_parameters()]
+    where, config = Environment.here(), run.config.to_json()
+    return UnusedReport(environment=where, config=config, batches=batches, parameters=parameters)
 
 
 # ---- for people ---------------------------------------------------------------------------------------------------
@@ -152,16 +132,14 @@ def table(report: UnusedReport, run: Run, include_zero_grad: bool) -> str:
     """The result, grouped by module; `used` in numbers only."""
     step = f"{report.batches} batches of {run.config.batch_size} rows, --train.mode={run.config.train.mode}"
     lines = [f"{run.policy.config.type}, {run.policy.base['path']}: {step}"]
-    listed: list[Fate] = ["unused", "sometimes", *(["zero"] if include_zero_grad else []), "frozen"]  # type: ignore[list-item]
-    for fate in (*listed, "used"):
-        members = report.of(fate)  # type: ignore[arg-type]
-        lines += ["", f"{MEANING[fate]}: {_numbers(members)}"]  # type: ignore[index]
-        if fate in listed:
-            lines += [
-                f"  {module or '(everything)'}: {_numbers(members)}" for module, members in _groups(report, members)
-            ]
-    if not include_zero_grad and (zero := report.of("zero")):
-        lines += ["", f"{_numbers(zero)} had a gradient of zero throughout: --include_zero_grad lists them."]
+    for fate, meaning in MEANING.items():
+        members, is_listed = report.of(fate), fate != "used" and (fate != "zero" or include_zero_grad)
+        if is_listed or fate == "used":
+            lines += ["", f"{meaning}: {_numbers(members)}"]
+        elif members:
+            lines += ["", f"{_numbers(members)} had a gradient of zero throughout: --include_zero_grad lists them."]
+        if is_listed:
+            lines += [f"  {name or '(everything)'}: {_numbers(group)}" for name, group in _groups(report, members)]
     return "\n".join([*lines, "", *advice(report, run)])
 
 
@@ -170,15 +148,15 @@ def _numbers(parameters: Sequence[Parameter]) -> str:
     return f"{tensors} tensor{'' if tensors == 1 else 's'}, {sum(p.size for p in parameters):,} parameters"
 
 
-def _groups(report: UnusedReport, members: Sequence[Parameter]) -> Iterator[tuple[str, list[Parameter]]]:
-    """Yield parameters by the largest modules that have no others."""
+def _groups(report: UnusedReport, members: Sequence[Parameter]) -> Iterable[tuple[str, list[Parameter]]]:
+    """Return parameters by the largest modules that have no others."""
     inside = Counter(prefix for p in report.parameters for prefix in _prefixes(p.name))
     chosen = Counter(prefix for p in members for prefix in _prefixes(p.name))
     groups: dict[str, list[Parameter]] = {}
     for parameter in members:
         module = next(prefix for prefix in _prefixes(parameter.name) if chosen[prefix] == inside[prefix])
         groups.setdefault(module, []).append(parameter)
-    yield from groups.items()
+    return groups.items()
 
 
 def _prefixes(name: str) -> list[str]:
@@ -217,10 +195,9 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 
     def examine() -> Result:
         report = find_unused(ready, options.unused_batches)
-        sizes = {str(fate): float(sum(p.size for p in report.of(fate))) for fate in MEANING}
-        failed = options.fail_if_unused and report.unreached
-        text = table(report, ready, options.include_zero_grad)
-        return Result(report, text, [("Parameters", shares(sizes))], status=1 if failed else 0)
+        sizes = {fate: float(sum(p.size for p in report.of(fate))) for fate in MEANING}
+        text, failed = table(report, ready, options.include_zero_grad), options.fail_if_unused and report.unreached
+        return Result(report, text, [("Parameters", shares(sizes))], status=int(bool(failed)))
 
     return examine
 

@@ -28,7 +28,7 @@ import ray
 import torch
 
 import vla
-from diagnostics.report import Environment, Record, Report, Spread, shares, time_line
+from diagnostics.report import Environment, Record, Report, Spread, format_table, shares, time_line
 from diagnostics.step_report import StepReport
 from diagnostics.tool import Options, Result, count, run_tool, run_workers, scratch_run, write_record
 from diagnostics.watch import ClusterWatch
@@ -61,26 +61,20 @@ EXPLAINED: dict[Stage, str] = {
     "other": "",
 }
 # What a stage consists of: time spent in one of these and in no other of them.
-FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
-    (lerobot_rows, "_group_by_episode", "shuffle"),
-    (lerobot_rows, "_read_tabular", "read"),
-    (RemoteVideo, "__init__", "read"),
-    (RemoteVideo, "ask", "read"),
-    (lerobot_rows, "_fill_numbers", "shuffle"),
-    (lerobot_rows, "_fill_texts", "shuffle"),
-    (lerobot_rows, "read_frames", "shuffle"),
-    (parquet_columns, "read_groups", "read"),
-    (parquet_columns, "_copied", "read"),
-    (lerobot_videos, "decode_image", "decode"),
-    (lerobot_videos, "decode_depth_image", "decode"),
-    (lerobot_rows, "to_table", "transfer"),
-    (VideoReader, "__init__", "decode"),
-    (VideoReader, "_frame_at", "decode"),
-    (VideoReader, "_pixels", "convert"),
-    (lerobot_videos, "resize_with_pad", "resize"),
-    (Prepare, "__call__", "prepare"),
-    (NumpyToTorchCollate, "__call__", "collate"),
-)
+FUNCTIONS: dict[Stage, dict[Any, tuple[str, ...]]] = {
+    "read": {
+        lerobot_rows: ("_read_tabular",),
+        RemoteVideo: ("__init__", "ask"),
+        parquet_columns: ("read_groups", "_copied"),
+    },
+    "decode": {VideoReader: ("__init__", "_frame_at"), lerobot_videos: ("decode_image", "decode_depth_image")},
+    "convert": {VideoReader: ("_pixels",)},
+    "resize": {lerobot_videos: ("resize_with_pad",)},
+    "shuffle": {lerobot_rows: ("_group_by_episode", "_fill_numbers", "_fill_texts", "read_frames")},
+    "prepare": {Prepare: ("__call__",)},
+    "transfer": {lerobot_rows: ("to_table",)},
+    "collate": {NumpyToTorchCollate: ("__call__",)},
+}
 STAGED_TASKS = 2
 PRODUCED = "produced_s"
 # Rates this near to each other are balanced.
@@ -155,9 +149,8 @@ def summarise(
 ) -> LoaderReport:
     """Rows read after the last worker was warm, over the time from then until the last worker had everything."""
     start, end = max(r.warm_at_s for r in ranks), max(r.done_at_s for r in ranks)
-    fresh = sum(at > start for r in ranks for at in r.produced_at_s)
-    rows, wall_s = fresh * run.config.batch_size, end - start
-    if not fresh:
+    rows = run.config.batch_size * sum(at > start for r in ranks for at in r.produced_at_s)
+    if not rows:
         raise ValueError(
             f"everything was read before the warm-up of {options.profile_warmup} batches ended: there is nothing to "
             "measure; raise --profile_batches"
@@ -169,8 +162,8 @@ def summarise(
         batches=options.profile_batches,
         warmup=options.profile_warmup,
         rows=rows,
-        wall_s=wall_s,
-        rows_per_s=rows / wall_s,
+        wall_s=end - start,
+        rows_per_s=rows / (end - start),
         data_cpus=data_cpus,
         stages=dict(stages),
         object_store_peak_bytes=store.peak_bytes,
@@ -181,35 +174,27 @@ def summarise(
 
 def table(report: LoaderReport) -> str:
     """The result for people."""
-    config = report.config
-    lines = [
-        f"Pulled       {report.batches} batches of {config['batch_size']} rows by each of {report.world_size} workers "
-        f"at once, after {report.warmup}",
-        f"On           {report.environment.line()}",
-        "",
-        f"{'fetch':14}{'mean ms':>11}{'median':>11}{'p95':>11}{'batches/s':>12}" + f"{'copy ms':>10}",
-    ]
+    fetches = [["fetch", "mean ms", "median", "p95", "batches/s", "copy ms"]]
     for r in report.ranks:
         rate = len(r.fetch_s) / (r.done_at_s - r.warm_at_s)
-        copy = f"{1e3 * float(np.mean(r.copy_s)):10.2f}" if r.copy_s else f"{'-':>10}"
-        lines.append(f"rank {r.rank:<9}{Spread.of(r.fetch_s).columns()}{rate:12.2f}{copy}")
-    lines += [
-        "",
-        f"{report.rows_per_s:.1f} rows/s over all workers: {report.rows} rows that were read after the warm-up, in "
-        f"{report.wall_s:.1f} s",
-        "",
-        f"{'stage':14}{'CPU s per 1000 rows':>20}{'share':>8}",
-    ]
-    total = sum(report.stages.values())
-    for stage, seconds in report.stages.items():
-        if seconds:
-            lines.append(f"{stage:14}{seconds:20.3f}{seconds / total:8.1%}   {EXPLAINED[stage]}".rstrip())
-    busy = total * report.rows_per_s / 1000
+        copy = f"{1e3 * float(np.mean(r.copy_s)):.2f}" if r.copy_s else "-"
+        fetches.append([f"rank {r.rank}", *Spread.of(r.fetch_s).cells(), f"{rate:.2f}", copy])
+    stages, total = [["stage", "CPU s per 1000 rows", "share"]], sum(report.stages.values())
+    stages += [[name, f"{s:.3f}", f"{s / total:.1%}"] for name, s in [*report.stages.items(), ("sum", total)] if s]
+    busy = f"at this rate, {total * report.rows_per_s / 1000:.1f} CPUs; the cluster has {report.data_cpus:g} besides"
+    notes = ["", *(EXPLAINED[stage] for stage, seconds in report.stages.items() if seconds), f"{busy} the workers'"]
     return "\n".join(
         [
-            *lines,
-            f"{'sum':14}{total:20.3f}{1:8.1%}   at this rate, {busy:.1f} CPUs; the cluster has {report.data_cpus:g} "
-            "besides the workers'",
+            f"Pulled       {report.batches} batches of {report.config['batch_size']} rows by each of "
+            f"{report.world_size} workers at once, after {report.warmup}",
+            f"On           {report.environment.line()}",
+            "",
+            *format_table(fetches),
+            "",
+            f"{report.rows_per_s:.1f} rows/s over all workers: {report.rows} rows that were read after the warm-up, in "
+            f"{report.wall_s:.1f} s",
+            "",
+            *(f"{line}   {note}".rstrip() for line, note in zip(format_table(stages), notes, strict=True)),
             "",
             f"object store: {report.object_store_peak_bytes / 2**20:.0f} MiB at most, "
             f"{report.spilled_bytes / 2**20:.0f} MiB spilled to disk",
@@ -219,33 +204,31 @@ def table(report: LoaderReport) -> str:
 
 def charts(report: LoaderReport) -> list[tuple[str, str]]:
     """Return what the CPUs do, and every wait for a batch."""
-    figures = [("CPU time by stage", shares({str(stage): s for stage, s in report.stages.items() if s}))]
-    for rank in report.ranks:
-        figures.append((f"Rank {rank.rank}: every fetch, in milliseconds", time_line({"data_wait": rank.fetch_s})))
-    return figures
+    fetches = [
+        (f"Rank {r.rank}: every fetch, in milliseconds", time_line({"data_wait": r.fetch_s})) for r in report.ranks
+    ]
+    return [("CPU time by stage", shares({stage: s for stage, s in report.stages.items() if s})), *fetches]
 
 
 def balance(loader: LoaderReport, step: StepReport) -> list[str]:
     """Return which side is the bottleneck, by how much, and how many CPUs per worker would balance them."""
     step_rate = step.global_batch_size / (step.untouched_s - step.exposed_wait_s)
-    loader_rate, per_cpu = loader.rows_per_s, loader.rows_per_s / loader.data_cpus if loader.data_cpus > 0 else None
+    loader_rate = loader.rows_per_s
     sentences = [
         f"The step, never waiting, takes {step_rate:.1f} rows/s; the data engine gives {loader_rate:.1f} rows/s. "
         f"(The step was measured waiting {step.exposed_wait_s / step.untouched_s:.0%} of its time.)"
     ]
-    holder = "GPU" if step.ranks[0].peak_allocated_bytes is not None else "worker"
     if loader_rate * BALANCED < step_rate:
-        sentences.append(
-            f"The data engine is the bottleneck: the step could take {step_rate / loader_rate:.2f}x as much."
-        )
+        times = step_rate / loader_rate
+        sentences.append(f"The data engine is the bottleneck: the step could take {times:.2f}x as much.")
     elif loader_rate > step_rate * BALANCED:
-        sentences.append(
-            f"The step is the bottleneck: the data engine could feed {loader_rate / step_rate:.2f}x as much."
-        )
+        times = loader_rate / step_rate
+        sentences.append(f"The step is the bottleneck: the data engine could feed {times:.2f}x as much.")
     else:
         sentences.append("They are balanced.")
-    if per_cpu is not None:
-        needed = step_rate / per_cpu / step.world_size
+    if loader.data_cpus > 0:
+        needed = step_rate / loader_rate * loader.data_cpus / step.world_size
+        holder = "GPU" if step.ranks[0].peak_allocated_bytes is not None else "worker"
         sentences.append(
             f"{needed:.2f} CPUs for data per {holder} would balance them, besides what the workers hold; there are "
             f"{loader.data_cpus / loader.world_size:.2f}."
@@ -268,8 +251,7 @@ class Stamped:
 
     def __call__(self, batch: Columns) -> Columns:
         prepared = self._prepare(batch)
-        rows = len(next(iter(prepared.values())))
-        return prepared | {PRODUCED: np.full(rows, time.time())}
+        return prepared | {PRODUCED: np.full(len(next(iter(prepared.values()))), time.time())}
 
 
 class _StampReader(NumpyToTorchCollate):
@@ -288,24 +270,17 @@ class _CopyClock(Clock):
     """Times copies by events on their own stream, read at the end."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._start: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []
 
     def mark(self, phase: Phase) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
         # There are only those of `cuda_prefetcher`: where a copy begins and where it ends.
-        if self._start is None:
-            self._start = event
-        else:
-            self._events.append((self._start, event))
-            self._start = None
+        self._events.append(torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)))
 
     def copy_s(self) -> list[float] | None:
-        if not self._events:
-            return None
-        torch.cuda.synchronize()
-        return [1e-3 * start.elapsed_time(end) for start, end in self._events]
+        if self._events:
+            torch.cuda.synchronize()
+        pairs = zip(self._events[::2], self._events[1::2], strict=False)
+        return [1e-3 * start.elapsed_time(end) for start, end in pairs] or None
 
 
 def pull_loop(loop_config: dict[str, Any]) -> None:
@@ -330,16 +305,9 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
     done_at_s = time.time()
     produced = [collate.produced_at_s[int(dealt.rows(micro)[0])] for micro in range(len(fetch_s))]
     copies = clock.copy_s()
-    fetches = RankFetches(
-        rank=rank,
-        environment=Environment.here(),
-        warm_at_s=warm_at_s,
-        done_at_s=done_at_s,
-        fetch_s=fetch_s[warmup:],
-        copy_s=copies[warmup:] if copies else None,
-        produced_at_s=produced[warmup:],
-    )
-    write_record(run, rank, fetches)
+    seen = {"fetch_s": fetch_s[warmup:], "produced_at_s": produced[warmup:], "copy_s": copies and copies[warmup:]}
+    times = {"warm_at_s": warm_at_s, "done_at_s": done_at_s}
+    write_record(run, rank, RankFetches(rank=rank, environment=Environment.here(), **times, **seen))
 
 
 # ---- the stages, in one read task ---------------------------------------------------------------------------------
@@ -381,15 +349,17 @@ def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stag
     rows = 0
     with contextlib.ExitStack() as stack:
         clock = StageClock()
-        for owner, name, stage in FUNCTIONS:
-            stack.enter_context(mock.patch.object(owner, name, clock.stage(stage)(getattr(owner, name))))
+        for stage, owners in FUNCTIONS.items():
+            for owner, name in ((owner, name) for owner, names in owners.items() for name in names):
+                stack.enter_context(mock.patch.object(owner, name, clock.stage(stage)(getattr(owner, name))))
         for number, task in enumerate(chosen):
             if number == 1:
                 rows = 0
                 clock.cpu_s = dict.fromkeys(clock.cpu_s, 0.0)
             with clock.stage("other"):
                 for block in task():
-                    prepared = data.prepare(_to_numpy(block))
+                    columns = {name: lerobot_rows.column_to_numpy(block.column(name)) for name in block.column_names}
+                    prepared = data.prepare(columns)
                     with clock.stage("transfer"):
                         arrived = ray.get(ray.put(prepared))
                     for first in range(0, len(arrived["position"]), batch_size):
@@ -398,18 +368,13 @@ def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stag
     return {stage: 1000 * seconds / rows for stage, seconds in clock.cpu_s.items()}
 
 
-def _to_numpy(block: Any) -> Columns:
-    return {name: lerobot_rows.column_to_numpy(block.column(name)) for name in block.column_names}
-
-
 # ---- the driver ---------------------------------------------------------------------------------------------------
 
 
 def pulled_run(run: Run, options: Namespace) -> Run:
     """The run, as long as the batches that are wanted."""
     steps = options.profile_warmup + options.profile_batches
-    config = replace(run.config, grad_accum=1, steps=steps)
-    return with_config(run, config, steps)
+    return with_config(run, replace(run.config, grad_accum=1, steps=steps), steps)
 
 
 def profile(run: Run, options: Namespace) -> LoaderReport:

@@ -20,21 +20,30 @@ import resource
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from torch import Tensor
 
 import vla
 from diagnostics.report import Environment
 from diagnostics.step_clock import StepClock
 from diagnostics.step_report import RankProfile, Settings, StepReport, charts, compare, summarise, table
-from diagnostics.tool import Options, Result, count, run_tool, run_workers, scratch_run, truth, write_record
-from util import UNWATCHED, Clock, TrainableOptimizer
+from diagnostics.tool import (
+    NoOptimizer,
+    Options,
+    Result,
+    count,
+    run_tool,
+    run_workers,
+    scratch_run,
+    truth,
+    write_record,
+)
+from util import TrainableOptimizer
 from vla_finetuning.files import read_lines
 from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.family import PolicyLoss
@@ -77,16 +86,10 @@ def profile_loop(loop_config: dict[str, Any]) -> None:
 def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any) -> None:
     """`vla.train`, watched; leaves a `RankProfile` in the run's folder. `options`: more of `vla.train`'s."""
     rank, device = worker.rank, worker.device
-    clock = StepClock(
-        settings.passes(worker.world),
-        settings.block_steps,
-        device,
-        run.job.output_dir / TRACE_NAME if rank == 0 else None,
-    )
-    options |= {
-        "make_optimizer": partial(make_optimizer, settings),
-        "find_unused_parameters": settings.find_unused_params,
-    }
+    trace = run.job.output_dir / TRACE_NAME if rank == 0 else None
+    clock = StepClock(settings.passes(worker.world), settings.block_steps, device, trace)
+    options |= {"make_optimizer": partial(make_optimizer, settings)}
+    options |= {"find_unused_parameters": settings.find_unused_params}
     vla.train(run, worker, [clock], clock=clock, **options)
     timed, last = clock.times("timed"), clock.times("checkpoint")
     assert timed is not None
@@ -122,9 +125,7 @@ def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps
     if not settings.fused_adamw:
         constants = {key: made.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
         made = replace(made, optimizer=_ForeachAdamW(made.params, **constants, foreach=True))
-    if settings.no_optim:
-        return _NoOptimizer(**{of.name: getattr(made, of.name) for of in fields(TrainableOptimizer)})
-    return made
+    return NoOptimizer.of(made) if settings.no_optim else made
 
 
 class _ForeachAdamW(torch.optim.AdamW):
@@ -133,15 +134,6 @@ class _ForeachAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         self.found_inf = None
         return super().step(closure)
-
-
-@dataclass
-class _NoOptimizer(TrainableOptimizer):
-    """Changes nothing; gradients pile up. AdamW allocates its state at its first step, so there is none."""
-
-    def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
-        nothing = torch.zeros((), device=self.params[0].device)
-        return nothing, nothing
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -153,15 +145,8 @@ def watched_run(run: Run, settings: Settings) -> Run:
     save = planned if settings.checkpoint else planned + 1
     steps = max(run.job.steps, planned + 1)
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
-    config = replace(
-        run.config,
-        log_freq=settings.block_steps,
-        save_freq=save,
-        save_every_s=None,
-        steps=steps,
-        train=train,
-    )
-    return with_config(run, config, steps)
+    changes: dict[str, Any] = {"log_freq": settings.block_steps, "save_freq": save, "save_every_s": None}
+    return with_config(run, replace(run.config, steps=steps, train=train, **changes), steps)
 
 
 def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> StepReport:

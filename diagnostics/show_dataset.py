@@ -79,22 +79,46 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
     return [*([] if weight is None else [told_weights(weight)]), *table(meta, everything, left)]
 
 
-def show_mixture(file: str, rename_map: dict[str, str]) -> int:
-    """Print the datasets of a mixture side by side, and what does not go together. Returns the exit status."""
-    try:
-        config = Config(rename_map=rename_map)
-        config.dataset.mixture = read_mixture(file.removeprefix("@"))
-        tables, misfits = look_at_mixture(config)
-    except (ValueError, OSError) as error:
-        print_safe_error(error)
-        return 2
+def show_mixture(file: str, rename_map: dict[str, str]) -> None:
+    """Print the datasets of a mixture side by side, and what does not go together."""
+    config = Config(rename_map=rename_map)
+    config.dataset.mixture = read_mixture(file)
+    tables, misfits = look_at_mixture(config)
     print_safe(*tables)
     print_safe(*(f"does not fit: {misfit}" for misfit in misfits))
     print_safe(f"{len(misfits) or 'no'} misfit{'s' * (len(misfits) != 1)}")
-    return 0
+
+
+def show_dataset(options: argparse.Namespace) -> None:
+    """Write the page of a dataset and the files of its scores, and print what it warns of."""
+    root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
+    meta = load_metadata(root)
+    if options.rename_map or options.state_features:
+        state = options.state_features.split(",") if options.state_features else []
+        (meta,) = with_names([meta], options.rename_map, state, observations=True)
+    look, scores = look_at(meta, lambda *sample: run_look.look_at(*sample).problems), None
+    if options.augmentation:
+        look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
+    if options.scores or options.exclude_to:
+        scores = list(
+            score_episodes(meta, tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty()))
+        )
+        if options.scores:
+            options.scores.write_text("".join(json.dumps(score.to_json()) + "\n" for score in scores))
+        if options.exclude_to:
+            write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
+    selection = told_selection(meta, options.skip_idle, options.episode_weights)
+    labels = None if options.labels is None else show_labels(options.labels, meta)
+    page = write_dataset_page(look, options.output, scores, selection, labels)
+    print_safe(*(f"warning [{finding.kind}] {finding.text}" for finding in look.findings))
+    print_safe(*(f"episode {score.episode}: {'; '.join(score.reasons)}" for score in scores or [] if score.reasons))
+    print_safe(*selection, *map(escaped, labels[0] if labels is not None else ()))
+    print_safe(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
+    print_safe(*look.shares, *(f"not read: {what}" for what in meta.not_read), str(page))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Look at the dataset or mixture that the flags name. Returns the exit status: see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("root", nargs="?", help="a local folder, s3://, gs://; @FILE: a mixture")
@@ -111,49 +135,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recap.labels", type=as_file, dest="labels", help="show how the labels of value.py fell")
     options = parser.parse_args(argv)
     escape_warnings()
-    if (options.root or "").startswith("@"):
-        own = ("root", "rename_map")
-        given = [name for name, value in vars(options).items() if name not in own and value != parser.get_default(name)]
-        if given:
-            flags = ", ".join("--recap.labels" if name == "labels" else f"--{name}" for name in given)
-            parser.error(f"{flags}: of a mixture only the datasets beside each other are shown; give one of them alone")
-        return show_mixture(options.root, options.rename_map)
+    is_mixture = (options.root or "").startswith("@")
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    if is_mixture and (refused := [name for name in given if name not in ("root", "rename_map")]):
+        flags = ", ".join("--recap.labels" if name == "labels" else f"--{name}" for name in refused)
+        parser.error(f"{flags}: of a mixture only the datasets beside each other are shown; give one of them alone")
     if options.revision and not options.repo_id:
         parser.error(f"--revision={options.revision}: of a dataset on the Hub; give --repo_id")
     try:
-        root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
-        meta = load_metadata(root)
-        if options.rename_map or options.state_features:
-            state = options.state_features.split(",") if options.state_features else []
-            (meta,) = with_names([meta], options.rename_map, state, observations=True)
-        look, scores = look_at(meta, lambda *sample: run_look.look_at(*sample).problems), None
-        if options.augmentation:
-            look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
-        if options.scores or options.exclude_to:
-            episodes = tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty())
-            scores = list(score_episodes(meta, episodes))
-            if options.scores:
-                options.scores.write_text("".join(json.dumps(score.to_json()) + "\n" for score in scores))
-            if options.exclude_to:
-                write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
-        selection = told_selection(meta, options.skip_idle, options.episode_weights)
-        labels = None if options.labels is None else show_labels(options.labels, meta)
-        page = write_dataset_page(look, options.output, scores, selection, labels)
+        if is_mixture:
+            show_mixture(options.root.removeprefix("@"), options.rename_map)
+        else:
+            show_dataset(options)
     except (ValueError, OSError) as error:
         print_safe_error(error)
         return 2
-    for finding in look.findings:
-        print_safe(f"warning [{finding.kind}] {finding.text}")
-    for score in scores or []:
-        if score.reasons:
-            print_safe(f"episode {score.episode}: {'; '.join(score.reasons)}")
-    print_safe(*selection)
-    if labels is not None:
-        print_safe(*map(escaped, labels[0]))
-    print_safe(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
-    print_safe(*look.shares)
-    print_safe(*(f"not read: {what}" for what in meta.not_read))
-    print_safe(str(page))
     return 0
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch.autograd import DeviceType
+from torch.profiler import profile, record_function
 
 from diagnostics.report import Record
 from util import Clock, Phase
@@ -68,10 +69,8 @@ class StepClock(Callback, Clock):
     """
 
     def __init__(self, passes: Sequence[Pass], block_steps: int, device: torch.device, trace_path: Path | None = None):
-        self._passes = passes
-        self._block_steps = block_steps
-        self._device = device
-        self._trace_path = trace_path
+        self._passes, self._block_steps = passes, block_steps
+        self._device, self._trace_path = device, trace_path
         self._pass: Pass = "warmup"
         self._steps = 0  # begun
         self._started = 0.0  # the block of steps, or the first step
@@ -95,9 +94,9 @@ class StepClock(Callback, Clock):
         if before == "traced" != self._pass:
             self._profiled.close()
         if self._pass == "traced" != before and self._trace_path is not None:
-            self._profiled.enter_context(self._profile(self._write_trace))
+            self._profiled.enter_context(profile(on_trace_ready=self._write_trace))
         if self._pass == "communication":
-            self._profiled.enter_context(self._profile(self._see_communication))
+            self._profiled.enter_context(profile(on_trace_ready=self._see_communication))
         self.mark("other")
         return batches
 
@@ -113,7 +112,7 @@ class StepClock(Callback, Clock):
             self._note(phase)
         elif self._pass == "traced":
             self._range.close()
-            self._range.enter_context(torch.profiler.record_function(phase))
+            self._range.enter_context(record_function(phase))
 
     def _note(self, phase: Phase | None) -> None:
         event = side = None
@@ -140,22 +139,11 @@ class StepClock(Callback, Clock):
                 self.block_step_s.setdefault(self._pass, []).append((now - self._started) / self._block_steps)
             self._started = now
 
-    @contextlib.contextmanager
-    def _profile(self, use: Callable[[torch.profiler.profile], None]) -> Iterator[None]:
-        with torch.profiler.profile() as profiler:
-            yield
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        use(profiler)
-
-    def _write_trace(self, profiler: torch.profiler.profile) -> None:
+    def _write_trace(self, profiler: profile) -> None:
         assert self._trace_path is not None
-        with tempfile.TemporaryDirectory(prefix="trace-") as folder:  # PyTorch writes to a disk alone
-            written = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(written))
-            self._trace_path.write_bytes(written.read_bytes())
+        profiler.export_chrome_trace(str(self._trace_path))
 
-    def _see_communication(self, profiler: torch.profiler.profile) -> None:
+    def _see_communication(self, profiler: profile) -> None:
         # In every step something travels. Gloo's threads say so when they get to it, on a busy machine too late.
         if (seen := travelling(profiler.events(), self._device))[0] > 0:
             self._communication.append(seen)
@@ -210,18 +198,16 @@ def _covered(events: Iterable[Any]) -> float:
 
 
 def _phases(marks: Sequence[_Mark]) -> tuple[dict[Phase, float], dict[Phase, float]]:
-    """A step's seconds by phase: exposed and full, see `Times`."""
+    """Return a step's seconds by phase: exposed and full, see `Times`."""
     exposed: dict[Phase, float] = defaultdict(float)
     elsewhere: dict[Phase, float] = defaultdict(float)  # on the host, or on another stream
-    for mark, following in zip(marks[:-1], marks[1:], strict=True):
+    for mark, following in itertools.pairwise(marks):
         assert mark.phase is not None
         on_host = following.host_s - mark.host_s
-        if mark.event is not None and following.event is not None:
-            exposed[mark.phase] += 1e-3 * mark.event.elapsed_time(following.event)
-        else:
-            exposed[mark.phase] += on_host
-        if mark.side is not None and following.side is not None:
-            elsewhere[mark.phase] += 1e-3 * mark.side.elapsed_time(following.side)
-        elif mark.phase == "data_wait":
-            elsewhere[mark.phase] += on_host
+        exposed[mark.phase] += _between(mark.event, following.event, on_host)
+        elsewhere[mark.phase] += _between(mark.side, following.side, on_host if mark.phase == "data_wait" else 0.0)
     return dict(exposed), {phase: max(seconds, elsewhere[phase]) for phase, seconds in exposed.items()}
+
+
+def _between(start: torch.cuda.Event | None, end: torch.cuda.Event | None, without_events: float) -> float:
+    return without_events if start is None or end is None else 1e-3 * start.elapsed_time(end)

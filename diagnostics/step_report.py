@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
-from diagnostics.report import Environment, Record, Report, Spread, shares, time_line
+from diagnostics.report import Environment, Record, Report, Spread, format_table, shares, time_line
 from diagnostics.step_clock import MEASURED, Communication, Pass, Times
 from util import Phase
 from vla_finetuning.plan.resolve import Run
@@ -150,11 +150,9 @@ class StepReport(Report):
 
 
 def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> StepReport:
-    passes = ranks[0].block_step_s
-    step_s = {name: np.mean([r.block_step_s[name] for r in ranks], axis=0).tolist() for name in passes}
+    step_s = {name: np.mean([r.block_step_s[name] for r in ranks], axis=0).tolist() for name in ranks[0].block_step_s}
     steps_per_s = 1 / float(np.mean(step_s["untouched"]))
-    samples_per_s = steps_per_s * run.config.global_batch_size
-    mfu_per_rate = ranks[0].mfu_per_rate
+    samples_per_s, mfu_per_rate = steps_per_s * run.config.global_batch_size, ranks[0].mfu_per_rate
     return StepReport(
         environment=ranks[0].environment,
         config=run.config.to_json(),
@@ -171,11 +169,9 @@ def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> Ste
 
 
 def _summarise_phase(phase: Phase, block_steps: int, ranks: Sequence[RankProfile]) -> PhaseSummary:
-    # (rank, step)
-    full = np.array([rank.timed.full[phase] for rank in ranks])
-    exposed = np.array([rank.timed.exposed[phase] for rank in ranks])
+    # All (rank, step); then over blocks and ranks.
+    full, exposed = (np.array([getattr(rank.timed, of)[phase] for rank in ranks]) for of in ("full", "exposed"))
     step = np.array([sum(map(np.asarray, rank.timed.exposed.values())) for rank in ranks])
-    # Over blocks and ranks.
     by_block = [seconds.reshape(-1, block_steps).sum(axis=1) for seconds in (exposed, step)]
     lower, upper = np.quantile(by_block[0] / by_block[1], (0.25, 0.75))
     means = full.mean(axis=1)
@@ -196,22 +192,21 @@ def table(report: StepReport) -> str:
     """The result for people."""
     s, config, many, gib = report.settings, report.config, report.world_size > 1, 2**30
     allocated = [r.peak_allocated_bytes for r in report.ranks if r.peak_allocated_bytes is not None]
-    device = "GPU" if allocated else "CPU"
+    adds = sum(p.exposed.mean for p in report.phases.values())
+    rows = [["phase", "mean ms", "median", "p95", "adds ms", "share", "quartiles", *["slowest rank"] * many]]
+    for phase, p in report.phases.items():
+        rows.append([phase, *p.full.cells(), f"{1e3 * p.exposed.mean:.2f}", f"{p.share:.1%}", p.range])
+        rows[-1] += [f"{p.slowest_rank}: {1e3 * p.slowest_rank_mean:.2f} ms"] * many
+    rows.append(
+        ["sum", f"{1e3 * (adds + report.hidden_s):.2f}", "", "", f"{1e3 * adds:.2f}", "100.0%", *[""] * (1 + many)]
+    )
     lines = [
-        f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} {device} "
-        f"workers = {report.global_batch_size} rows",
+        f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} "
+        f"{'GPU' if allocated else 'CPU'} workers = {report.global_batch_size} rows",
         f"Measured     {s.steps} steps untouched and {s.steps} timed, in turns of {s.block_steps}, after {s.warmup}",
         f"On           {report.environment.line()}",
         "",
-        f"{'phase':20}{'mean ms':>11}{'median':>11}{'p95':>11}{'adds ms':>11}{'share':>8}{'quartiles':>14}"
-        + ("   slowest rank" if many else ""),
-    ]
-    for phase, p in report.phases.items():
-        slowest = f"   {p.slowest_rank}: {1e3 * p.slowest_rank_mean:.2f} ms" if many else ""
-        lines.append(f"{phase:20}{p.full.columns()}{1e3 * p.exposed.mean:11.2f}{p.share:8.1%}{p.range:>14}{slowest}")
-    adds = sum(p.exposed.mean for p in report.phases.values())
-    lines += [
-        f"{'sum':20}{1e3 * (adds + report.hidden_s):11.2f}{'':22}{1e3 * adds:11.2f}{1:8.1%}",
+        *format_table(rows),
         "",
         f"{1e3 * report.untouched_s:.1f} ms untouched, {_beside_untouched(report, 'timed')} with "
         f"{'events' if allocated else 'clocks'}; phases sum to {1e3 * (adds + report.hidden_s):.1f} ms: "
@@ -221,8 +216,7 @@ def table(report: StepReport) -> str:
         lines.append(f"{_beside_untouched(report, 'synchronized')} with a synchronize at every phase")
     if seen := [r.communication for r in report.ranks if r.communication is not None]:
         travels = "gradients travel" if config["scaling"]["strategy"] == "ddp" else "parameters and gradients travel"
-        total = 1e3 * float(np.mean(np.concatenate([c.total_s for c in seen])))
-        hidden = 1e3 * float(np.mean(np.concatenate([c.hidden_s for c in seen])))
+        total, hidden = (1e3 * np.mean([x for c in seen for x in getattr(c, of)]) for of in ("total_s", "hidden_s"))
         lines.append(
             f"{travels} between workers {total:.1f} ms a step, {hidden:.1f} ms of it hidden behind computation, "
             f"{total - hidden:.1f} ms not"
@@ -260,11 +254,8 @@ def _beside_untouched(report: StepReport, name: Pass) -> str:
 
 def charts(report: StepReport) -> list[tuple[str, str]]:
     """Return what a step consists of, and every timed step."""
-    figures = [("Shares", shares({phase: p.share for phase, p in report.phases.items()}))]
-    for rank in report.ranks:
-        seconds = {str(phase): values for phase, values in rank.timed.exposed.items()}
-        figures.append((f"Rank {rank.rank}: every timed step, in milliseconds", time_line(seconds)))
-    return figures
+    steps = [(f"Rank {r.rank}: every timed step, in milliseconds", time_line(r.timed.exposed)) for r in report.ranks]
+    return [("Shares", shares({phase: p.share for phase, p in report.phases.items()})), *steps]
 
 
 def advice(report: StepReport) -> list[str]:
@@ -320,16 +311,15 @@ def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
 
 def compare(a: StepReport, b: StepReport) -> str:
     """The A/B table: untouched steps and phases, what differs between the runs, and the verdict."""
-    set_a, right = _set(a), _set(b)
-    lines = [
-        f"{key:36} A {set_a.get(key)}   B {right.get(key)}" for key in set_a | right if set_a.get(key) != right.get(key)
-    ] or ["the same settings"]
-    lines += ["", f"{'phase (adds, mean ms)':28}{'A':>10}{'B':>10}{'B - A':>10}{'B / A':>8}"]
-    rows = [(p, a.phases[p].exposed.mean, b.phases[p].exposed.mean) for p in a.phases if p in b.phases]
-    for name, a_s, b_s in [*rows, ("step, untouched", a.untouched_s, b.untouched_s)]:
-        ratio = f"{b_s / a_s:8.2f}" if a_s else f"{'-':>8}"
-        lines.append(f"{name:28}{1e3 * a_s:10.2f}{1e3 * b_s:10.2f}{1e3 * (b_s - a_s):+10.2f}{ratio}")
-    lines += ["", f"per step: {judge(a.step_s['untouched'], b.step_s['untouched'])}"]
+    of_a, of_b = _set(a), _set(b)
+    differing = [key for key in of_a | of_b if of_a.get(key) != of_b.get(key)]
+    lines = [f"{key:36} A {of_a.get(key)}   B {of_b.get(key)}" for key in differing] or ["the same settings"]
+    means = [(p, a.phases[p].exposed.mean, b.phases[p].exposed.mean) for p in a.phases if p in b.phases]
+    rows = [["phase (adds, mean ms)", "A", "B", "B - A", "B / A"]]
+    for name, a_s, b_s in [*means, ("step, untouched", a.untouched_s, b.untouched_s)]:
+        ratio = f"{b_s / a_s:.2f}" if a_s else "-"
+        rows.append([name, f"{1e3 * a_s:.2f}", f"{1e3 * b_s:.2f}", f"{1e3 * (b_s - a_s):+.2f}", ratio])
+    lines += ["", *format_table(rows), "", f"per step: {judge(a.step_s['untouched'], b.step_s['untouched'])}"]
     if a.global_batch_size != b.global_batch_size:
         rows_a, rows_b = ([s / r.global_batch_size for s in r.step_s["untouched"]] for r in (a, b))
         lines.append(f"per row:  {judge(rows_a, rows_b)}")
@@ -340,9 +330,9 @@ def compare(a: StepReport, b: StepReport) -> str:
 
 def _set(report: StepReport) -> dict[str, Any]:
     """Return what was set, and what is installed, by name."""
-    environment = report.environment
-    flat: dict[str, Any] = {"git revision": environment.git_revision, "gpus": environment.gpus, "cpu": environment.cpu}
-    flat |= {f"{name} version": version for name, version in environment.versions.items()}
+    where = report.environment
+    flat: dict[str, Any] = {"git revision": where.git_revision, "gpus": where.gpus, "cpu": where.cpu}
+    flat |= {f"{name} version": version for name, version in where.versions.items()}
     flat |= {f"profile {name}": value for name, value in report.settings.model_dump().items()}
     for key, value in report.config.items():
         nested = value if isinstance(value, dict) and key != "rename_map" else None

@@ -9,18 +9,20 @@ import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import ray
+import torch
 from ray.data import ExecutionOptions
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
+from torch import Tensor
 
 import vla
 from diagnostics.report import Record, Report, page
-from util import Batch, NumpyToTorchCollate
+from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TrainableOptimizer
 from vla_finetuning.mirror import address, as_path, mirror_of, pull, push, remove
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
@@ -32,18 +34,11 @@ from vla_finetuning.training.feed import Collate, input_transforms, training_tra
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import RankSchedule
 
-TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-
-
 # ---- from the command line to the exit status ---------------------------------------------------------------------
 
 
 class Result(NamedTuple):
-    """What a tool has found.
-
-    Attributes:
-        report: for scripts. table: for people. charts: for the page, titles and SVG. status: the exit status.
-    """
+    """A tool's result: for scripts, for people, for the page (titles and SVG); and its exit status."""
 
     report: Report
     table: str
@@ -57,7 +52,7 @@ def run_tool(
     parse_options: Callable[[Sequence[str]], tuple[Namespace, list[str]]],
     prepare: Callable[[Run, Namespace], Callable[[], Result]],
 ) -> int:
-    """Return what all tools do around what each of them does.
+    """Do what all tools do around what each of them does.
 
     Args:
         argv: the command line; the process's own when absent.
@@ -74,7 +69,7 @@ def run_tool(
         config = parse_args(rest)
         examine = prepare(resolve(config, cluster.gpus_found(config.scaling, config.preset)), options)
     except Help as flags:
-        print_safe_text(f"{doc}\nOwn flags, each also an environment variable in capitals:\n\n{flags}\n\n{VLA.help()}")
+        print_safe_text(f"{doc}\n{flags}\nEach is also an environment variable in capitals.\n\n{VLA.help()}")
         return 0
     except (ValueError, OSError, RayError) as error:
         print_safe_error(root_cause(error))
@@ -100,7 +95,7 @@ def run_tool(
 
 
 class Help(Exception):
-    """The command line asks for help; the message is the tool's own flags, a line each."""
+    """The command line asks for help; the message is the tool's own flags."""
 
 
 class Options(argparse.ArgumentParser):
@@ -110,30 +105,24 @@ class Options(argparse.ArgumentParser):
     """
 
     def __init__(self, json: str) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self._lines: list[str] = []
+        super().__init__(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
         self.add(json, Path, None, "the result for scripts", "--json", dest="json")
         self.add("profile_html", Path, None, "the result as a page", "--html", dest="html")
 
-    def add(
-        self, name: str, kind: Callable[[str], Any], default: Any, help: str, *aliases: str, **settings: Any
-    ) -> None:
-        """`--name`, or NAME in the environment; the flag wins. A bare flag of kind `truth` means true."""
-        in_environment = os.environ.get(name.upper())
-        if in_environment:
+    def add(self, name: str, kind: Callable[[str], Any], default: Any, help: str, *aliases: str, **more: Any) -> None:
+        """Add `--name`, or NAME in the environment; the flag wins. A bare flag of kind `truth` means true."""
+        if in_environment := os.environ.get(name.upper()):
             try:
                 default = kind(in_environment)
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{name.upper()}={in_environment!r} in the environment: {error}") from error
-        bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is truth else {}
+        more |= {"nargs": "?", "const": True} if kind is truth else {}
         metavar = name.rsplit("_")[-1]
-        settings = {"type": kind, "default": default, "help": help, "metavar": metavar, **bare, **settings}
-        self.add_argument(f"--{name}", *aliases, **settings)
-        self._lines.append(f"    {', '.join([f'--{name}', *aliases]):36}{help}")
+        self.add_argument(f"--{name}", *aliases, type=kind, default=default, help=help, metavar=metavar, **more)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if {"--help", "-h"} & set(args):
-            raise Help("\n".join(self._lines))
+            raise Help(self.format_help())
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -141,9 +130,9 @@ class Options(argparse.ArgumentParser):
 
 
 def truth(text: str) -> bool:
-    if text.lower() not in TRUTHS:
+    if text.lower() not in ("1", "true", "yes", "0", "false", "no"):
         raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
-    return TRUTHS[text.lower()]
+    return text.lower() in ("1", "true", "yes")
 
 
 def count(text: str) -> int:
@@ -163,49 +152,42 @@ def scratch_run(run: Run) -> Iterator[Run]:
     block starts it, ends with it.
     """
     own, had_ray = run.job.output_dir, ray.is_initialized()
-    name = f".{own.name}-{uuid.uuid4().hex[:8]}"
     beside = address(own).rpartition("/")[0]
     if "://" not in beside:  # the bucket itself, or a folder on a disk
         beside = address(own) if mirror_of(own) else str(own.parent)
-    folder = as_path(f"{beside}/{name}")
+    folder = as_path(f"{beside}/.{own.name}-{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
     scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
+    config = replace(run.config, output_dir=address(folder), resume=False, eval_steps=0, scaling=scaling)
     try:
-        yield with_config(
-            run, replace(run.config, output_dir=address(folder), resume=False, eval_steps=0, scaling=scaling)
-        )
+        yield with_config(run, config)
     finally:
         remove(folder)
         if not had_ray:
             ray.shutdown()
 
 
-def rank_path(run: Run, rank: int) -> Path:
-    """Return where a worker leaves what it measured, as JSON."""
-    return run.job.output_dir / f"rank-{rank}.json"
-
-
 def write_record(run: Run, rank: int, record: Record) -> None:
-    """Leave what a worker measured for `run_workers`."""
-    rank_path(run, rank).write_text(record.model_dump_json())
+    """Leave what a worker measured for `run_workers`, as JSON."""
+    (run.job.output_dir / f"rank-{rank}.json").write_text(record.model_dump_json())
     push(run.job.output_dir)
 
 
 def run_workers[R: Record](
     run: Run, data_options: ExecutionOptions, kind: type[R], loop: Callable[[dict[str, Any]], None], **options: Any
 ) -> list[R]:
-    """Run `loop` in every worker of a run on its cluster; return what each left at `rank_path`, of a `kind`.
+    """Run `loop` in every worker of a run on its cluster; return what each left by `write_record`, of a `kind`.
 
     `options`: of `vla.make_trainer`; `loop` is given those that it does not have.
     """
     vla.make_trainer(run, data_options, loop, **options).fit()
     pull(run.job.output_dir)
-    workers = range(run.config.scaling.num_workers)
-    return [kind.model_validate_json(rank_path(run, rank).read_bytes()) for rank in workers]
+    files = (run.job.output_dir / f"rank-{rank}.json" for rank in range(run.config.scaling.num_workers))
+    return [kind.model_validate_json(file.read_bytes()) for file in files]
 
 
 def with_any_stats(run: Run) -> Run:
-    """The run with made-up statistics in the place of those that are to be computed, which takes a pass and Ray."""
+    """Return the run with made-up statistics for those that are to be computed, which takes a pass and Ray."""
     robots = [replace(with_placeholders(robot, run.rows.metas), missing_stats={}) for robot in run.robots]
     return replace(run, policy=replace(run.policy, robots=tuple(robots)))
 
@@ -219,3 +201,16 @@ def host_batches(run: Run, dealt: RankSchedule, batches: int) -> Iterator[Batch]
     for micro in range(batches):
         for batch in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
             yield collate(prepare(batch))
+
+
+@dataclass
+class NoOptimizer(TrainableOptimizer):
+    """Changes no parameter. AdamW allocates its state at its first step, so there is none."""
+
+    @classmethod
+    def of(cls, optimizer: TrainableOptimizer) -> Self:
+        return cls(**{field.name: getattr(optimizer, field.name) for field in fields(TrainableOptimizer)})
+
+    def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
+        nothing = torch.zeros((), device=self.params[0].device)
+        return nothing, nothing
