@@ -6,8 +6,8 @@ Every contender gives batches of 8 rows with action windows of 50 as contiguous 
 take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster. An epoch with an empty cache of
 frames is read once: of few --rows most of it is starting up.
-`growth` compares a dataset with ten times the episodes (benchmarks/plan.py has a million). `store`: rates from an S3 on
-loopback whose answers take 30 ms, against those from the local disk.
+`growth` compares a dataset with ten times the episodes (benchmarks/plan.py has a million). `store`: rates from a store
+on loopback whose answers take 30 ms, against those from the local disk.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 

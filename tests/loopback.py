@@ -147,13 +147,14 @@ class GoogleStorageRequest(Handler):
         headers = self.headers_of(file)
         if self.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
             return self.answer(412)
-        data = file.read_bytes()
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        size, asked = file.stat().st_size, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not asked:
-            return self.answer(200, data, {**headers, "Content-Length": str(len(data))})
-        first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
-        at = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "Content-Length": str(last + 1 - first)}
-        return self.answer(206, data[first : last + 1], {**headers, **at})
+            return self.answer(200, file.read_bytes(), {**headers, "Content-Length": str(size)})
+        first, last = int(asked[1]), min(int(asked[2]), size - 1)
+        at = {"Content-Range": f"bytes {first}-{last}/{size}", "Content-Length": str(last + 1 - first)}
+        with file.open("rb") as opened:
+            opened.seek(first)
+            return self.answer(206, opened.read(last + 1 - first), {**headers, **at})
 
     def write(self, file, data):
         file.parent.mkdir(parents=True, exist_ok=True)
