@@ -11,8 +11,6 @@ On a GPU the policy has its real size, without one it is a tiny one; weights are
   Its preprocessor, which reads the state back from the device, is left out: tokens come ready made.
 * ours: `util.train_step` with `cuda_prefetcher`, as the training loop calls it, on prompts that are cut as there; one
   log step included.
-* cached, of policies that have it and modes in which the vision tower is frozen: ours as in epochs after the first with
-  `--train.feature_cache`. Batches hold features of frames, as read from the cache, in place of the frames.
 
 All are fed by the same rows, stored in the form in which each one's loader delivers them. Naive and ours accumulate to
 at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the
@@ -44,10 +42,8 @@ from benchmarks.updates import (
     CAMERAS,
     CONTENDERS,
     MAX_STEPS,
-    OWN,
     Columns,
     NotCompiledError,
-    contenders,
     measured,
     policy_config,
     prepared_rows,
@@ -162,8 +158,6 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode
     samples: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
     too_large: dict[tuple[str, str], int] = {}
     for _, mode, name in itertools.product(range(options.rounds), modes, CONTENDERS):
-        if name not in contenders(policy_config(device), mode):
-            continue
         contender = CONTENDERS[name](policy_config(device), mode, device, device.type == "cuda")
         for size in map(int, options.batch_sizes.split(",")):
             if size >= too_large.get((mode, name), size + 1):
@@ -184,29 +178,25 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode
 
 
 def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
-    """Medians over the rounds, MFU, and how many times faster ours is, by cached features too."""
+    """Return medians over the rounds, MFU, and how many times as fast as each peer ours is."""
     config, peak = policy_config(device), peak_flops(device)
-    counts = {"flops_per_sample": flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))}
-    if cells["cached"]:
-        counts["flops_with_features"] = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config), features=True)
+    flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
     medians: dict[str, dict[str, Any]] = {name: {} for name in cells}
     for name, size, samples in ((n, size, samples) for n, sizes in cells.items() for size, samples in sizes.items()):
         keys = [key for key, value in samples[0].items() if value is not None]
         median = {key: statistics.median(sample[key] for sample in samples) for key in keys}
-        flops = counts["flops_with_features" if name == "cached" else "flops_per_sample"]
         median["mfu"] = flops * median["samples_per_s"] / peak if flops and peak else None
         medians[name][str(size)] = {**median, "samples": samples}
-    best = {name: min(sizes.values(), key=lambda s: s["ms_per_sample"]) for name, sizes in medians.items() if sizes}
-    faster: dict[str, dict[str, float]] = {}
-    for variant, peer in itertools.product([name for name in OWN if name in best], sorted(best.keys() - set(OWN))):
-        ratios = faster.setdefault(f"{variant}_is_faster_than", {})
-        ratios[f"{peer}, each at its best"] = best[peer]["ms_per_sample"] / best[variant]["ms_per_sample"]
-        for size in sorted(medians[peer].keys() & medians[variant].keys(), key=int):
-            theirs, its = medians[peer][size], medians[variant][size]
+    best = {name: min(s["ms_per_sample"] for s in sizes.values()) for name, sizes in medians.items() if sizes}
+    ratios = {}
+    for peer in sorted(best.keys() - {"ours"}):
+        ratios[f"{peer}, each at its best"] = best[peer] / best["ours"]
+        for size in sorted(medians[peer].keys() & medians["ours"].keys(), key=int):
+            theirs, its = medians[peer][size], medians["ours"][size]
             ratios[f"{peer}, both at {size}"] = theirs["ms_per_sample"] / its["ms_per_sample"]
             if device.type == "cpu":  # which other programs may use too
                 ratios[f"{peer}, both at {size}, in CPU time"] = theirs["cpu_ms_per_sample"] / its["cpu_ms_per_sample"]
-    return {**counts, **faster, "contenders": medians}
+    return {"flops_per_sample": flops, "ours_is_faster_than": ratios, "contenders": medians}
 
 
 def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:
@@ -229,18 +219,15 @@ def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> 
 
 def table(mode: str, result: dict[str, Any]) -> str:
     """Return what was measured in a mode, a line for each contender and batch size."""
-    title = f"{mode}: {result['flops_per_sample'] / 1e9:,.2f} GFLOP per sample"
-    if "flops_with_features" in result:
-        title += f", {result['flops_with_features'] / 1e9:,.2f} with cached features"
     rows = [["", "batch", "ms/sample", "samples/s", "MFU", "host reads", "memory"]]
     for name, size, r in ((n, size, r) for n, sizes in result["contenders"].items() for size, r in sizes.items()):
         mfu, memory = r["mfu"], r.get("peak_memory_bytes")
         rows.append([name, f"{size} x {round(r['rows_per_step'] / int(size))}", f"{r['ms_per_sample']:.2f}"])
         rows[-1] += [f"{r['samples_per_s']:.1f}", "-" if mfu is None else f"{mfu:.1%}"]
         rows[-1] += [f"{r['host_reads_per_step']:.0f}", "-" if memory is None else f"{memory / GIB:.1f} GiB"]
-    ratios = [(variant, *item) for variant in OWN for item in result.get(f"{variant}_is_faster_than", {}).items()]
-    faster = [f"{variant} is {ratio:.2f}x as fast as {peer}" for variant, peer, ratio in ratios]
-    return "\n  ".join([f"\n{title}", *format_table(rows), *faster])
+    faster = [f"ours is {ratio:.2f}x as fast as {peer}" for peer, ratio in result["ours_is_faster_than"].items()]
+    title = f"\n{mode}: {result['flops_per_sample'] / 1e9:,.2f} GFLOP per sample"
+    return "\n  ".join([title, *format_table(rows), *faster])
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import Precision, TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import why_not
 from vla_finetuning.policies.matching import FeatureMatch
-from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.processors import to_float
 from vla_finetuning.policies.prompts import cut_prompts
@@ -261,28 +260,4 @@ class Ours(Contender):
         self.metrics.restart()
 
 
-class Cached(Ours):
-    """Ours with the features of all frames at hand."""
-
-    def stored(self, columns: Columns) -> Any:
-        batch = super().stored(columns)
-        images = self.loss.images({key: batch[key].to(self.device) for key in self.config.image_features})
-        with torch.no_grad(), torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            features = self.loss.features(images)
-        pin = self.device.type == "cuda"
-        return {**batch, **{key: value.cpu().pin_memory() if pin else value for key, value in features.items()}}
-
-
-CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot, "ours": Ours, "cached": Cached}
-# Those of this project; the others are compared with them.
-OWN = ("ours", "cached")
-
-
-def contenders(config: Any, mode: TrainMode) -> dict[str, Callable[..., Any]]:
-    """Return the variants to compare; features are cached if the family can, and nothing that makes them trains."""
-    family, caches = family_of(config), False
-    if "feature_cache" in family.train_options:
-        policy = meta_policy(config)
-        choose_trainable(policy, mode)
-        caches = not any(p.requires_grad for module in family.vision(policy) for p in module.parameters())
-    return {name: make for name, make in CONTENDERS.items() if caches or name != "cached"}
+CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot, "ours": Ours}
