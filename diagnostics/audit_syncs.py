@@ -509,11 +509,7 @@ def _audit_without_cuda(run: Run) -> Audit:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         _replace_tensors(loss, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
-    stand_ins = [
-        *watch.stand_ins(),
-        (state, "build_model", lambda *_: built),
-        (Tensor, "backward", backward),
-    ]
+    stand_ins = [*watch.stand_ins(), (state, "build_model", lambda *_: built), (Tensor, "backward", backward)]
     shard = _MadeUpShard(run)
     try:
         _run_loop(run, torch.device("cuda", 0), watch, shard, fake, stand_ins=stand_ins)
