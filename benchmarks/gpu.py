@@ -49,7 +49,6 @@ from vla_finetuning.options.train import TrainMode
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import ALIGNMENT
@@ -191,7 +190,7 @@ def steps(
 ) -> None:
     """One contender, made once, at growing batch sizes, until one of them fails or does not fit by the plan."""
     prepare_process(device)
-    config, label = updates.policy_config(device), f"step, {mode}, {name}{', compiled' * compiled}"
+    label = f"step, {mode}, {name}{', compiled' * compiled}"
     batch_sizes, about_s = (sizes.batch_sizes, 25.0) if name == "ours" else (sizes.peers_at, 20.0)
     if compiled:
         if device.type == "cuda" and (reason := why_not(device)):
@@ -203,13 +202,8 @@ def steps(
     contender = functools.cache(partial(make_contender, name, mode, device, compiled))
 
     def measure(size: int, planned: int | None) -> dict[str, Any]:
-        accum = 1 if name == "lerobot" else max(1, ACCUMULATED_ROWS // size)
-        columns = [updates.prepared_rows(config, size, seed) for seed in range(step.STORED_BATCHES)]
-        sample = step.measure(contender(), columns, accum, sizes.seconds, device)
-        flops = flops_per_sample(config, updates.CAMERAS, mode, prompt=updates.prompt(config))
-        peak = peak_flops(device)
-        mfu = flops * sample["samples_per_s"] / peak if flops and peak else None
-        return {**sample, "mfu": mfu, "planned_bytes": planned}
+        sample = step.measure_at(contender(), name, mode, size, ACCUMULATED_ROWS, sizes.seconds, device)
+        return {**sample, "planned_bytes": planned}
 
     for size in batch_sizes:
         planned = planned_bytes(mode, size, device) if name == "ours" else None

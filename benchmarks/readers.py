@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import av
 import numpy as np
@@ -129,11 +129,11 @@ def decoder_alone(root: Path, cores: int) -> float | None:
 
 def measure(batches: Contender) -> dict[str, float]:
     """Read all that comes. Every byte of every image is touched, so that nothing is counted that did not arrive."""
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), cpu_seconds()
     arrived: list[float] = []
     rows: list[int] = []
     episodes = 0
-    with Watch() as watch:
+    with ClusterWatch(every_s=0.5) as watch:
         for batch in batches():
             arrived.append(time.perf_counter() - begin)
             rows.append(len(batch["index"]))
@@ -142,47 +142,23 @@ def measure(batches: Contender) -> dict[str, float]:
                     flat = np.ascontiguousarray(value).reshape(-1)
                     np.bitwise_xor.reduce(flat[: len(flat) // 8 * 8].view(np.uint64))  # at the speed of memory
             episodes += len(np.unique(np.asarray(batch["episode_index"])))
-    so_far = np.cumsum(rows)
+    cpu_s, so_far = cpu_seconds() - cpu_begin, np.cumsum(rows)
     total = int(so_far[-1])
     steady = (so_far > total / 5) & (so_far <= total * 9 / 10)
     return {
         "rows": total,
         "rows_per_s": float(np.polyfit(np.array(arrived)[steady], so_far[steady], 1)[0]),
         "first_batch_s": arrived[0],
-        "cpu_s_per_1000_rows": watch.cpu_s * 1000 / total,
+        "cpu_s_per_1000_rows": cpu_s * 1000 / total,
         "peak_store_bytes": watch.peak_bytes,
         "episodes_per_batch": episodes / len(rows),
     }
 
 
-class Watch(ClusterWatch):
-    """Counts the CPU seconds of this process and of all that it has started while the block runs: `cpu_s`, after it.
-
-    Ray, its workers, a DataLoader's. Looks every half second, so that a process that ends counts with what it had used
-    until then.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(every_s=0.5)
-        self._used: dict[tuple[int, float], float] = {}
-
-    def __enter__(self) -> Self:
-        self._look_at_processes()
-        self._before = sum(self._used.values())
-        return super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self._look_at_processes()
-        self.cpu_s = sum(self._used.values()) - self._before
-
-    def look(self) -> None:
-        super().look()
-        self._look_at_processes()
-
-    def _look_at_processes(self) -> None:
-        this = psutil.Process()
-        for process in (this, *this.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                self._used[process.pid, process.create_time()] = times.user + times.system
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of all that it has started: Ray, its workers, a DataLoader's."""
+    seconds, this = 0.0, psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seconds += sum(process.cpu_times()[:4])  # its own, and of children that have ended
+    return seconds

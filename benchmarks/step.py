@@ -128,6 +128,17 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
     }
 
 
+def measure_at(
+    contender: Any, name: str, mode: TrainMode, size: int, rows: int, seconds: float, device: torch.device
+) -> dict[str, Any]:
+    """Measure a contender at a batch size, accumulated to so many rows where it can; with MFU, where it is known."""
+    config, peak = policy_config(device), peak_flops(device)
+    columns = [prepared_rows(config, size, seed) for seed in range(STORED_BATCHES)]
+    sample = measure(contender, columns, 1 if name == "lerobot" else max(1, rows // size), seconds, device)
+    flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
+    return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
+
+
 def _compiled(compiler: Compiler, calls: int, compilations: int, steps: int) -> dict[str, Any]:
     """Return how often compiled code was called in so many steps. The numbers are what they were before."""
     called, compiled = compiler.calls - calls, compiler.compilations - compilations
@@ -162,30 +173,25 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode
         for size in map(int, options.batch_sizes.split(",")):
             if size >= too_large.get((mode, name), size + 1):
                 break
-            columns = [prepared_rows(policy_config(device), size, seed) for seed in range(STORED_BATCHES)]
-            accum = 1 if name == "lerobot" else max(1, options.global_batch // size)
             try:
-                sample = measure(contender, columns, accum, options.seconds, device)
+                sample = measure_at(contender, name, mode, size, options.global_batch, options.seconds, device)
             except torch.OutOfMemoryError:
                 too_large[mode, name] = size
                 print(f"{mode}, {name}: a micro-batch of {size} does not fit", flush=True)
                 break
             samples[mode][name].setdefault(size, []).append(sample)
-            print(f"{mode}, {name}, {size} x {accum}: {sample['ms_per_sample']:.2f} ms/sample", flush=True)
+            print(f"{mode}, {name}, {size} rows: {sample['ms_per_sample']:.2f} ms/sample", flush=True)
         del contender
         free_memory(device)
     return samples
 
 
 def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
-    """Return medians over the rounds, MFU, and how many times as fast as each peer ours is."""
-    config, peak = policy_config(device), peak_flops(device)
-    flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
+    """Return medians over the rounds, and how many times as fast as each peer ours is."""
     medians: dict[str, dict[str, Any]] = {name: {} for name in cells}
     for name, size, samples in ((n, size, samples) for n, sizes in cells.items() for size, samples in sizes.items()):
         keys = [key for key, value in samples[0].items() if value is not None]
         median = {key: statistics.median(sample[key] for sample in samples) for key in keys}
-        median["mfu"] = flops * median["samples_per_s"] / peak if flops and peak else None
         medians[name][str(size)] = {**median, "samples": samples}
     best = {name: min(s["ms_per_sample"] for s in sizes.values()) for name, sizes in medians.items() if sizes}
     ratios = {}
@@ -196,6 +202,8 @@ def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dic
             ratios[f"{peer}, both at {size}"] = theirs["ms_per_sample"] / its["ms_per_sample"]
             if device.type == "cpu":  # which other programs may use too
                 ratios[f"{peer}, both at {size}, in CPU time"] = theirs["cpu_ms_per_sample"] / its["cpu_ms_per_sample"]
+    config = policy_config(device)
+    flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
     return {"flops_per_sample": flops, "ours_is_faster_than": ratios, "contenders": medians}
 
 
@@ -221,7 +229,7 @@ def table(mode: str, result: dict[str, Any]) -> str:
     """Return what was measured in a mode, a line for each contender and batch size."""
     rows = [["", "batch", "ms/sample", "samples/s", "MFU", "host reads", "memory"]]
     for name, size, r in ((n, size, r) for n, sizes in result["contenders"].items() for size, r in sizes.items()):
-        mfu, memory = r["mfu"], r.get("peak_memory_bytes")
+        mfu, memory = r.get("mfu"), r.get("peak_memory_bytes")
         rows.append([name, f"{size} x {round(r['rows_per_step'] / int(size))}", f"{r['ms_per_sample']:.2f}"])
         rows[-1] += [f"{r['samples_per_s']:.1f}", "-" if mfu is None else f"{mfu:.1%}"]
         rows[-1] += [f"{r['host_reads_per_step']:.0f}", "-" if memory is None else f"{memory / GIB:.1f} GiB"]

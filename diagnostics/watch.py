@@ -1,9 +1,13 @@
-"""What a cluster does while something is measured. Importing this module imports neither PyTorch nor Ray."""
+"""What a cluster does while something is measured."""
 
 from __future__ import annotations
 
 import threading
 from typing import Self
+
+import ray
+
+from vla_finetuning.run.progress import object_store
 
 
 class ClusterWatch:
@@ -15,32 +19,22 @@ class ClusterWatch:
     """
 
     def __init__(self, every_s: float = 0.25) -> None:
-        self.peak_bytes = self.spilled_bytes = 0
-        self.cpus, self._every_s = 0.0, every_s
+        self.peak_bytes, self.cpus, self._every_s = 0, 0.0, every_s
+        self._thread, self._ended = threading.Thread(target=self._watch, daemon=True), threading.Event()
 
     def __enter__(self) -> Self:
-        from vla_finetuning.run.progress import object_store
-
-        self._object_store = object_store
         self._spilled_before = object_store().spilled_bytes_total
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        self._ended.set()
         self._thread.join()
-        self.spilled_bytes = self._object_store().spilled_bytes_total - self._spilled_before
-
-    def look(self) -> None:
-        import ray
-
-        self.peak_bytes = max(self.peak_bytes, self._object_store().object_store_bytes_used)
-        self.cpus = max(self.cpus, ray.cluster_resources().get("CPU", 0.0))
+        self.spilled_bytes = object_store().spilled_bytes_total - self._spilled_before
 
     def _watch(self) -> None:
         while True:
-            self.look()
-            if self._stop.wait(self._every_s):
+            self.peak_bytes = max(self.peak_bytes, object_store().object_store_bytes_used)
+            self.cpus = max(self.cpus, ray.cluster_resources().get("CPU", 0.0))
+            if self._ended.wait(self._every_s):
                 return
