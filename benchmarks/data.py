@@ -6,8 +6,6 @@ Every contender gives batches of 8 rows with action windows of 50 as contiguous 
 take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster. An epoch with an empty cache of
 frames is read once: of few --rows most of it is starting up.
-`growth` compares a dataset with ten times the episodes (benchmarks/plan.py has a million). `store`: rates from a store
-on loopback whose answers take 30 ms, against those from the local disk.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -28,8 +26,7 @@ from typing import Any
 import ray
 
 from benchmarks import RESULTS
-from benchmarks.datasets import CAMERAS, DATASETS, grow, make
-from benchmarks.object_store import served
+from benchmarks.datasets import CAMERAS, DATASETS, make
 from benchmarks.readers import (
     BATCH,
     OUR_ROWS,
@@ -47,20 +44,17 @@ from diagnostics.report import format_table, provenance
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.files import read_json, write_json
 
-LATENCY_S = 0.03
-COMPARED = ("growth", "store")
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, *COMPARED)))
+    parser.add_argument("--datasets", default=",".join(DATASETS))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     names = options.datasets.split(",")
-    if unknown := [name for name in names if name not in (*DATASETS, *COMPARED)]:
-        parser.error(f"--datasets: {unknown[0]!r} is none of {', '.join([*DATASETS, *COMPARED])}")
+    if unknown := [name for name in names if name not in DATASETS]:
+        parser.error(f"--datasets: {unknown[0]!r} is none of {', '.join(DATASETS)}")
     today = datetime.date.today().isoformat()
     path = RESULTS / f"data-{options.cores}cpu-{today}.json"
     # What is measured one at a time comes together in the day's file; each has its own command, hardware and revision.
@@ -71,38 +65,12 @@ def main() -> None:
     seeds = iter(range(10**6))
     try:
         for name in names:
-            with contextlib.ExitStack() as stack:
-                if name in DATASETS:
-                    root = make(name, options.rows)
-                    contenders = contenders_of(name, root, options.cores, seeds)
-                else:
-                    root = make("av1_240x320x3", options.rows)
-                    contenders = {"growth": growth, "store": store}[name](root, seeds, stack)
-                result = measured | compare(root, contenders, options, seeds, is_whole=name in DATASETS)
+            result = results["datasets"][name] = measured | compare(name, options, seeds)
             print(table(name, result), flush=True)
-            (results["datasets"] if name in DATASETS else results)[name] = result
             write_json(path, results)
     finally:
         ray.shutdown()
     print(f"written to {path}")
-
-
-# ---- contenders: the first is what the others are compared with -----------------------------------------------------
-
-
-def growth(root: Path, seeds: Iterator[int], stack: contextlib.ExitStack) -> dict[str, Contender]:
-    """Return readers of the same number of shuffled rows from a dataset, and from one with ten times the episodes."""
-    roots = {"once": root, "ten times": grow(root, 10)}
-    return {name: partial(shuffled, grown, OUR_ROWS, seeds) for name, grown in roots.items()}
-
-
-def store(root: Path, seeds: Iterator[int], stack: contextlib.ExitStack) -> dict[str, Contender]:
-    """Return readers of the local disk, and of a store on loopback without a cache of its bytes."""
-    # Of few rows, what opening a video reads is all of it, and the node keeps that.
-    root = grow(root, 10).absolute()
-    url, options = stack.enter_context(served(root, LATENCY_S))
-    remote = partial(shuffled, url, OUR_ROWS, seeds, storage_options=options)
-    return {"local": partial(shuffled, root, OUR_ROWS, seeds), "store": remote}
 
 
 def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> dict[str, Contender]:
@@ -130,27 +98,23 @@ def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> di
     return {label: contender for label, contender in contenders.items() if contender is not None}
 
 
-def compare(
-    root: Path, contenders: dict[str, Contender], options: argparse.Namespace, seeds: Iterator[int], is_whole: bool
-) -> dict[str, Any]:
-    """Measure contenders in turn, several rounds; of a whole dataset with the decoder, and with a cache of frames."""
-    for contender in list(contenders.values())[:1] + [
-        contenders[k] for k in contenders if k == "ray.data.read_lerobot"
-    ]:
-        next(contender())  # warms the cluster's worker processes up
+def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dict[str, Any]:
+    """Measure all readers of a dataset in turn, several rounds, and beside them the decoder."""
+    root = make(name, options.rows)
+    contenders = contenders_of(name, root, options.cores, seeds)
+    for label in ("ours, shuffled", "ray.data.read_lerobot"):
+        next(contenders[label]())  # warms the cluster's worker processes up
     samples: dict[str, list[dict[str, float]]] = {}
     limits: list[float | None] = []
     for _ in range(options.rounds):
+        limits.append(decoder_alone(root, options.cores))  # next to what is compared with it
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-            cached: dict[str, Contender] = {}
-            if is_whole:
-                limits.append(decoder_alone(root, options.cores))  # next to what is compared with it
-                cache = FrameCache(str(Path(folder).absolute()), 200.0)
-                cached["ours, first epoch with a frame cache"] = partial(
-                    shuffled, root, options.rows, seeds, frame_cache=cache
-                )
-                cached["ours, later epochs"] = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
-            for label, batches in (contenders | cached).items():
+            cached = partial(shuffled, root, frame_cache=FrameCache(str(Path(folder).absolute()), 200.0), seeds=seeds)
+            epochs: dict[str, Contender] = {
+                "ours, first epoch with a frame cache": partial(cached, rows=options.rows),
+                "ours, later epochs": partial(cached, rows=OUR_ROWS),
+            }
+            for label, batches in (contenders | epochs).items():
                 samples.setdefault(label, []).append(measure(batches))
     decoder = [limit for limit in limits if limit is not None]
     return {

@@ -27,16 +27,3 @@ def make(name: str, rows: int) -> Path:
         with atomic_folder(folder) as partial:
             make_dataset(partial, episodes=[EPISODE_ROWS] * (rows // EPISODE_ROWS), fps=FPS, **sizes, **DATASETS[name])
     return folder
-
-
-def grow(root: Path, times: int) -> Path:
-    """Repeat the episodes at `root` so many times, aggregated by LeRobot."""
-    from lerobot.datasets.aggregate import aggregate_datasets
-
-    from vla_finetuning.policies.tiny import atomic_folder
-
-    folder = root.with_name(f"{root.name}-times-{times}")
-    if not folder.exists():
-        with atomic_folder(folder) as partial:
-            aggregate_datasets([f"local/{root.name}"] * times, "local/grown", [root] * times, partial)
-    return folder

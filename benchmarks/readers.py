@@ -39,22 +39,21 @@ Contender = Callable[[], Batches]
 
 
 def ours(
-    root: Path | str,
+    root: Path,
     rows: int,
     *,
     seed: int | None = None,
     camera_keys: Sequence[str] | None = None,
-    storage_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Batches:
     """Yield epoch after epoch, `rows` in all, as training on one node reads; `options`: of `Reading`."""
     features = Features(camera_keys, delta_timestamps=WINDOWS)
-    order, meta = Order(stream=(0, rows), shuffle_seed=seed), load_metadata(root, storage_options=storage_options)
-    source = LeRobotDatasource([meta], features=features, order=order, reading=Reading(**options))
+    order = Order(stream=(0, rows), shuffle_seed=seed)
+    source = LeRobotDatasource([load_metadata(root)], features=features, order=order, reading=Reading(**options))
     yield from local_batches(source, BATCH)
 
 
-def shuffled(root: Path | str, rows: int, seeds: Iterator[int], **options: Any) -> Batches:
+def shuffled(root: Path, rows: int, seeds: Iterator[int], **options: Any) -> Batches:
     """Read in another order every time."""
     return ours(root, rows, seed=next(seeds), **options)
 
