@@ -75,8 +75,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATED_ROWS = 8
 # What is aimed at on one H100: rows/s and MFU of a mode.
 TARGETS: dict[TrainMode, dict[str, float]] = {"full": {"rows_per_s": 30, "mfu": 0.45}, "expert": {"rows_per_s": 90}}
-
-
 # In the order in which they are measured: what is aimed at first.
 MODES: tuple[TrainMode, ...] = ("full", "expert", "heads")
 PEERS = ("lerobot", "naive")
@@ -103,17 +101,7 @@ class Sizes:
     patience: float = 1.0
 
 
-TINY = Sizes(
-    batch_sizes=(1, 2),
-    peers_at=(2,),
-    seconds=0.0,
-    steps=4,
-    live_rows=100,
-    predicted_rows=(2,),
-    tests=("tests/test_util.py", "-m", "gpu"),
-    share=0.1,
-    patience=4.0,
-)
+TINY = Sizes((1, 2), (2,), 0.0, 4, 100, (2,), ("tests/test_util.py", "-m", "gpu"), share=0.1, patience=4.0)
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
@@ -122,14 +110,10 @@ TINY = Sizes(
 def machine(device: torch.device) -> dict[str, Any]:
     entries: dict[str, Any] = {**Environment.here().model_dump(), "cuda": torch.version.cuda}
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        entries |= {
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "capability": list(torch.cuda.get_device_capability(device)),
-            "gpu_memory_bytes": properties.total_memory,
-            "peak_flops": peak_flops(device),
-        }
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        entries |= {"cudnn": torch.backends.cudnn.version(), "nccl": nccl, "peak_flops": peak_flops(device)}
+        entries["capability"] = list(torch.cuda.get_device_capability(device))
+        entries["gpu_memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
     return entries
 
 
@@ -143,11 +127,10 @@ def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     shapes = loss.attentions(updates.CAMERAS, lengths)
     entries: dict[str, Any] = {}
     for kernel in CANDIDATES[:-1]:
-        wrong = {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes[:1]}
-        if UNAVAILABLE in wrong.values():
+        if what_is_wrong(kernel, shapes[:1], device, dtype) == UNAVAILABLE:
             entries[kernel] = UNAVAILABLE
             continue
-        wrong |= {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes[1:]}
+        wrong = {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes}
         entries[kernel] = {"shapes": len(wrong), "wrong": {shape: reason for shape, reason in wrong.items() if reason}}
     used = loss.attentions(updates.CAMERAS, updates.prompt_lengths(config))
     chosen = choose_kernel("sdpa", used, device, dtype)
@@ -301,13 +284,8 @@ def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
     last = lines[-1] if lines else {}
     keys = ("step", "loss", "samples_per_s", "step_s", "data_wait_s", "mfu", "peak_memory_bytes", "checkpoint_pause_s")
     errors = {name: (evaluation.get("trained", {}).get(name) or {}).get("mse") for name in ("policy", "mean_action")}
-    return {
-        "statuses": statuses,
-        "exported": exported,
-        "steps": [line["step"] for line in lines],
-        **{key: last.get(key) for key in keys},
-        **errors,
-    }
+    about = {"statuses": statuses, "exported": exported, "steps": [line["step"] for line in lines]}
+    return {**about, **{key: last.get(key) for key in keys}, **errors}
 
 
 def live(device: torch.device, *, rows: int) -> dict[str, Any]:

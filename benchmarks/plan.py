@@ -128,9 +128,6 @@ def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None =
     )
 
 
-# ---- stages: each is given what another left in the folder, and returns what travels on and what it found out --------
-
-
 def metadata(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     metas = [load_metadata(path) for path in sorted(folder.glob("dataset*"))]
     for meta in metas:

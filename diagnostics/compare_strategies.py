@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from diagnostics.report import Environment, Record, Report, format_table, time_line
+from diagnostics.report import Environment, RankRecord, Record, WorkersReport, format_table, time_line
 from diagnostics.tool import Options, Result, count, host_batches, run_tool, run_workers, scratch_run, write_record
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
@@ -40,7 +40,7 @@ from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.capacity import fits, planned_memory
 from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.fitting import on_cluster
-from vla_finetuning.training.memory import GIB, StepMemory
+from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import replicas, shard_of, spread
 from vla_finetuning.training.state import noise_for
@@ -95,19 +95,15 @@ class Spreading(Record):
     planned_bytes: int | None = None
 
 
-class RankStrategies(Record):
-    rank: int
-    environment: Environment
+class RankStrategies(RankRecord):
     spreadings: list[Spreading]
 
 
-class StrategiesReport(Report):
+class StrategiesReport(WorkersReport[RankStrategies]):
     """What `compare_strategies` found; ranks in order, each with the strategies in the same order."""
 
     tool: Literal["compare_strategies"] = "compare_strategies"
-    world_size: int
     global_batch_size: int
-    ranks: list[RankStrategies]
 
 
 def table(report: StrategiesReport) -> str:
@@ -170,13 +166,18 @@ def compare(
     dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
     batches = list(policy_batches(cuda_prefetcher(host, worker.device), run.policy.config))
-    spreadings, gpu_bytes = [], _gpu_bytes(worker.device)
+    spreadings, gpu_bytes, planned = [], _gpu_bytes(worker.device), planned_memory(run.policy, run.rows.frames)
     for strategy in strategies:
         by_node = replicas(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and dealt.world > 1 else None
-        needed = None if gpu_bytes is None else _planned(run, strategy, by_node)
+        scaling = replace(run.config.scaling, strategy=strategy, shard_workers=len(by_node[0]) if by_node else None)
+        needed = None if gpu_bytes is None else planned(replace(run.config, scaling=scaling))
         if gpu_bytes is None or needed is None or fits(needed, gpu_bytes / GIB):
             spreading = _measure(run, strategy, steps, batches, dealt, worker, by_node, memory_gb)
-            _forget(worker.device)
+            gc.collect()  # the memory of a model that is no longer referred to
+            if worker.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if dist.is_initialized():
+                dist.barrier()
         else:
             spreading = Spreading(strategy=strategy, step_s=[], losses=[], state_bytes=0, peak_bytes=None)
         spreadings.append(spreading.model_copy(update={"planned_bytes": needed and needed.needed}))
@@ -188,12 +189,6 @@ def _gpu_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return _agreed(torch.cuda.get_device_properties(device).total_memory, dist.ReduceOp.MIN, device)
-
-
-def _planned(run: Run, strategy: Strategy, by_node: Sequence[Sequence[int]] | None) -> StepMemory | None:
-    """Return what a GPU must have for a strategy; `by_node`: hsdp's, from `replicas`."""
-    scaling = replace(run.config.scaling, strategy=strategy, shard_workers=len(by_node[0]) if by_node else None)
-    return planned_memory(run.policy, run.rows.frames)(replace(run.config, scaling=scaling))
 
 
 def _measure(
@@ -285,30 +280,7 @@ def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:
     return sum(shard_of(tensor)[0].nbytes for tensor in held)
 
 
-def _forget(device: torch.device) -> None:
-    """Give the memory of a model that is no longer referred to back."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    if dist.is_initialized():
-        dist.barrier()
-
-
 # ---- the driver ---------------------------------------------------------------------------------------------------
-
-
-def profile(run: Run, options: Namespace) -> StrategiesReport:
-    """Compare on the Ray cluster, which is started if there is none."""
-    with scratch_run(run) as scratch:
-        scratch, data_options = on_cluster(scratch)
-        ranks = run_workers(scratch, data_options, RankStrategies, compare_loop, options=options)
-        return StrategiesReport(
-            environment=ranks[0].environment,
-            config=run.config.to_json(),
-            world_size=len(ranks),
-            global_batch_size=run.config.global_batch_size,
-            ranks=ranks,
-        )
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
@@ -318,15 +290,16 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 
     def examine() -> Result:
         print_safe(f"Running {', '.join(options.strategies)} on {workers} workers ...")
-        report = profile(run, options)
+        with scratch_run(run) as scratch:
+            scratch, data_options = on_cluster(scratch)
+            ranks = run_workers(scratch, data_options, RankStrategies, compare_loop, options=options)
+        report = StrategiesReport.of(run, ranks, global_batch_size=run.config.global_batch_size)
         return Result(report, table(report), charts(report))
 
     return examine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare strategies for the run that the flags describe. Returns the exit status: see the module."""
-    return run_tool(argv, __doc__, parse_options, prepare)
+main = partial(run_tool, doc=__doc__, parse_options=parse_options, prepare=prepare)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -81,9 +82,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return options.parse_known_args(argv)
 
 
-# ---- the step, on real batches ------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Inspector(NoOptimizer):
     """Looks at the gradients in place of using them."""
@@ -123,9 +121,6 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
     parameters = [describe(name, parameter) for name, parameter in loss.policy.named_parameters()]
     where, config = Environment.here(), run.config.to_json()
     return UnusedReport(environment=where, config=config, batches=batches, parameters=parameters)
-
-
-# ---- for people ---------------------------------------------------------------------------------------------------
 
 
 def table(report: UnusedReport, run: Run, include_zero_grad: bool) -> str:
@@ -211,9 +206,7 @@ def _with_stats(run: Run) -> Run:
         return with_stats(scratch)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Look at the run that the flags describe, and print the result. Returns the exit status: see the module."""
-    return run_tool(argv, __doc__, parse_options, prepare)
+main = partial(run_tool, doc=__doc__, parse_options=parse_options, prepare=prepare)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest import mock
@@ -28,7 +29,7 @@ import ray
 import torch
 
 import vla
-from diagnostics.report import Environment, Record, Report, Spread, format_table, shares, time_line
+from diagnostics.report import Environment, RankRecord, Spread, WorkersReport, format_table, shares, time_line
 from diagnostics.step_report import StepReport
 from diagnostics.tool import Options, Result, count, run_tool, run_workers, scratch_run, write_record
 from diagnostics.watch import ClusterWatch
@@ -98,7 +99,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 # ---- the result ---------------------------------------------------------------------------------------------------
 
 
-class RankFetches(Record):
+class RankFetches(RankRecord):
     """What one worker saw after its warm-up. Times of day in seconds since 1970.
 
     Attributes:
@@ -107,8 +108,6 @@ class RankFetches(Record):
         produced_at_s: when a read task had finished each batch's rows, on average over them.
     """
 
-    rank: int
-    environment: Environment
     warm_at_s: float
     done_at_s: float
     fetch_s: list[float]
@@ -116,7 +115,7 @@ class RankFetches(Record):
     produced_at_s: list[float]
 
 
-class LoaderReport(Report):
+class LoaderReport(WorkersReport[RankFetches]):
     """What `profile_dataloader` found.
 
     Attributes:
@@ -126,7 +125,6 @@ class LoaderReport(Report):
     """
 
     tool: Literal["profile_dataloader"] = "profile_dataloader"
-    world_size: int
     batches: int
     warmup: int
     rows: int
@@ -136,7 +134,6 @@ class LoaderReport(Report):
     stages: dict[Stage, float]
     object_store_peak_bytes: int
     spilled_bytes: int
-    ranks: list[RankFetches]
 
 
 def summarise(
@@ -155,10 +152,9 @@ def summarise(
             f"everything was read before the warm-up of {options.profile_warmup} batches ended: there is nothing to "
             "measure; raise --profile_batches"
         )
-    return LoaderReport(
-        environment=ranks[0].environment,
-        config=run.config.to_json(),
-        world_size=len(ranks),
+    return LoaderReport.of(
+        run,
+        ranks,
         batches=options.profile_batches,
         warmup=options.profile_warmup,
         rows=rows,
@@ -168,7 +164,6 @@ def summarise(
         stages=dict(stages),
         object_store_peak_bytes=store.peak_bytes,
         spilled_bytes=store.spilled_bytes,
-        ranks=list(ranks),
     )
 
 
@@ -377,38 +372,27 @@ def pulled_run(run: Run, options: Namespace) -> Run:
     return with_config(run, replace(run.config, grad_accum=1, steps=steps), steps)
 
 
-def profile(run: Run, options: Namespace) -> LoaderReport:
-    """Profile the data engine of a resolved run on the Ray cluster, which is started if there is none."""
-    scaling = run.config.scaling
-    with scratch_run(run) as scratch:
-        pulled, data_options = on_cluster(pulled_run(scratch, options))
-        data = vla.build_dataset(pulled)
-        stamped = replace(data, prepare=LazyPickle(Stamped(data.prepare)))
-        with ClusterWatch() as watch:
-            warmup = options.profile_warmup
-            ranks = run_workers(pulled, data_options, RankFetches, pull_loop, data=stamped, warmup=warmup)
-        data_cpus = watch.cpus - scaling.num_workers * scaling.cpus_per_worker
-        staged = ray.remote(time_stages).options(num_cpus=scaling.cpus_per_read_task)
-        stages = ray.get(staged.remote(data, pulled.rows.last_row, run.config.batch_size))
-        return summarise(run, options, ranks, stages, data_cpus, watch)
-
-
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
-    step: StepReport | None = options.against
-
     def examine() -> Result:
-        batches = options.profile_warmup + options.profile_batches
-        print_safe(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...")
-        report = profile(run, options)
-        text = "\n".join([table(report), "", *balance(report, step)]) if step is not None else table(report)
-        return Result(report, text, charts(report))
+        scaling, warmup = run.config.scaling, options.profile_warmup
+        print_safe(f"Pulling {warmup + options.profile_batches} batches by each of {scaling.num_workers} workers ...")
+        with scratch_run(run) as scratch:
+            pulled, data_options = on_cluster(pulled_run(scratch, options))
+            data = vla.build_dataset(pulled)
+            stamped = replace(data, prepare=LazyPickle(Stamped(data.prepare)))
+            with ClusterWatch() as watch:
+                ranks = run_workers(pulled, data_options, RankFetches, pull_loop, data=stamped, warmup=warmup)
+            data_cpus = watch.cpus - scaling.num_workers * scaling.cpus_per_worker
+            staged = ray.remote(time_stages).options(num_cpus=scaling.cpus_per_read_task)
+            stages = ray.get(staged.remote(data, pulled.rows.last_row, run.config.batch_size))
+        report = summarise(run, options, ranks, stages, data_cpus, watch)
+        compared = ["", *balance(report, options.against)] if options.against else []
+        return Result(report, "\n".join([table(report), *compared]), charts(report))
 
     return examine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Profile the data engine of the run that the flags describe. Returns the exit status: see the module."""
-    return run_tool(argv, __doc__, parse_options, prepare)
+main = partial(run_tool, doc=__doc__, parse_options=parse_options, prepare=prepare)
 
 
 if __name__ == "__main__":

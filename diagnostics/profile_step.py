@@ -57,9 +57,6 @@ from vla_finetuning.training.worker import RayWorker, Worker
 TRACE_NAME = "trace.json"
 
 
-# ---- options ------------------------------------------------------------------------------------------------------
-
-
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
     options = Options(json="profile_step_json")
@@ -73,9 +70,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options.add("profile_trace", Path, None, "a Chrome trace of 3 steps on rank 0, with the cluster's tasks", "--trace")
     options.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"))
     return options.parse_known_args(argv)
-
-
-# ---- what is measured, in every training process ------------------------------------------------------------------
 
 
 def profile_loop(loop_config: dict[str, Any]) -> None:
@@ -136,9 +130,6 @@ class _ForeachAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-# ---- the driver ---------------------------------------------------------------------------------------------------
-
-
 def watched_run(run: Run, settings: Settings) -> Run:
     """The run with blocks that end with log steps, longer than the plan, and no checkpoint but where that has one."""
     planned = len(settings.passes(run.config.scaling.num_workers))
@@ -147,20 +138,6 @@ def watched_run(run: Run, settings: Settings) -> Run:
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     changes: dict[str, Any] = {"log_freq": settings.block_steps, "save_freq": save, "save_every_s": None}
     return with_config(run, replace(run.config, steps=steps, train=train, **changes), steps)
-
-
-def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> StepReport:
-    """Profile a resolved run on the Ray cluster, which is started if there is none. Raises as `vla.main`'s parts do."""
-    with scratch_run(run) as scratch:
-        watched = watched_run(scratch, settings)
-        folder = watched.job.output_dir
-        prepare_folder(watched.config)
-        watched, data_options = on_cluster(watched)
-        ranks = run_workers(watched, data_options, RankProfile, profile_loop, settings=settings)
-        print_safe(*read_lines(folder / LOG_NAME), file=sys.stderr)
-        if trace_path is not None:
-            write_trace(folder / TRACE_NAME, ray.timeline(), trace_path)
-        return summarise(run, settings, ranks)
 
 
 def write_trace(torch_trace: Path, tasks: Sequence[dict[str, Any]], path: Path) -> None:
@@ -190,11 +167,19 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
     def examine() -> Result:
         if options.profile_trace:
             os.environ.setdefault("RAY_PROFILING", "1")
-        steps = len(settings.passes(run.config.scaling.num_workers))
-        print_safe(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...")
-        report = profile(run, settings, options.profile_trace)
-        if options.profile_trace:
-            print_safe(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
+        workers = run.config.scaling.num_workers
+        print_safe(f"Running {len(settings.passes(workers))} steps by {workers} workers ...")
+        with scratch_run(run) as scratch:
+            watched = watched_run(scratch, settings)
+            folder = watched.job.output_dir
+            prepare_folder(watched.config)
+            watched, data_options = on_cluster(watched)
+            ranks = run_workers(watched, data_options, RankProfile, profile_loop, settings=settings)
+            print_safe(*read_lines(folder / LOG_NAME), file=sys.stderr)
+            if options.profile_trace:
+                write_trace(folder / TRACE_NAME, ray.timeline(), options.profile_trace)
+                print_safe(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
+        report = summarise(run, settings, ranks)
         return Result(report, table(report), charts(report))
 
     return examine
@@ -210,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             print_safe_error(error)
             return 2
-    return run_tool(argv, __doc__, parse_options, prepare)
+    return run_tool(argv, doc=__doc__, parse_options=parse_options, prepare=prepare)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vla_finetuning.run.revision import code_revision
+
+if TYPE_CHECKING:
+    from vla_finetuning.plan.resolve import Run
 
 PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
 
@@ -113,6 +116,25 @@ class Report(Record):
             ) from error
 
 
+class RankRecord(Record):
+    """What one worker measured, and where."""
+
+    rank: int
+    environment: Environment
+
+
+class WorkersReport[R: RankRecord](Report):
+    """A tool's result from several workers: what each measured, by rank."""
+
+    world_size: int
+    ranks: list[R]
+
+    @classmethod
+    def of(cls, run: Run, ranks: Sequence[R], **found: Any) -> Self:
+        where, config = ranks[0].environment, run.config.to_json()
+        return cls(environment=where, config=config, world_size=len(ranks), ranks=list(ranks), **found)
+
+
 class Spread(Record):
     """Of a list of seconds."""
 
@@ -128,9 +150,6 @@ class Spread(Record):
     def cells(self) -> list[str]:
         """Return mean, median and p95 in milliseconds."""
         return [f"{1e3 * value:.2f}" for value in (self.mean, self.median, self.p95)]
-
-
-# ---- the page, in the look of a run's report -----------------------------------------------------------------------
 
 
 def page(title: str, measured_on: str, charts: Sequence[tuple[str, str]], table: str) -> str:

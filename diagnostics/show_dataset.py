@@ -10,22 +10,10 @@
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are,
 their instructions, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
-`report/dataset_look.py` says what is looked for, and how much of a large dataset is read.
-
-With --scores or --exclude_to every episode is read and scored (`report/episode_scores.py`: idle, jerk, saturation,
-duplicates, dark or frozen cameras): a line each in the one file, and in the other the list of those that give a reason
-to look, which a run leaves out by --dataset.exclude_episodes @bad_episodes.json. A reason is not a verdict.
-
-With --skip_idle or --episode_weights every row's numbers are read, and a table, here and on the page, says what a run
-with those of --dataset. would leave out or repeat: of all episodes, and by task.
-
-With --recap.labels, a file that value.py has written, the page shows how advantages and labels fell, of all frames and
-by task.
-
-With --augmentation each picture is the frame, and below it what three epochs of training would make of it: as
-`--train.augmentation openpi`, or as `--dataset.image_transforms.enable` ("lerobot").
-
-Of a mixture's file (docs/robots.md), the datasets are shown side by side on the terminal, with what does not fit.
+`report/dataset_look.py` says what is looked for, and how much of a large dataset is read, `report/episode_scores.py`
+what gives a reason to look at an episode; a reason is not a verdict. --skip_idle and --episode_weights print what a run
+with those of --dataset. would leave out or repeat. Of a mixture's file (docs/robots.md), the datasets are shown side by
+side on the terminal, with what does not fit.
 
 Exit status: 0, with warnings too; 2 when there is no such dataset or it cannot be read.
 """

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
-from diagnostics.report import Environment, Record, Report, Spread, format_table, shares, time_line
+from diagnostics.report import RankRecord, Record, Spread, WorkersReport, format_table, shares, time_line
 from diagnostics.step_clock import MEASURED, Communication, Pass, Times
 from util import Phase
 from vla_finetuning.plan.resolve import Run
@@ -85,11 +85,9 @@ class Settings(Record):
         return plan + ["checkpoint"] * self.checkpoint
 
 
-class RankProfile(Record):
+class RankProfile(RankRecord):
     """What one training process measured. `block_step_s`: per pass, each block's mean step in seconds."""
 
-    rank: int
-    environment: Environment
     block_step_s: dict[Pass, list[float]]
     timed: Times
     synchronized: Times | None
@@ -119,19 +117,17 @@ class PhaseSummary(Record):
         return f"{self.quartiles[0]:.0%} to {self.quartiles[1]:.0%}"
 
 
-class StepReport(Report):
+class StepReport(WorkersReport[RankProfile]):
     """What `profile_step` found. `step_s`: each pass's mean step by block, over ranks, which wait for each other."""
 
     tool: Literal["profile_step"] = "profile_step"
     settings: Settings
-    world_size: int
     global_batch_size: int
     step_s: dict[Pass, list[float]]
     phases: dict[Phase, PhaseSummary]
     steps_per_s: float
     samples_per_s: float
     mfu: float | None
-    ranks: list[RankProfile]
 
     @property
     def untouched_s(self) -> float:
@@ -153,18 +149,16 @@ def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> Ste
     step_s = {name: np.mean([r.block_step_s[name] for r in ranks], axis=0).tolist() for name in ranks[0].block_step_s}
     steps_per_s = 1 / float(np.mean(step_s["untouched"]))
     samples_per_s, mfu_per_rate = steps_per_s * run.config.global_batch_size, ranks[0].mfu_per_rate
-    return StepReport(
-        environment=ranks[0].environment,
-        config=run.config.to_json(),
+    return StepReport.of(
+        run,
+        ranks,
         settings=settings,
-        world_size=len(ranks),
         global_batch_size=run.config.global_batch_size,
         step_s=step_s,
         phases={phase: _summarise_phase(phase, settings.block_steps, ranks) for phase in ranks[0].timed.full},
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
-        mfu=None if mfu_per_rate is None else mfu_per_rate * samples_per_s,
-        ranks=list(ranks),
+        mfu=mfu_per_rate and mfu_per_rate * samples_per_s,
     )
 
 

@@ -34,8 +34,6 @@ from vla_finetuning.training.feed import Collate, input_transforms, training_tra
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import RankSchedule
 
-# ---- from the command line to the exit status ---------------------------------------------------------------------
-
 
 class Result(NamedTuple):
     """A tool's result: for scripts, for people, for the page (titles and SVG); and its exit status."""
@@ -47,7 +45,8 @@ class Result(NamedTuple):
 
 
 def run_tool(
-    argv: Sequence[str] | None,
+    argv: Sequence[str] | None = None,
+    *,
     doc: str | None,
     parse_options: Callable[[Sequence[str]], tuple[Namespace, list[str]]],
     prepare: Callable[[Run, Namespace], Callable[[], Result]],
@@ -89,9 +88,6 @@ def run_tool(
         options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
         print_safe(f"page written to {options.html}")
     return result.status
-
-
-# ---- options ------------------------------------------------------------------------------------------------------
 
 
 class Help(Exception):
@@ -139,9 +135,6 @@ def count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
     return int(text)
-
-
-# ---- a run that leaves nothing behind -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
