@@ -25,21 +25,9 @@ from typing import Any
 
 import ray
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, readers
 from benchmarks.datasets import CAMERAS, DATASETS, make
-from benchmarks.readers import (
-    BATCH,
-    OUR_ROWS,
-    WINDOW,
-    Contender,
-    decoder_alone,
-    lance,
-    lerobot_loader,
-    measure,
-    ours,
-    ray_read_lerobot,
-    shuffled,
-)
+from benchmarks.readers import BATCH, OUR_ROWS, WINDOW, Contender, measure
 from diagnostics.report import format_table, provenance
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.files import read_json, write_json
@@ -76,23 +64,24 @@ def main() -> None:
 def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> dict[str, Contender]:
     """Return all readers of a dataset that are installed."""
     contenders: dict[str, Contender | None] = {
-        "ours, shuffled": partial(shuffled, root, OUR_ROWS, seeds),
-        "ours, in order": partial(ours, root, OUR_ROWS),
-        "ray.data.read_lerobot": partial(ray_read_lerobot, root),
-        "LeRobot DataLoader, pyav, shuffled": partial(lerobot_loader, root, "pyav", cores),
-        "LanceDB DataLoader, shuffled": lance(root, cores),
+        "ours, shuffled": partial(readers.shuffled, root, OUR_ROWS, seeds),
+        "ours, in order": partial(readers.ours, root, OUR_ROWS),
+        "ray.data.read_lerobot": partial(readers.ray_read_lerobot, root),
+        "LeRobot DataLoader, pyav, shuffled": partial(readers.lerobot_loader, root, "pyav", cores),
+        "LanceDB DataLoader, shuffled": readers.lance(root, cores),
         "LeRobot DataLoader, torchcodec, shuffled": None,
     }
     cameras = DATASETS[name]["cameras"]
     if len(cameras) > 1:
         # As many frames as of all cameras: a stream so much shorter in bytes has tasks so much shorter, which training,
         # epoch after epoch, does not.
-        one_camera = partial(shuffled, root, len(cameras) * OUR_ROWS, seeds, camera_keys=[CAMERAS[0]])
+        one_camera = partial(readers.shuffled, root, len(cameras) * OUR_ROWS, seeds, camera_keys=[CAMERAS[0]])
         contenders["ours, shuffled, one camera"] = one_camera
     with contextlib.suppress(ImportError, OSError, RuntimeError):  # without FFmpeg's libraries it cannot be loaded
         from torchcodec.decoders import VideoDecoder  # noqa: F401
 
-        contenders["LeRobot DataLoader, torchcodec, shuffled"] = partial(lerobot_loader, root, "torchcodec", cores)
+        torchcodec = partial(readers.lerobot_loader, root, "torchcodec", cores)
+        contenders["LeRobot DataLoader, torchcodec, shuffled"] = torchcodec
     for label in [label for label, contender in contenders.items() if contender is None]:
         print(f"{label}: left out, it is not installed")
     return {label: contender for label, contender in contenders.items() if contender is not None}
@@ -107,9 +96,10 @@ def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dic
     samples: dict[str, list[dict[str, float]]] = {}
     limits: list[float | None] = []
     for _ in range(options.rounds):
-        limits.append(decoder_alone(root, options.cores))  # next to what is compared with it
+        limits.append(readers.decoder_alone(root, options.cores))  # next to what is compared with it
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-            cached = partial(shuffled, root, frame_cache=FrameCache(str(Path(folder).absolute()), 200.0), seeds=seeds)
+            cache = FrameCache(str(Path(folder).absolute()), 200.0)
+            cached = partial(readers.shuffled, root, seeds=seeds, frame_cache=cache)
             epochs: dict[str, Contender] = {
                 "ours, first epoch with a frame cache": partial(cached, rows=options.rows),
                 "ours, later epochs": partial(cached, rows=OUR_ROWS),

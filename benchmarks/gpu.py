@@ -55,16 +55,8 @@ from vla_finetuning.policies.prompts import ALIGNMENT
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
-from vla_finetuning.run.checkpoint import (
-    OPTIMIZER,
-    TRAINABLE,
-    Piece,
-    Progress,
-    Staging,
-    commit,
-    load_checkpoint,
-    write_pieces,
-)
+from vla_finetuning.run import checkpoint as checkpoints
+from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, Progress
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training import model
@@ -212,7 +204,7 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
     contender.step(batches, 1, 0)
     state = {TRAINABLE: contender.optimizer.named(), OPTIMIZER: contender.optimizer.state()}
     tensors = {**state[TRAINABLE], **state[OPTIMIZER]}
-    staging, marks = Staging(tensors), []
+    staging, marks = checkpoints.Staging(tensors), []
 
     def mark() -> None:
         step.synchronize(device)
@@ -227,11 +219,11 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
         mark()
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name) / "step_00000001"
-        commit(folder, Progress(1, rows, {}, {}, mode, rows), write_pieces(folder, copies), 0)
+        checkpoints.commit(folder, Progress(1, rows, {}, {}, mode, rows), checkpoints.write_pieces(folder, copies), 0)
         mark()
         for tensor in tensors.values():
             tensor.zero_()
-        load_checkpoint(folder, state[TRAINABLE], state[OPTIMIZER])
+        checkpoints.load_checkpoint(folder, state[TRAINABLE], state[OPTIMIZER])
         mark()
     saved = {f"{group} {key}": (p.values, state[group][key]) for group in copies for key, p in copies[group].items()}
     differing = [name for name, (values, read) in saved.items() if not torch.equal(read.cpu(), values)]

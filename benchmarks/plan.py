@@ -6,14 +6,7 @@ The dataset is metadata alone, as LeRobot writes it: episodes of 100 to 500 rows
 as stored, which makes the shortest segments and so the most of them. Every stage runs in a process of its own, and
 what it is given has been through a pickle, as in a run. `peak_mb` is what the process grew by at the most, beyond what
 the imports take. With --members, so many datasets hold the episodes together, of two robots in turn: their widths,
-rates and cameras differ.
-
-    metadata     the driver reads meta/ and looks that all files are there
-    plan         the driver plans a shuffled run, says how well its batches are mixed, and pickles what travels
-    coordinator  plans the read tasks of the run's first execution, and of one in the middle of its second epoch
-    read task    opens a large one of those, and walks through its windows
-    epoch        plans `read_lerobot` without a stream: all of an epoch
-    epoch's task opens one of those, in the middle of the epoch, and walks through its windows
+rates and cameras differ. docs/scale.md lists the stages.
 """
 
 from __future__ import annotations

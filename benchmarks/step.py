@@ -37,18 +37,8 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import RESULTS
-from benchmarks.updates import (
-    CAMERAS,
-    CONTENDERS,
-    MAX_STEPS,
-    Columns,
-    NotCompiledError,
-    measured,
-    policy_config,
-    prepared_rows,
-    prompt,
-)
+from benchmarks import RESULTS, updates
+from benchmarks.updates import CAMERAS, CONTENDERS, MAX_STEPS, Columns, NotCompiledError, prompt
 from diagnostics.report import format_table, provenance
 from util import enable_gpu_perf_flags, peak_flops
 from vla_finetuning.files import write_json
@@ -132,8 +122,8 @@ def measure_at(
     contender: Any, name: str, mode: TrainMode, size: int, rows: int, seconds: float, device: torch.device
 ) -> dict[str, Any]:
     """Measure a contender at a batch size, accumulated to so many rows where it can; with MFU, where it is known."""
-    config, peak = policy_config(device), peak_flops(device)
-    columns = [prepared_rows(config, size, seed) for seed in range(STORED_BATCHES)]
+    config, peak = updates.policy_config(device), peak_flops(device)
+    columns = [updates.prepared_rows(config, size, seed) for seed in range(STORED_BATCHES)]
     sample = measure(contender, columns, 1 if name == "lerobot" else max(1, rows // size), seconds, device)
     flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
     return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
@@ -169,7 +159,7 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode
     samples: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
     too_large: dict[tuple[str, str], int] = {}
     for _, mode, name in itertools.product(range(options.rounds), modes, CONTENDERS):
-        contender = CONTENDERS[name](policy_config(device), mode, device, device.type == "cuda")
+        contender = CONTENDERS[name](updates.policy_config(device), mode, device, device.type == "cuda")
         for size in map(int, options.batch_sizes.split(",")):
             if size >= too_large.get((mode, name), size + 1):
                 break
@@ -202,7 +192,7 @@ def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dic
             ratios[f"{peer}, both at {size}"] = theirs["ms_per_sample"] / its["ms_per_sample"]
             if device.type == "cpu":  # which other programs may use too
                 ratios[f"{peer}, both at {size}, in CPU time"] = theirs["cpu_ms_per_sample"] / its["cpu_ms_per_sample"]
-    config = policy_config(device)
+    config = updates.policy_config(device)
     flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
     return {"flops_per_sample": flops, "ours_is_faster_than": ratios, "contenders": medians}
 
@@ -251,15 +241,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     enable_gpu_perf_flags()
-    measured["policy"] = options.policy
+    updates.measured["policy"] = options.policy
     results = {"date": datetime.date.today().isoformat(), **provenance(**vars(options)), "modes": {}}
     with contextlib.ExitStack() as sizes:
         if options.policy != "pi05" and device.type == "cpu":  # LeRobot's own options have no such sizes
             from tests.tiny_backbones import VOCABULARY, benchmarked
 
-            measured["vocabulary"] = VOCABULARY
+            updates.measured["vocabulary"] = VOCABULARY
             folder = Path(sizes.enter_context(tempfile.TemporaryDirectory()))
-            measured["options"] = sizes.enter_context(benchmarked(options.policy, folder))
+            updates.measured["options"] = sizes.enter_context(benchmarked(options.policy, folder))
         for mode, cells in compare(options, device).items():
             results["modes"][mode] = result = summary(cells, mode, device)
             print(table(mode, result), flush=True)

@@ -149,13 +149,13 @@ def test_failing_gpu_tests_are_an_error(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, monkeypatch):
-    read = gpu.load_checkpoint
+    read = gpu.checkpoints.load_checkpoint
 
     def damaged(folder, named, state):
         read(folder, named, state)
         next(iter(named.values())).view(-1)[0] += 1
 
-    monkeypatch.setattr(gpu, "load_checkpoint", damaged)
+    monkeypatch.setattr(gpu.checkpoints, "load_checkpoint", damaged)
     with pytest.raises(RuntimeError, match="1 tensors were read back with other bits, e.g. trainable "):
         gpu.checkpoint(CPU)
 
