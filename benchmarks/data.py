@@ -23,13 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from benchmarks import RESULTS, readers
 from benchmarks.datasets import CAMERAS, DATASETS, make
 from benchmarks.readers import BATCH, OUR_ROWS, WINDOW, Contender, measure
 from diagnostics.report import format_table, provenance
-from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.files import read_json, write_json
 
 
@@ -40,6 +37,9 @@ def main() -> None:
     parser.add_argument("--datasets", default=",".join(DATASETS))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+
+    import ray  # here, as in benchmarks/readers.py
+
     names = options.datasets.split(",")
     if unknown := [name for name in names if name not in DATASETS]:
         parser.error(f"--datasets: {unknown[0]!r} is none of {', '.join(DATASETS)}")
@@ -89,6 +89,8 @@ def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> di
 
 def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dict[str, Any]:
     """Measure all readers of a dataset in turn, several rounds, and beside them the decoder."""
+    from vla_finetuning.data.frame_cache import FrameCache
+
     root = make(name, options.rows)
     contenders = contenders_of(name, root, options.cores, seeds)
     for label in ("ours, shuffled", "ray.data.read_lerobot"):

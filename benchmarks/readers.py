@@ -1,6 +1,7 @@
 """What reads a dataset for benchmarks/data.py: ours in its variants, its peers, and the decoder; and what it takes.
 
-Each reader yields batches of `BATCH` rows with action windows of `WINDOW`, as dicts of arrays.
+Each reader yields batches of `BATCH` rows with action windows of `WINDOW`, as dicts of arrays. Each process of a
+peer's loader imports this module, so what only ours needs is imported where it is used.
 """
 
 from __future__ import annotations
@@ -18,17 +19,11 @@ from typing import Any
 import av
 import numpy as np
 import psutil
-import ray
 import torch
 from av.video.reformatter import VideoReformatter
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from benchmarks.datasets import FPS
-from diagnostics.watch import ClusterWatch
-from lerobot_datasource import LeRobotDatasource, local_batches
-from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.options import Features, Order, Reading
-from vla_finetuning.policies.tiny import atomic_folder
 
 BATCH, WINDOW = 8, 50
 WINDOWS = {"action": [i / FPS for i in range(WINDOW)]}
@@ -47,6 +42,10 @@ def ours(
     **options: Any,
 ) -> Batches:
     """Yield epoch after epoch, `rows` in all, as training on one node reads; `options`: of `Reading`."""
+    from lerobot_datasource import LeRobotDatasource, local_batches
+    from vla_finetuning.data.metadata import load_metadata
+    from vla_finetuning.data.options import Features, Order, Reading
+
     features = Features(camera_keys, delta_timestamps=WINDOWS)
     order = Order(stream=(0, rows), shuffle_seed=seed)
     source = LeRobotDatasource([load_metadata(root)], features=features, order=order, reading=Reading(**options))
@@ -59,6 +58,8 @@ def shuffled(root: Path, rows: int, seeds: Iterator[int], **options: Any) -> Bat
 
 
 def ray_read_lerobot(root: Path) -> Batches:
+    import ray
+
     dataset = ray.data.read_lerobot(str(root), delta_timestamps=WINDOWS, read_granularity="episode")
     for batch in dataset.iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2):
         # Its tensors have no fixed shape and come out as objects.
@@ -86,6 +87,8 @@ def lance(root: Path, cores: int) -> Contender | None:
     if any(importlib.util.find_spec(name) is None for name in ("lerobot_lancedb", "lancedb")):
         return None
     from lerobot_lancedb.convert import convert
+
+    from vla_finetuning.policies.tiny import atomic_folder
 
     folder = root.with_name(f"{root.name}-lance")
     if not folder.exists():
@@ -128,6 +131,8 @@ def decoder_alone(root: Path, cores: int) -> float | None:
 
 def measure(batches: Contender) -> dict[str, float]:
     """Read all that comes. Every byte of every image is touched, so that nothing is counted that did not arrive."""
+    from diagnostics.watch import ClusterWatch
+
     begin, cpu_begin = time.perf_counter(), cpu_seconds()
     arrived: list[float] = []
     rows: list[int] = []

@@ -57,12 +57,8 @@ def parse_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | None) 
     options.folder = options.folder.absolute()
     path = options.folder / "settings.json"
     settings = {name: value for name, value in vars(options).items() if name not in ("folder", "json", "seeds")}
-    earlier = read_json(path) or settings
-    if differ := [f"--{name}={earlier.get(name)}" for name in settings if earlier.get(name) != settings[name]]:
-        parser.error(
-            f"{options.folder} is of a run with other {', '.join(differ)}: give the same to go on with it, or name "
-            "another --folder"
-        )
+    if (earlier := read_json(path) or settings) != settings:
+        parser.error(f"{options.folder} is of a run with {earlier}: give the same to go on, or another --folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, settings)
     return options

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from diagnostics.report import Environment, Record, Report, shares
-from diagnostics.tool import NoOptimizer, Options, Result, count, host_batches, run_tool, scratch_run, truth
+from diagnostics.tool import NoOptimizer, Options, Result, count, host_batches, run_tool, truth, with_any_stats
 from util import UNWATCHED, Clock, cuda_prefetcher, train_step
-from vla_finetuning.plan.launch import join_cluster
-from vla_finetuning.plan.resolve import Run, with_config, with_stats
+from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.feed import policy_batches
 from vla_finetuning.training.model import build_model, build_optimizer
@@ -186,7 +185,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
             "the tool steps in this process, and this machine has no GPU: start it on a GPU node, or give "
             "--scaling.use_gpu false"
         )
-    ready = _with_stats(run)
+    ready = with_any_stats(run)  # which decide no gradient's fate
 
     def examine() -> Result:
         report = find_unused(ready, options.unused_batches)
@@ -195,15 +194,6 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         return Result(report, text, [("Parameters", shares(sizes))], status=int(bool(failed)))
 
     return examine
-
-
-def _with_stats(run: Run) -> Run:
-    """Statistics that are missing are computed, which takes a pass over the data, and Ray."""
-    if not any(robot.missing_stats for robot in run.robots):
-        return run
-    with scratch_run(run) as scratch:
-        join_cluster(scratch)
-        return with_stats(scratch)
 
 
 main = partial(run_tool, doc=__doc__, parse_options=parse_options, prepare=prepare)

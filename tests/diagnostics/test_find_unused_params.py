@@ -153,7 +153,10 @@ def test_modules_are_as_large_as_they_can_be():
 def test_help_and_wrong_options(capsys):
     assert find_unused_params.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert "--unused_batches batches\n                        batches to look at (4)" in printed and "--batch_size VALUE" in printed
+    assert (
+        "--unused_batches batches\n                        batches to look at (4)" in printed
+        and "--batch_size VALUE" in printed
+    )
     assert find_unused_params.main(["--unused_batches", "none"]) == 2
     assert "expected a positive number" in capsys.readouterr().err
     assert torch.is_grad_enabled()
