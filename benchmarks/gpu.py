@@ -96,9 +96,6 @@ class Sizes:
 TINY = Sizes((1, 2), (2,), 0.0, 4, 100, (2,), ("tests/test_util.py", "-m", "gpu"), share=0.1, patience=4.0)
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     entries: dict[str, Any] = {**Environment.here().model_dump(), "cuda": torch.version.cuda}
     if device.type == "cuda":
@@ -294,9 +291,6 @@ def live(device: torch.device, *, rows: int) -> dict[str, Any]:
         subprocess.run([*command, *(f"--{key}={value}" for key, value in flags.items())], cwd=ROOT, check=True)
         entries = read_json(folder / "loader.json")
     return {key: entries[key] for key in ("rows_per_s", "rows", "data_cpus", "stages", "spilled_bytes")}
-
-
-# ---- sections -------------------------------------------------------------------------------------------------------
 
 
 def take_all(

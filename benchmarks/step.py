@@ -54,9 +54,6 @@ WARM_UP_STEPS = 2
 MIN_STEPS = 3
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -210,9 +207,6 @@ def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> 
         attention=Config().train.attention,
         checkpointing=False,
     )
-
-
-# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def table(mode: str, result: dict[str, Any]) -> str:

@@ -3,12 +3,9 @@
     python -m diagnostics.compare_strategies --preset demo
 
 takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters
-(`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches of the run's
-data, read once beforehand.
-On GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. A strategy whose
-plan (`--dry_run`) does not fit is left out.
-
-Exit status: 0 done, 1 the run failed, 2 it could not start.
+(`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches, read once. On
+GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. A strategy whose
+plan (`--dry_run`) does not fit is left out. Exit status: 0 done, 1 the run failed, 2 it could not start.
 """
 
 from __future__ import annotations
@@ -69,15 +66,11 @@ def _strategies(text: str) -> list[str]:
     return names
 
 
-# ---- the result ---------------------------------------------------------------------------------------------------
-
-
 class Spreading(Record):
     """What one rank measured of one strategy; of one that does not fit by its plan, no steps.
 
     Attributes:
-        step_s: each measured step, with the device waited for at its end.
-        losses: this rank's, of all steps, the warm-up's too.
+        step_s: each measured step, with the device waited for at its end. losses: of the warm-up's steps too.
         state_bytes: parameters and optimizer state that this rank holds between steps.
         peak_bytes: most memory in use on the GPU; None without one.
         largest_batch: rows of a micro-batch that fit, tried. filling: the batches tried, and the most memory that each
@@ -147,9 +140,6 @@ def charts(report: StrategiesReport) -> list[tuple[str, str]]:
     measured = [s for s in report.ranks[0].spreadings if s.step_s]
     title = "every step of rank 0, in milliseconds"
     return [(f"{s.strategy}: {title}", time_line({s.strategy: s.step_s})) for s in measured]
-
-
-# ---- in every worker ----------------------------------------------------------------------------------------------
 
 
 def compare_loop(loop_config: dict[str, Any]) -> None:
@@ -278,9 +268,6 @@ def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:
     """Bytes of parameters and optimizer state that this rank holds between steps."""
     held = [*model.parameters(), *optimizer.state().values()]
     return sum(shard_of(tensor)[0].nbytes for tensor in held)
-
-
-# ---- the driver ---------------------------------------------------------------------------------------------------
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:

@@ -4,9 +4,7 @@
 
 takes the flags of `vla.py`, runs that program's training step on several batches of its data in this process, without
 Ray, and looks at the gradients. DDP refuses a parameter that trains and gets no gradient, unless it may search for it
-in every step.
-
-Exit status: 0 done, 1 see above, or the step failed, 2 it could not start.
+in every step. Exit status: 0 done, 1 --fail_if_unused found one, or the step failed, 2 it could not start.
 """
 
 from __future__ import annotations

@@ -29,20 +29,11 @@ import ray
 import torch
 
 import vla
+from diagnostics import tool
 from diagnostics.report import Environment
 from diagnostics.step_clock import StepClock
 from diagnostics.step_report import RankProfile, Settings, StepReport, charts, compare, summarise, table
-from diagnostics.tool import (
-    NoOptimizer,
-    Options,
-    Result,
-    count,
-    run_tool,
-    run_workers,
-    scratch_run,
-    truth,
-    write_record,
-)
+from diagnostics.tool import Options, Result, count, truth
 from util import TrainableOptimizer
 from vla_finetuning.files import read_lines
 from vla_finetuning.plan.resolve import Run, with_config
@@ -103,7 +94,7 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         mfu_per_rate=mfu_per_rate(run),
     )
-    write_record(run, rank, profile)
+    tool.write_record(run, rank, profile)
 
 
 def mfu_per_rate(run: Run) -> float | None:
@@ -119,7 +110,7 @@ def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps
     if not settings.fused_adamw:
         constants = {key: made.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
         made = replace(made, optimizer=_ForeachAdamW(made.params, **constants, foreach=True))
-    return NoOptimizer.of(made) if settings.no_optim else made
+    return tool.NoOptimizer.of(made) if settings.no_optim else made
 
 
 class _ForeachAdamW(torch.optim.AdamW):
@@ -169,12 +160,12 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
             os.environ.setdefault("RAY_PROFILING", "1")
         workers = run.config.scaling.num_workers
         print_safe(f"Running {len(settings.passes(workers))} steps by {workers} workers ...")
-        with scratch_run(run) as scratch:
+        with tool.scratch_run(run) as scratch:
             watched = watched_run(scratch, settings)
             folder = watched.job.output_dir
             prepare_folder(watched.config)
             watched, data_options = on_cluster(watched)
-            ranks = run_workers(watched, data_options, RankProfile, profile_loop, settings=settings)
+            ranks = tool.run_workers(watched, data_options, RankProfile, profile_loop, settings=settings)
             print_safe(*read_lines(folder / LOG_NAME), file=sys.stderr)
             if options.profile_trace:
                 write_trace(folder / TRACE_NAME, ray.timeline(), options.profile_trace)
@@ -195,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             print_safe_error(error)
             return 2
-    return run_tool(argv, doc=__doc__, parse_options=parse_options, prepare=prepare)
+    return tool.run_tool(argv, doc=__doc__, parse_options=parse_options, prepare=prepare)
 
 
 if __name__ == "__main__":

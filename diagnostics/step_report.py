@@ -179,9 +179,6 @@ def _summarise_phase(phase: Phase, block_steps: int, ranks: Sequence[RankProfile
     )
 
 
-# ---- for people ---------------------------------------------------------------------------------------------------
-
-
 def table(report: StepReport) -> str:
     """The result for people."""
     s, config, many, gib = report.settings, report.config, report.world_size > 1, 2**30
@@ -267,9 +264,6 @@ def advice(report: StepReport) -> list[str]:
         f"blocks). {REMEDIES[phase][2]}"
         for phase in notable
     ]
-
-
-# ---- two results side by side -------------------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
