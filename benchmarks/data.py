@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import RESULTS, readers
 from benchmarks.datasets import CAMERAS, DATASETS, make
 from benchmarks.readers import BATCH, OUR_ROWS, WINDOW, Contender, measure
-from diagnostics.report import format_table, provenance
+from diagnostics.report import format_table, medians, provenance
 from vla_finetuning.files import read_json, write_json
 
 
@@ -96,7 +96,7 @@ def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dic
     for label in ("ours, shuffled", "ray.data.read_lerobot"):
         next(contenders[label]())  # warms the cluster's worker processes up
     samples: dict[str, list[dict[str, float]]] = {}
-    limits: list[float | None] = []
+    limits = []
     for _ in range(options.rounds):
         limits.append(readers.decoder_alone(root, options.cores))  # next to what is compared with it
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
@@ -108,14 +108,8 @@ def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dic
             }
             for label, batches in (contenders | epochs).items():
                 samples.setdefault(label, []).append(measure(batches))
-    decoder = [limit for limit in limits if limit is not None]
-    return {
-        "decoder_alone_rows_per_s": statistics.median(decoder) if decoder else None,
-        "contenders": {
-            label: {key: statistics.median(s[key] for s in runs) for key in runs[0]} | {"samples": runs}
-            for label, runs in samples.items()
-        },
-    }
+    decoder = statistics.median(limits) if None not in limits else None  # None: there are no videos
+    return {"decoder_alone_rows_per_s": decoder, "contenders": {label: medians(s) for label, s in samples.items()}}
 
 
 def table(name: str, result: dict[str, Any]) -> str:

@@ -70,6 +70,7 @@ TARGETS: dict[TrainMode, dict[str, float]] = {"full": {"rows_per_s": 30, "mfu": 
 # In the order in which they are measured: what is aimed at first.
 MODES: tuple[TrainMode, ...] = ("full", "expert", "heads")
 PEERS = ("lerobot", "naive")
+Cells = Sequence[tuple[str, Callable[[torch.device], Any]]]  # measurements and their names
 
 
 @dataclass(frozen=True)
@@ -293,13 +294,7 @@ def live(device: torch.device, *, rows: int) -> dict[str, Any]:
     return {key: entries[key] for key in ("rows_per_s", "rows", "data_cpus", "stages", "spilled_bytes")}
 
 
-def take_all(
-    results: Results,
-    *,
-    cells: Sequence[tuple[str, Callable[[torch.device], Any]]],
-    about_s: float,
-    device: torch.device,
-) -> None:
+def take_all(results: Results, *, cells: Cells, about_s: float, device: torch.device) -> None:
     """Take measurements by name, each of about so many seconds."""
     prepare_process(device)
     for name, measure in cells:

@@ -57,14 +57,8 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
     instructions = [f"put the {i % 100}th thing into the {i // 100}th bin" for i in range(INSTRUCTIONS)]
     tasks = pa.table({"task_index": np.arange(INSTRUCTIONS), "task": instructions})
     pq.write_table(tasks, folder / "meta/tasks.parquet")
-    columns: dict[str, Any] = {
-        "episode_index": number,
-        "length": length,
-        "tasks": pa.ListArray.from_arrays(
-            pa.array(np.arange(episodes + 1), pa.int32()),
-            pa.array(instructions).take(pa.array(rng.integers(0, INSTRUCTIONS, episodes))),
-        ),
-    }
+    said = pa.array(instructions).take(pa.array(rng.integers(0, INSTRUCTIONS, episodes)))
+    columns: dict[str, Any] = {"episode_index": number, "length": length, "tasks": _lists_of(1, said)}
     for prefix in ("data", *(f"videos/{key}" for key in cameras)):
         file = number // EPISODES_OF_FILE[prefix.partition("/")[0]]
         columns |= {f"{prefix}/chunk_index": file // 1000, f"{prefix}/file_index": file % 1000}

@@ -28,7 +28,6 @@ import itertools
 import math
 import os
 import re
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -39,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import RESULTS, updates
 from benchmarks.updates import CAMERAS, CONTENDERS, MAX_STEPS, Columns, NotCompiledError, prompt
-from diagnostics.report import format_table, provenance
+from diagnostics.report import format_table, medians, provenance
 from util import enable_gpu_perf_flags, peak_flops
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import Config
@@ -175,23 +174,19 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode
 
 def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
     """Return medians over the rounds, and how many times as fast as each peer ours is."""
-    medians: dict[str, dict[str, Any]] = {name: {} for name in cells}
-    for name, size, samples in ((n, size, samples) for n, sizes in cells.items() for size, samples in sizes.items()):
-        keys = [key for key, value in samples[0].items() if value is not None]
-        median = {key: statistics.median(sample[key] for sample in samples) for key in keys}
-        medians[name][str(size)] = {**median, "samples": samples}
-    best = {name: min(s["ms_per_sample"] for s in sizes.values()) for name, sizes in medians.items() if sizes}
+    measured = {name: {str(size): medians(s) for size, s in sizes.items()} for name, sizes in cells.items()}
+    best = {name: min(s["ms_per_sample"] for s in sizes.values()) for name, sizes in measured.items() if sizes}
     ratios = {}
     for peer in sorted(best.keys() - {"ours"}):
         ratios[f"{peer}, each at its best"] = best[peer] / best["ours"]
-        for size in sorted(medians[peer].keys() & medians["ours"].keys(), key=int):
-            theirs, its = medians[peer][size], medians["ours"][size]
+        for size in sorted(measured[peer].keys() & measured["ours"].keys(), key=int):
+            theirs, its = measured[peer][size], measured["ours"][size]
             ratios[f"{peer}, both at {size}"] = theirs["ms_per_sample"] / its["ms_per_sample"]
             if device.type == "cpu":  # which other programs may use too
                 ratios[f"{peer}, both at {size}, in CPU time"] = theirs["cpu_ms_per_sample"] / its["cpu_ms_per_sample"]
     config = updates.policy_config(device)
     flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
-    return {"flops_per_sample": flops, "ours_is_faster_than": ratios, "contenders": medians}
+    return {"flops_per_sample": flops, "ours_is_faster_than": ratios, "contenders": measured}
 
 
 def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:

@@ -138,10 +138,8 @@ class Naive(Contender):
 
     def stored(self, columns: Columns) -> Any:
         """float32 images in the loader's own, pageable memory."""
-        return {
-            key: to_float(torch.from_numpy(value)).numpy() if value.dtype == np.uint8 else value
-            for key, value in columns.items()
-        }
+        images = {key: to_float(torch.from_numpy(v)).numpy() for key, v in columns.items() if v.dtype == np.uint8}
+        return columns | images
 
     def step(self, batches: Iterator[Any], accum: int, number: int) -> float:
         total = 0.0
@@ -180,12 +178,9 @@ class LeRobot(Contender):
 
     def stored(self, columns: Columns) -> Any:
         """uint8 (B, 3, H, W) in pinned memory, as LeRobot's dataset and a DataLoader give it."""
-        tensors = {
-            key: torch.from_numpy(value.transpose(0, 3, 1, 2).copy() if value.dtype == np.uint8 else value)
-            for key, value in columns.items()
-        }
-        pin = self.device.type == "cuda"
-        return {key: value.pin_memory() if pin else value for key, value in tensors.items()}
+        images = {key: v.transpose(0, 3, 1, 2).copy() for key, v in columns.items() if v.dtype == np.uint8}
+        tensors = {key: torch.from_numpy(value) for key, value in (columns | images).items()}
+        return {k: v.pin_memory() for k, v in tensors.items()} if self.device.type == "cuda" else tensors
 
     def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
         from accelerate.utils import send_to_device
@@ -240,18 +235,10 @@ class Ours(Contender):
         rows = len(first["action"])
         draws = family_of(self.config).draw(self.config, rows * accum, 0, number, self.device)
         noise, flow_time = (of_all.split(rows) for of_all in draws if of_all is not None)
-        result = train_step(
-            self.loss,
-            self.optimizer,
-            itertools.chain([first], batches),
-            step=number,
-            grad_accum=accum,
-            mean_over=accum,
-            draws=lambda micro: (noise[micro], flow_time[micro]),
-            autocast=self.autocast,
-            device=self.device,
-            keep_casts=cache_casts("ddp", accum, checkpointing=False),
-        )
+        options: dict[str, Any] = {"grad_accum": accum, "mean_over": accum, "autocast": self.autocast}
+        options |= {"device": self.device, "keep_casts": cache_casts("ddp", accum, checkpointing=False)}
+        options["draws"] = lambda micro: (noise[micro], flow_time[micro])
+        result = train_step(self.loss, self.optimizer, itertools.chain([first], batches), step=number, **options)
         self.metrics.add_step(result, rows * accum)
         return result.loss
 

@@ -153,16 +153,10 @@ def audit(run: Run) -> Audit:
 
 def _shortened(run: Run, folder: str) -> Run:
     """The run as the audit needs it: two log windows long, by one worker, into another folder."""
-    config = replace(
-        run.config,
-        output_dir=folder,
-        grad_accum=max(2, run.config.grad_accum),
-        log_freq=WINDOW_STEPS,
-        eval_steps=0,
-        train=replace(run.config.train, max_nonfinite=sys.maxsize),
-        scaling=replace(run.config.scaling, num_workers=1),
-    )
-    return with_config(with_any_stats(run), config, 2 * WINDOW_STEPS)
+    train = replace(run.config.train, max_nonfinite=sys.maxsize)
+    scaling, accum = replace(run.config.scaling, num_workers=1), max(2, run.config.grad_accum)
+    config = replace(run.config, output_dir=folder, train=train, scaling=scaling, grad_accum=accum)
+    return with_config(with_any_stats(run), replace(config, log_freq=WINDOW_STEPS, eval_steps=0), 2 * WINDOW_STEPS)
 
 
 # ---- what waits ---------------------------------------------------------------------------------------------------
@@ -264,9 +258,7 @@ class _MadeUpShard:
         self._batches = run.job.steps * run.config.grad_accum
         self._block_rows = run.rows.block_rows
 
-    def iter_torch_batches(
-        self, *, batch_size: int, collate_fn: Callable[[dict[str, np.ndarray]], Batch], **_: Any
-    ) -> Iterator[Batch]:
+    def iter_torch_batches(self, *, batch_size: int, collate_fn: Callable[..., Batch], **_: Any) -> Iterator[Batch]:
         dealt = RankSchedule(batch_size, self._block_rows, 0, 1, 1)
         for micro in range(self._batches):
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
@@ -287,9 +279,7 @@ def _run_loop(
     """
     gather, windows = DeviceMetrics.gather, 0
 
-    def gather_unrecorded(
-        metrics: DeviceMetrics, host: Mapping[str, float]
-    ) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    def gather_unrecorded(metrics: DeviceMetrics, host: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any]]:
         nonlocal windows
         watch.recording = False
         line, by_rank = gather(metrics, host)

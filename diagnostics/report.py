@@ -79,6 +79,12 @@ def provenance(**settings: Any) -> dict[str, Any]:
     return {"command": shlex.join(sys.orig_argv[1:]), "hardware": hardware, "settings": settings}
 
 
+def medians(samples: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
+    """Return the median of each number that was measured several times, and all samples."""
+    keys = [key for key, value in samples[0].items() if value is not None]
+    return {key: np.median([sample[key] for sample in samples]).item() for key in keys} | {"samples": list(samples)}
+
+
 def format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return rows of equally many cells as aligned lines: the first `left` columns flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
