@@ -1,4 +1,3 @@
 from pathlib import Path
 
-# Committed: what was measured, on which hardware, by which command.
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"  # committed: what was measured, on which hardware, by which command

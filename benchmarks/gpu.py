@@ -2,11 +2,10 @@
 
     python -m benchmarks.gpu --minutes 20 --json FILE [--tiny]
 
-In this order: the machine; a whole run of the program, with a checkpoint, a resume and the export; the training step of
-the three modes, eager and compiled, at batch sizes up to what the plan's memory allows; LeRobot's own update and the
-naive loop (benchmarks/step.py); then the probes: a checkpoint's bits, prediction as evaluation does it, the live data
-engine on the machine's cores, every attention kernel at every length of prompts, what waits for the device between two
-log steps, the tests marked `gpu`. PI0.5 has its real size and random weights; the whole run is the demo's.
+The machine; a whole run of the program, with a checkpoint, a resume and the export; the training step of the three
+modes, eager and compiled, at batch sizes up to what the plan's memory allows; LeRobot's own update and the naive loop
+(benchmarks/step.py); a checkpoint's bits, prediction, the live data engine, every attention kernel at every length of
+prompts, what waits for the device, the tests marked `gpu`. PI0.5 has its real size and random weights.
 
 Each is a section in a process of its own (benchmarks/sections.py), with a time limit: what fails, crashes or hangs is
 recorded and does not end the others; what no longer fits into the minutes is left out, and recorded too. Each result

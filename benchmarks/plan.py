@@ -106,13 +106,10 @@ def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None =
     """Return a source as of a run (`Rows.source`); of several datasets, of a mixture of robots."""
     mixed = len(metas) > 1
     padded: dict[str, Any] = {"padded": True, "window_steps": [1] * len(metas), "camera_keys": CAMERAS} if mixed else {}
-    return LeRobotDatasource(
-        metas,
-        Selection(weights=[1 + number % 3 for number in range(len(metas))] if mixed else None),
-        Features(delta_timestamps={"action": [i / metas[0].fps for i in range(50)]}, **padded),
-        order=Order(shuffle_seed=0, block_rows=8, stream=stream),
-        reading=Reading(check_files=False),
-    )
+    selection = Selection(weights=[1 + number % 3 for number in range(len(metas))] if mixed else None)
+    features = Features(delta_timestamps={"action": [i / metas[0].fps for i in range(50)]}, **padded)
+    order = Order(shuffle_seed=0, block_rows=8, stream=stream)
+    return LeRobotDatasource(metas, selection, features, order=order, reading=Reading(check_files=False))
 
 
 def metadata(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,7 @@ Batches = Iterator[dict[str, np.ndarray]]
 Contender = Callable[[], Batches]
 
 
-def ours(
-    root: Path,
-    rows: int,
-    *,
-    seed: int | None = None,
-    camera_keys: Sequence[str] | None = None,
-    **options: Any,
-) -> Batches:
+def ours(root: Path, rows: int, *, seed: int | None = None, camera_keys: Any = None, **options: Any) -> Batches:
     """Yield epoch after epoch, `rows` in all, as training on one node reads; `options`: of `Reading`."""
     from lerobot_datasource import LeRobotDatasource, local_batches
     from vla_finetuning.data.metadata import load_metadata
@@ -75,9 +68,7 @@ def lerobot_loader(root: Path, backend: str, cores: int) -> Batches:
 
 def loaded(dataset: Any, cores: int, context: Any) -> Batches:
     """Yield shuffled batches of a torch dataset by a DataLoader's processes."""
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_size=BATCH, shuffle=True, num_workers=cores, multiprocessing_context=context
-    )
+    loader = torch.utils.data.DataLoader(dataset, BATCH, True, num_workers=cores, multiprocessing_context=context)
     for batch in itertools.islice(loader, PEER_ROWS // BATCH):
         yield {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 

@@ -73,11 +73,9 @@ class Results:
 
 @dataclass(frozen=True)
 class Section:
-    """What one process measures.
+    """What one process measures by `measure`, which pickle must find in a module.
 
-    Attributes:
-        measure: is given the `Results`; must be found by its name in a module, as pickle has it.
-        about_s: what it takes, by which it is begun or left out. limit_s: after which its process is ended.
+    It is begun where `about_s` is left, and ended after `limit_s`.
     """
 
     name: str

@@ -48,9 +48,7 @@ from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 
-STORED_BATCHES = 4
-WARM_UP_STEPS = 2
-MIN_STEPS = 3
+STORED_BATCHES, WARM_UP_STEPS, MIN_STEPS = 4, 2, 3
 
 
 def synchronize(device: torch.device) -> None:

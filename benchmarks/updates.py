@@ -48,15 +48,10 @@ def policy_config(device: torch.device) -> Any:
     side, _ = options.get("image_resolution") or options.get("resize_imgs_with_padding") or (224, 224)
     image = PolicyFeature(FeatureType.VISUAL, (3, side, side))
     make: Any = PreTrainedConfig.get_choice_class(kind)
-    return make(
-        **options,
-        input_features={
-            **{f"observation.images.{i}": image for i in range(CAMERAS)},
-            "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
-        },
-        output_features={"action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))},
-        device=device.type,
-    )
+    inputs = {f"observation.images.{i}": image for i in range(CAMERAS)}
+    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (STATE_DIM,))
+    outputs = {"action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))}
+    return make(**options, input_features=inputs, output_features=outputs, device=device.type)
 
 
 def make_policy(config: Any, mode: TrainMode, device: torch.device) -> PreTrainedPolicy:

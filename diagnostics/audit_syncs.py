@@ -110,12 +110,7 @@ class Sync(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found, the most frequent first, and what was looked at.
-
-    Attributes:
-        steps, micro_steps: optimizer steps that were audited, and forwards in each.
-        seen, unseen: the parts of a step that were looked at, and those that were not, in words.
-    """
+    """What waits, the most frequent first, in so many steps; what was looked at (`seen`) and what was not, in words."""
 
     syncs: list[Sync]
     steps: int
@@ -138,11 +133,8 @@ class Audit:
 def audit(run: Run) -> Audit:
     """Run the training loop of a resolved run, on CUDA where there is one, and list what waits for the device.
 
-    With the run's policy, mode, precision, batch size and accumulation (at least 2), and one worker. Nothing is written
-    to the run's folder.
-
-    Raises:
-        RuntimeError, NotImplementedError: PyTorch's, if it cannot run the policy without CUDA.
+    With at least two micro-batches a step, and one worker. Nothing is written to the run's folder. Raises PyTorch's
+    RuntimeError or NotImplementedError if it cannot run the policy without CUDA.
     """
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         run = _shortened(run, folder)
@@ -157,9 +149,6 @@ def _shortened(run: Run, folder: str) -> Run:
     scaling, accum = replace(run.config.scaling, num_workers=1), max(2, run.config.grad_accum)
     config = replace(run.config, output_dir=folder, train=train, scaling=scaling, grad_accum=accum)
     return with_config(with_any_stats(run), replace(config, log_freq=WINDOW_STEPS, eval_steps=0), 2 * WINDOW_STEPS)
-
-
-# ---- what waits ---------------------------------------------------------------------------------------------------
 
 
 class _Watch(TorchDispatchMode):
@@ -246,9 +235,6 @@ def _cause() -> Line:
     return Line("unknown", 0, "unknown")
 
 
-# ---- the loop, without Ray ----------------------------------------------------------------------------------------
-
-
 class _MadeUpShard:
     """Stands in for Ray's shard of the dataset: the run's own columns, shapes and dtypes, one row over and over."""
 
@@ -317,9 +303,6 @@ def _patched(stand_ins: Iterable[tuple[Any, str, Any]]) -> Iterator[contextlib.E
         yield stack
 
 
-# ---- with CUDA ----------------------------------------------------------------------------------------------------
-
-
 class _CudaWatch(_Watch):
     """Counts PyTorch's warnings of synchronisation; the operation that ran last says which it was.
 
@@ -373,9 +356,6 @@ def _audit_on(run: Run, device: torch.device) -> Audit:
     step = "data to the device, noise, forward, backward, clipping, optimizer, log window"
     unseen = "collectives between workers; kernels that wait without telling PyTorch"
     return Audit(watch.syncs(), WINDOW_STEPS, run.config.grad_accum, f"the whole step on {name}: {step}", unseen)
-
-
-# ---- without CUDA -------------------------------------------------------------------------------------------------
 
 
 class _PretendedWatch(_Watch):

@@ -11,6 +11,7 @@ chosen; 2 the record cannot be read.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from vla_finetuning.plan.resolve import Run, resolve
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
-from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
+from vla_finetuning.terminal import print_safe, print_safe_error
 
 Row = tuple[int, int]  # dataset_index, index
 
@@ -33,10 +34,9 @@ class Epoch:
     """What was trained up to the end of an epoch, or to the newest checkpoint within it.
 
     Attributes:
-        number: from 0. rows: how many it has. trained: rows of this epoch. skipped: rows whose turn came but that could
-            not be read (--dataset.on_error=skip). whole: whether the checkpoint contains all of it.
-        missing, doubled: rows trained less or more often than they should have been by now. unknown: rows that are not
-            among those chosen.
+        skipped: rows whose turn came but that could not be read (--dataset.on_error=skip).
+        whole: whether the checkpoint contains all of it.
+        missing, doubled: rows trained less or more often than they should have been by now.
     """
 
     number: int
@@ -107,11 +107,9 @@ def check_rows(run: Run) -> list[Epoch]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the check's result. Returns the exit status: see the module."""
-    argv = sys.argv[1:] if argv is None else argv
-    if len(argv) != 1 or argv[0] in ("-h", "--help"):
-        print_safe_text(str(__doc__))
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
-    folder = as_path(argv[0]).absolute()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir")
+    folder = as_path(parser.parse_args(argv).output_dir).absolute()
     try:
         pull(folder)
         run = resolve(parse_args([f"--output_dir={address(folder)}", "--resume"]), gpus_found=0)

@@ -96,16 +96,10 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return options, rest
 
 
-# ---- the result ---------------------------------------------------------------------------------------------------
-
-
 class RankFetches(RankRecord):
-    """What one worker saw after its warm-up. Times of day in seconds since 1970.
+    """What one worker saw after its warm-up: waits for batches, copies to the GPU (None without one).
 
-    Attributes:
-        warm_at_s, done_at_s: when the warm-up ended, and when the last batch had arrived.
-        fetch_s: how long it waited for each batch. copy_s: how long each took to the GPU; None without one.
-        produced_at_s: when a read task had finished each batch's rows, on average over them.
+    Seconds since 1970: when it was warm, when the last batch had arrived, when each batch's rows were read, on average.
     """
 
     warm_at_s: float
@@ -116,13 +110,7 @@ class RankFetches(RankRecord):
 
 
 class LoaderReport(WorkersReport[RankFetches]):
-    """What `profile_dataloader` found.
-
-    Attributes:
-        rows_per_s: of all workers; `rows` of them over `wall_s`.
-        data_cpus: CPUs that the cluster has besides those its workers hold.
-        stages: CPU seconds per 1000 rows.
-    """
+    """What `profile_dataloader` found. `stages`: CPU seconds per 1000 rows. `data_cpus`: those that no worker holds."""
 
     tool: Literal["profile_dataloader"] = "profile_dataloader"
     batches: int
@@ -148,10 +136,8 @@ def summarise(
     start, end = max(r.warm_at_s for r in ranks), max(r.done_at_s for r in ranks)
     rows = run.config.batch_size * sum(at > start for r in ranks for at in r.produced_at_s)
     if not rows:
-        raise ValueError(
-            f"everything was read before the warm-up of {options.profile_warmup} batches ended: there is nothing to "
-            "measure; raise --profile_batches"
-        )
+        early = f"everything was read before the warm-up of {options.profile_warmup} batches ended"
+        raise ValueError(f"{early}: there is nothing to measure; raise --profile_batches")
     return LoaderReport.of(
         run,
         ranks,
@@ -235,9 +221,6 @@ def balance(loader: LoaderReport, step: StepReport) -> list[str]:
     return sentences
 
 
-# ---- in every worker ----------------------------------------------------------------------------------------------
-
-
 class Stamped:
     """A `prepare` that also says when it was done, for every row."""
 
@@ -305,9 +288,6 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
     write_record(run, rank, RankFetches(rank=rank, environment=Environment.here(), **times, **seen))
 
 
-# ---- the stages, in one read task ---------------------------------------------------------------------------------
-
-
 class StageClock:
     """CPU seconds of this process by stage; of stages inside each other, the innermost counts."""
 
@@ -361,9 +341,6 @@ def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stag
                         collate({key: value[first : first + batch_size] for key, value in arrived.items()})
                     rows += len(arrived["position"])
     return {stage: 1000 * seconds / rows for stage, seconds in clock.cpu_s.items()}
-
-
-# ---- the driver ---------------------------------------------------------------------------------------------------
 
 
 def pulled_run(run: Run, options: Namespace) -> Run:

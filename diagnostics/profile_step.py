@@ -6,10 +6,7 @@
 takes the flags of `vla.py` and runs that program's own loop, `vla.train`, on its own data and workers, into a folder
 that is removed afterwards. The steps alternate, in blocks that each end with a log step, between untouched ones, of
 which only whole blocks are timed, and ones whose phases are timed: by CUDA events that are read after the run, on the
-CPU by the clock.
-
-Whatever else is to be compared is a flag of `vla.py`: --batch_size, --grad_accum, --train.precision,
---policy.compile_model, ... Exit status: 0 done, 1 the run failed, 2 it could not start.
+CPU by the clock. Exit status: 0 done, 1 the run failed, 2 it could not start.
 """
 
 from __future__ import annotations

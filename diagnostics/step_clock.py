@@ -59,13 +59,8 @@ class _Mark(NamedTuple):
 class StepClock(Callback, Clock):
     """Notes when phases begin, in the steps that are for that; reads nothing from the device before the end.
 
-    A callback of the training loop, and the clock that the loop's parts tell what they do.
-
-    Args:
-        passes: what each step is for; the loop ends after as many steps.
-        block_steps: passes change after so many.
-        device: which the steps are computed on.
-        trace_path: where to write PyTorch's trace of the traced steps; None on the ranks that do not.
+    A callback of the training loop, which ends after `passes`, and the clock that its parts tell what they do. Passes
+    change after `block_steps`. PyTorch's trace of the traced steps goes to `trace_path`, on the rank that has one.
     """
 
     def __init__(self, passes: Sequence[Pass], block_steps: int, device: torch.device, trace_path: Path | None = None):
@@ -159,10 +154,8 @@ class StepClock(Callback, Clock):
 
     def communication(self) -> Communication | None:
         """Return the communication of the steps in which the profiler saw it; None if there was none."""
-        if not self._communication:
-            return None
-        total, hidden = zip(*self._communication, strict=True)
-        return Communication(total_s=list(total), hidden_s=list(hidden))
+        total_s, hidden_s = ([seconds[i] for seconds in self._communication] for i in (0, 1))
+        return Communication(total_s=total_s, hidden_s=hidden_s) if total_s else None
 
 
 def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, float]:

@@ -21,19 +21,9 @@ COMMUNICATION_STEPS = 6
 TRACED_STEPS = 3
 # Phases that more is said of where they take more than a share of a step: what they are, and what helps.
 REMEDIES: dict[Phase, tuple[float, str, str]] = {
-    "data_wait": (
-        0.05,
-        "Waiting for data is",
-        "Find out what the data engine can do: python -m diagnostics.profile_dataloader, with the same flags and "
-        "--against this result's JSON.",
-    ),
+    "data_wait": (0.05, "Waiting for data is", "diagnostics.profile_dataloader --against this result says why."),
     "copy": (0.05, "Copies to the GPU are", "They are not hidden: is the host's memory pinned?"),
-    "optimizer": (
-        0.10,
-        "The optimizer is",
-        "This is normal for little compute; --grad_accum makes it rarer, --train.mode=expert smaller, "
-        "--fused_adamw=true faster.",
-    ),
+    "optimizer": (0.10, "The optimizer is", "--grad_accum makes it rarer, --train.mode=expert smaller."),
     "metrics": (0.05, "Metrics are", "A larger --log_freq makes log steps rarer."),
 }
 
@@ -188,9 +178,8 @@ def table(report: StepReport) -> str:
     for phase, p in report.phases.items():
         rows.append([phase, *p.full.cells(), f"{1e3 * p.exposed.mean:.2f}", f"{p.share:.1%}", p.range])
         rows[-1] += [f"{p.slowest_rank}: {1e3 * p.slowest_rank_mean:.2f} ms"] * many
-    rows.append(
-        ["sum", f"{1e3 * (adds + report.hidden_s):.2f}", "", "", f"{1e3 * adds:.2f}", "100.0%", *[""] * (1 + many)]
-    )
+    total = f"{1e3 * (adds + report.hidden_s):.2f}"
+    rows.append(["sum", total, "", "", f"{1e3 * adds:.2f}", "100.0%", *[""] * (1 + many)])
     lines = [
         f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} "
         f"{'GPU' if allocated else 'CPU'} workers = {report.global_batch_size} rows",
