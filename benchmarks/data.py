@@ -96,7 +96,7 @@ def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dic
     for label in ("ours, shuffled", "ray.data.read_lerobot"):
         next(contenders[label]())  # warms the cluster's worker processes up
     samples: dict[str, list[dict[str, float]]] = {}
-    limits = []
+    limits: list[float | None] = []
     for _ in range(options.rounds):
         limits.append(readers.decoder_alone(root, options.cores))  # next to what is compared with it
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
@@ -108,8 +108,9 @@ def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dic
             }
             for label, batches in (contenders | epochs).items():
                 samples.setdefault(label, []).append(measure(batches))
-    decoder = statistics.median(limits) if None not in limits else None  # None: there are no videos
-    return {"decoder_alone_rows_per_s": decoder, "contenders": {label: medians(s) for label, s in samples.items()}}
+    decoder = [limit for limit in limits if limit is not None]  # nothing without videos
+    limit = statistics.median(decoder) if decoder else None
+    return {"decoder_alone_rows_per_s": limit, "contenders": {label: medians(s) for label, s in samples.items()}}
 
 
 def table(name: str, result: dict[str, Any]) -> str:

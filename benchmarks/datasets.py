@@ -23,7 +23,7 @@ def make(name: str, rows: int) -> Path:
 
     folder = CACHE / f"{name}-{rows}"
     if not folder.exists():
-        sizes = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 100}
+        sizes: dict[str, Any] = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 100}
         with atomic_folder(folder) as partial:
             make_dataset(partial, episodes=[EPISODE_ROWS] * (rows // EPISODE_ROWS), fps=FPS, **sizes, **DATASETS[name])
     return folder

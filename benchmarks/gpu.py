@@ -40,6 +40,7 @@ from benchmarks.datasets import make
 from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment, format_table
+from diagnostics.tool import free_memory, peak_memory
 from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_json, read_lines
@@ -242,7 +243,7 @@ def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> d
         cast_frozen(policy, autocast)
     columns = updates.prepared_rows(config, rows, seed=0)
     batch = DeviceHalf(None, config)({key: torch.from_numpy(value).to(device) for key, value in columns.items()})
-    step.free_memory(device)
+    free_memory(device)
     for _ in range(2):  # once to warm up
         step.synchronize(device)
         started = time.perf_counter()
@@ -251,7 +252,7 @@ def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> d
         step.synchronize(device)
         seconds = time.perf_counter() - started
     about = {"rows": rows, "chunk": list(chunk.shape), "precision": str(autocast or torch.float32)}
-    return {**about, "rows_per_s": rows / seconds, "peak_memory_bytes": step.peak_memory(device)}
+    return {**about, "rows_per_s": rows / seconds, "peak_memory_bytes": peak_memory(device)}
 
 
 def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
@@ -350,7 +351,10 @@ def own_ray() -> Iterator[None]:
 
 def table(entries: dict[str, Any]) -> str:
     """Return what was planned, beside what was measured."""
-    rows, notes = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory GiB", "planned", "measured/planned")], []
+    notes: list[str] = []
+    rows: list[tuple[str, ...]] = [
+        ("", "rows/s", "aimed at", "MFU", "aimed at", "memory GiB", "planned", "measured/planned")
+    ]
     for name, entry in ((name, entry) for name, entry in entries.items() if name.startswith("step")):
         result = entry.get("result")
         if result is None:

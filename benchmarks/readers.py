@@ -56,9 +56,8 @@ def ray_read_lerobot(root: Path) -> Batches:
     dataset = ray.data.read_lerobot(str(root), delta_timestamps=WINDOWS, read_granularity="episode")
     for batch in dataset.iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2):
         # Its tensors have no fixed shape and come out as objects.
-        yield {
-            k: np.stack(list(v)) if v.dtype == object and k not in ("task", "stats") else v for k, v in batch.items()
-        }
+        tensors = {key for key, values in batch.items() if values.dtype == object} - {"task", "stats"}
+        yield {key: np.stack(list(values)) if key in tensors else values for key, values in batch.items()}
 
 
 def lerobot_loader(root: Path, backend: str, cores: int) -> Batches:

@@ -73,10 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_settings(parser, argv)
     if status := run_stages(stages(options)):
         return status
-    lines = ["Success on scenes that no policy has seen (95 % interval)"]
+    print_safe_text("Success on scenes that no policy has seen (95 % interval)")
     for name, label in NAMES.items():
-        lines.append(f"  {label:34}{share(score(read_evaluation(options.folder / f'play-{name}')[1]))}")
-    print_safe_text("\n".join(lines))
+        print_safe_text(f"  {label:34}{share(score(read_evaluation(options.folder / f'play-{name}')[1]))}")
     return 0
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import gc
 import itertools
 import math
 import os
@@ -39,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import RESULTS, updates
 from benchmarks.updates import CAMERAS, CONTENDERS, MAX_STEPS, Columns, NotCompiledError, prompt
 from diagnostics.report import format_table, medians, provenance
+from diagnostics.tool import free_memory, peak_memory
 from util import enable_gpu_perf_flags, peak_flops
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import Config
@@ -54,19 +54,6 @@ STORED_BATCHES, WARM_UP_STEPS, MIN_STEPS = 4, 2, 3
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what is no longer referred to, and forget the peak."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes in use since `free_memory`; None without CUDA."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, device: torch.device) -> dict[str, Any]:

@@ -343,7 +343,12 @@ class _CudaWatch(_Watch):
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that waits without a warning, made to be counted."""
-        return lambda *args, **kwargs: (self.record("the host waits"), function(*args, **kwargs))[1]
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            self.record("the host waits")
+            return function(*args, **kwargs)
+
+        return wait
 
 
 def _audit_on(run: Run, device: torch.device) -> Audit:

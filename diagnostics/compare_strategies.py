@@ -11,7 +11,6 @@ plan (`--dry_run`) does not fit is left out. Exit status: 0 done, 1 the run fail
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import sys
 import time
@@ -27,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from diagnostics import tool
 from diagnostics.report import Environment, RankRecord, Record, WorkersReport, format_table, time_line
-from diagnostics.tool import Options, Result, count, host_batches, run_tool, run_workers, scratch_run, write_record
+from diagnostics.tool import Options, Result, count, host_batches
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.plan.resolve import Run
@@ -137,16 +137,15 @@ def table(report: StrategiesReport) -> str:
 
 def charts(report: StrategiesReport) -> list[tuple[str, str]]:
     """Every measured step of each strategy."""
-    measured = [s for s in report.ranks[0].spreadings if s.step_s]
-    title = "every step of rank 0, in milliseconds"
-    return [(f"{s.strategy}: {title}", time_line({s.strategy: s.step_s})) for s in measured]
+    measured = {s.strategy: s.step_s for s in report.ranks[0].spreadings if s.step_s}
+    return [(f"{s}: every step of rank 0, in milliseconds", time_line({s: step_s})) for s, step_s in measured.items()]
 
 
 def compare_loop(loop_config: dict[str, Any]) -> None:
     """Measure one strategy after the other. Runs in every worker, which leaves its result in the run's folder."""
     run, options, worker = ray.get(loop_config["run"]), loop_config["options"], RayWorker()
     result = compare(run, options.strategies, options.compare_steps, worker, options.compare_memory_gb)
-    write_record(run, worker.rank, result)
+    tool.write_record(run, worker.rank, result)
 
 
 def compare(
@@ -163,9 +162,7 @@ def compare(
         needed = None if gpu_bytes is None else planned(replace(run.config, scaling=scaling))
         if gpu_bytes is None or needed is None or fits(needed, gpu_bytes / GIB):
             spreading = _measure(run, strategy, steps, batches, dealt, worker, by_node, memory_gb)
-            gc.collect()  # the memory of a model that is no longer referred to
-            if worker.device.type == "cuda":
-                torch.cuda.empty_cache()
+            tool.free_memory(worker.device)
             if dist.is_initialized():
                 dist.barrier()
         else:
@@ -192,13 +189,11 @@ def _measure(
     memory_gb: float | None,
 ) -> Spreading:
     device, accum = worker.device, run.config.grad_accum
-    is_cuda = device.type == "cuda"
     loss, autocast = build_model(run.policy, device)
     model = spread(loss, strategy, device, dealt.world, replicas=by_node, autocast=autocast)
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
     step = partial(train_step, model, optimizer, autocast=autocast, device=device)
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    tool.free_memory(device)
     feed, step_s, losses = itertools.cycle(batches), [], []
     for number in range(WARMUP_STEPS + steps):
         start = time.perf_counter()
@@ -206,7 +201,7 @@ def _measure(
         result = step(feed, step=number, grad_accum=accum, mean_over=accum, draws=draws)
         losses.append(result.loss.item())  # and the device is waited for
         step_s.append(time.perf_counter() - start)
-    peak_bytes = torch.cuda.max_memory_allocated(device) if is_cuda else None
+    peak_bytes = tool.peak_memory(device)
 
     def peak_of(rows: int) -> int:
         """Return the most memory that a step with micro-batches of so many rows takes on any GPU."""
@@ -222,8 +217,8 @@ def _measure(
 
     largest: int | None = None
     filling: dict[int, int] = {}
-    if is_cuda:
-        torch.cuda.empty_cache()
+    if device.type == "cuda":
+        tool.free_memory(device)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         limit = _agreed(min(free, int(1e9 * memory_gb)) if memory_gb else free, dist.ReduceOp.MIN, device)
         largest, filling = fill(peak_of, limit)
@@ -277,16 +272,16 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 
     def examine() -> Result:
         print_safe(f"Running {', '.join(options.strategies)} on {workers} workers ...")
-        with scratch_run(run) as scratch:
+        with tool.scratch_run(run) as scratch:
             scratch, data_options = on_cluster(scratch)
-            ranks = run_workers(scratch, data_options, RankStrategies, compare_loop, options=options)
+            ranks = tool.run_workers(scratch, data_options, RankStrategies, compare_loop, options=options)
         report = StrategiesReport.of(run, ranks, global_batch_size=run.config.global_batch_size)
         return Result(report, table(report), charts(report))
 
     return examine
 
 
-main = partial(run_tool, doc=__doc__, parse_options=parse_options, prepare=prepare)
+main = partial(tool.run_tool, doc=__doc__, parse_options=parse_options, prepare=prepare)
 
 
 if __name__ == "__main__":

@@ -62,19 +62,15 @@ EXPLAINED: dict[Stage, str] = {
     "other": "",
 }
 # What a stage consists of: time spent in one of these and in no other of them.
-FUNCTIONS: dict[Stage, dict[Any, tuple[str, ...]]] = {
-    "read": {
-        lerobot_rows: ("_read_tabular",),
-        RemoteVideo: ("__init__", "ask"),
-        parquet_columns: ("read_groups", "_copied"),
-    },
-    "decode": {VideoReader: ("__init__", "_frame_at"), lerobot_videos: ("decode_image", "decode_depth_image")},
-    "convert": {VideoReader: ("_pixels",)},
-    "resize": {lerobot_videos: ("resize_with_pad",)},
-    "shuffle": {lerobot_rows: ("_group_by_episode", "_fill_numbers", "_fill_texts", "read_frames")},
-    "prepare": {Prepare: ("__call__",)},
-    "transfer": {lerobot_rows: ("to_table",)},
-    "collate": {NumpyToTorchCollate: ("__call__",)},
+FUNCTIONS: dict[Stage, dict[Any, str]] = {
+    "read": {lerobot_rows: "_read_tabular", RemoteVideo: "__init__ ask", parquet_columns: "read_groups _copied"},
+    "decode": {VideoReader: "__init__ _frame_at", lerobot_videos: "decode_image decode_depth_image"},
+    "convert": {VideoReader: "_pixels"},
+    "resize": {lerobot_videos: "resize_with_pad"},
+    "shuffle": {lerobot_rows: "_group_by_episode _fill_numbers _fill_texts read_frames"},
+    "prepare": {Prepare: "__call__"},
+    "transfer": {lerobot_rows: "to_table"},
+    "collate": {NumpyToTorchCollate: "__call__"},
 }
 STAGED_TASKS = 2
 PRODUCED = "produced_s"
@@ -283,9 +279,9 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
     done_at_s = time.time()
     produced = [collate.produced_at_s[int(dealt.rows(micro)[0])] for micro in range(len(fetch_s))]
     copies = clock.copy_s()
-    seen = {"fetch_s": fetch_s[warmup:], "produced_at_s": produced[warmup:], "copy_s": copies and copies[warmup:]}
-    times = {"warm_at_s": warm_at_s, "done_at_s": done_at_s}
-    write_record(run, rank, RankFetches(rank=rank, environment=Environment.here(), **times, **seen))
+    seen: dict[str, Any] = {"fetch_s": fetch_s[warmup:], "produced_at_s": produced[warmup:]}
+    seen |= {"copy_s": copies and copies[warmup:], "warm_at_s": warm_at_s, "done_at_s": done_at_s}
+    write_record(run, rank, RankFetches(rank=rank, environment=Environment.here(), **seen))
 
 
 class StageClock:
@@ -325,7 +321,7 @@ def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stag
     with contextlib.ExitStack() as stack:
         clock = StageClock()
         for stage, owners in FUNCTIONS.items():
-            for owner, name in ((owner, name) for owner, names in owners.items() for name in names):
+            for owner, name in ((owner, name) for owner, names in owners.items() for name in names.split()):
                 stack.enter_context(mock.patch.object(owner, name, clock.stage(stage)(getattr(owner, name))))
         for number, task in enumerate(chosen):
             if number == 1:

@@ -88,10 +88,8 @@ def medians(samples: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
 def format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return rows of equally many cells as aligned lines: the first `left` columns flush left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{'<' if n < left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
-        for row in rows
-    ]
+    forms = [f"{'<' if column < left else '>'}{width}" for column, width in enumerate(widths)]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 class Report(Record):

@@ -159,11 +159,9 @@ class StepClock(Callback, Clock):
 
 
 def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, float]:
-    """Seconds in which collectives are under way, and of those, in which anything is computed.
+    """Return the seconds in which collectives are under way, and of those, in which anything is computed.
 
-    Args:
-        events: `torch.profiler.profile().events()` of a step.
-        device: which the step was computed on.
+    `events`: `torch.profiler.profile().events()` of a step on a device.
     """
     if device.type == "cuda":
         # The names that FSDP gives to parts of a step have times on the device too, where they are no work.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import uuid
@@ -194,6 +195,19 @@ def host_batches(run: Run, dealt: RankSchedule, batches: int) -> Iterator[Batch]
     for micro in range(batches):
         for batch in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
             yield collate(prepare(batch))
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what is no longer referred to, and forget the peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes in use since `free_memory`; None without CUDA."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 @dataclass
