@@ -42,7 +42,7 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 
 # The same examples in every run, and no deadline: a busy machine is not a bug.
-hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, max_examples=150)
+hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, max_examples=75)
 hypothesis.settings.load_profile("deterministic")
 
 

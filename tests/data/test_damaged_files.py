@@ -11,7 +11,17 @@ import pytest
 from ray.data import DataContext
 
 from lerobot_datasource import SHARE
-from tests.data.test_datasource import FPS, STILL, TOP, WINDOWS, WRIST, assert_same_row, lerobot, read_directly
+from tests.data.test_datasource import (
+    FPS,
+    STILL,
+    TOP,
+    WINDOWS,
+    WRIST,
+    assert_same_row,
+    lerobot,
+    read_directly,
+    without_ray,
+)
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data.metadata import load_metadata
@@ -144,8 +154,7 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
 
     # In a share of a stream, too.
     log.unlink()
-    monkeypatch.setattr("ray.put", lambda value: value)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {})
+    without_ray(monkeypatch)
     source = partial(datasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
     context = DataContext()
     context.set_config(SHARE, BlockShare(1, 2, 2))

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -373,11 +374,17 @@ def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots,
         check_alike([metas[0], renamed], ["observation.state"], {})
 
 
+def without_ray(monkeypatch, **resources):
+    """Plan read tasks as on a cluster with these resources, which is not there."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+
+
 @pytest.mark.parametrize("window", [16, 40, 512])
 def test_tasks_decode_in_turns_of_whole_windows(roots, monkeypatch, window):
     """In several turns per task: the rows of one, in its order, and no window split between two."""
-    monkeypatch.setattr("ray.put", lambda value: value)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1, "object_store_memory": 1e9})
+    without_ray(monkeypatch, CPU=1, object_store_memory=1e9)
     source = datasource(
         [load_metadata(roots["rollover"])],
         shuffle_seed=0,
@@ -405,8 +412,7 @@ def test_tasks_decode_in_turns_of_whole_windows(roots, monkeypatch, window):
 @pytest.mark.parametrize(("window", "first"), [(16, 0), (40, 6), (512, 0)])
 def test_shares_of_a_stream_are_all_of_it(roots, monkeypatch, window, first):
     """Executions of a share each: whole blocks, those of its ranks in turn, with the rows that are at their places."""
-    monkeypatch.setattr("ray.put", lambda value: value)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1, "object_store_memory": 1e9})
+    without_ray(monkeypatch, CPU=1, object_store_memory=1e9)
     ranks, block = 3, 2
     last = first + 71 * block  # the last turn of the ranks is not a whole one
     source = datasource(
@@ -486,8 +492,7 @@ def grown(meta, episodes, rows=300):
 
 def test_a_read_task_of_a_stream_ships_only_its_own_episodes(roots, monkeypatch):
     """Of 100 000 episodes, 30 million rows: the first of its executions of 2 million rows each."""
-    monkeypatch.setattr("ray.put", lambda value: value)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64, "object_store_memory": 64e9})
+    without_ray(monkeypatch, CPU=64, object_store_memory=64e9)
     meta = grown(load_metadata(roots["rollover"]), 100_000)
     source = datasource([meta], shuffle_seed=0, stream=(0, meta.total_frames))
     tasks = source.get_read_tasks(1)
@@ -500,8 +505,7 @@ def test_an_epoch_of_large_frames_is_few_tasks_and_megabytes(roots, monkeypatch,
     """Up to 6 million rows of 2.8 MB (as 3 cameras of 480x640), as `read_lerobot` reads them: no stream."""
     meta, rows = grown(load_metadata(roots["rollover"]), episodes), 300 * episodes
     features = {k: replace(f, shape=(480, 960, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
-    monkeypatch.setattr("ray.put", lambda value: value)
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64, "object_store_memory": 64e9})
+    without_ray(monkeypatch, CPU=64, object_store_memory=64e9)
     source = datasource([replace(meta, features=features)], shuffle_seed=seed)
     tasks = source.get_read_tasks(1)
     assert len(source.get_read_tasks(1)) == len(tasks) <= 4096 + 1
@@ -652,7 +656,7 @@ def test_a_column_whose_name_begins_others(tmp_path):
     vectors["observation.state"] = 8
     features = {key: {"dtype": "float32", "shape": (width,), "names": None} for key, width in vectors.items()}
     dataset = LeRobotDataset.create("local/droid", fps=15, features=features, root=tmp_path / "droid", use_videos=False)
-    rng, length = np.random.default_rng(0), 3000
+    rng, length = np.random.default_rng(0), 500
     for _ in range(length):
         row = {key: rng.normal(size=width).astype(np.float32) for key, width in vectors.items()}
         dataset.add_frame(row | {"task": "pick up the bottle"})
@@ -660,7 +664,7 @@ def test_a_column_whose_name_begins_others(tmp_path):
     dataset.finalize()
     meta, items = load_metadata(dataset.root), lerobot(dataset.root)
     (rows,) = datasource([meta]).read_rows(range(length), length)
-    for i in (0, 1234, length - 1):
+    for i in (0, 234, length - 1):
         assert_same_row({key: values[i] for key, values in rows.items()}, items[i], meta)
     # Only what is asked for is unpacked.
     path = f"{meta.base}/{meta.data_files[0]}"

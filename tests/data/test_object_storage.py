@@ -7,11 +7,7 @@ import json
 import os
 import pickle
 import re
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -24,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 import vla
 from lerobot_datasource import read_lerobot
@@ -32,6 +29,7 @@ from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, r
 from tests.datasets import datasource, make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from tests.tiny import make_base
+from vla_finetuning import store
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
@@ -39,8 +37,8 @@ from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import BLOCK_BYTES, StorageError, StoragePolicy, connect
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
+from vla_finetuning.training import fitting
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET, TOKEN = "canary-secret-access-key", "hf_canaryTokenOfNobody"
 FRAMES = 54
 # Retries of many small faults, on a machine that may be busy.
@@ -95,9 +93,10 @@ def bucket(local):
 
 
 @pytest.fixture
-def proxied(bucket):
+def proxied(bucket, monkeypatch):
     """A way to the bucket that can be made to fail: (its faults, storage options that lead there)."""
     faults = Faults()
+    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
     with serving(Proxy(os.environ["AWS_ENDPOINT_URL"], faults)) as endpoint:
         yield faults, {"endpoint": endpoint}
 
@@ -182,7 +181,7 @@ def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind,
     )  # where the node has nothing of the file yet
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
-    meta = replace(meta, fs=meta.fs.within(2))
+    meta = replace(meta, fs=meta.fs.within(0.5))
     source = datasource([meta])
     file = meta.data_files[1] if kind == "data" else meta.video_files[TOP][1]
     faults.choose = lambda request: fault if request in faults.of(file) else None
@@ -393,7 +392,7 @@ def test_a_missing_bucket_or_prefix(bucket, base, tmp_path, capsys, url):
 
 def test_a_wrong_endpoint(bucket, monkeypatch, base, tmp_path, capsys):
     """Told sooner than a store that goes away later on."""
-    monkeypatch.setattr("vla_finetuning.data.metadata.FIRST_ANSWER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("vla_finetuning.data.metadata.FIRST_ANSWER_TIMEOUT_S", 0.5)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -440,17 +439,9 @@ def test_objects_that_change_after_the_start(damaged, bucket, local, tmp_path, m
 def test_a_store_that_goes_away_after_the_start(bucket, monkeypatch, tmp_path):
     """Its client's own error would say neither dataset nor file."""
     with s3_server() as endpoint:
-        source = datasource(
-            [
-                load_metadata(
-                    "s3://robots/arm",
-                    storage_policy=StoragePolicy(timeout_s=2),
-                    storage_options={"endpoint": endpoint},
-                )
-            ]
-        )
-        assert sum(table.num_rows for table in read_directly(source)) == FRAMES
-    file = source.metas[0].data_files[0]
+        meta = load_metadata("s3://robots/arm", storage_policy=PATIENT, storage_options={"endpoint": endpoint})
+        assert sum(table.num_rows for table in read_directly(datasource([meta]))) == FRAMES
+    source, file = datasource([replace(meta, fs=meta.fs.within(0.5))], check_files=False), meta.data_files[0]
     monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path))  # another node
     with pytest.raises(
         OSError,
@@ -473,10 +464,6 @@ class Hub(ThreadingHTTPServer):
         self.repo_id, self.folder, self.commits = repo_id, folder, commits
         self.asked = []
         super().__init__(("127.0.0.1", 0), HubRequest)
-
-    @property
-    def endpoint(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class HubRequest(Handler):
@@ -511,91 +498,59 @@ class HubRequest(Handler):
 
 
 @pytest.fixture
-def hub(local):
+def hub(local, tmp_path, monkeypatch):
+    """The client's constants are read at import, so they are set here."""
     server = Hub("somebody/arm", local, {"main": "a" * 40, "v3.0": "b" * 40})
-    with serving(server):
+    with serving(server) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("lerobot.utils.constants.HF_LEROBOT_HUB_CACHE", tmp_path / "hub")
         yield server
 
 
-# HF_ENDPOINT and HF_HUB_OFFLINE are read at import, hence a process of its own. It makes one call after the other.
-PROGRAM = """
-import json, os, pickle, sys
-import vla
-from vla_finetuning.training import fitting
-
-def stop_here(run):
-    # What training workers would be sent, and an end instead of Ray.
-    print(f"SENT {pickle.dumps(run)!r}")
-    raise OSError("not trained")
-
-calls, train = json.loads(sys.argv[1])
-if not train:
-    fitting.join_cluster = stop_here
-for argv, token in calls:
-    os.environ.pop("HF_TOKEN", None)
-    if token:
-        os.environ["HF_TOKEN"] = token
-    for stream in (sys.stdout, sys.stderr):
-        print("=====", file=stream, flush=True)
-    print(vla.main(argv), flush=True)
-"""
-
-
-@pytest.fixture
-def short_folder():
-    """Ray puts Unix sockets into it, whose paths must be short."""
-    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.mark.parametrize(
-    "train", [False, pytest.param(True, marks=[pytest.mark.ray, pytest.mark.slow])], ids=["prepared", "trained"]
-)
-def test_a_gated_dataset_of_the_hub(hub, base, tmp_path, short_folder, train):
+@pytest.mark.parametrize("train", [False, pytest.param(True, marks=[pytest.mark.ray, pytest.mark.slow])])
+def test_a_gated_dataset_of_the_hub(hub, base, no_ray_cluster, tmp_path, monkeypatch, capfd, train):
     """Downloaded once, pinned to a commit, with a token that goes to the Hub and nowhere else."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "AWS_"))}
-    environment |= {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "hf"),
-        "RAY_TMPDIR": short_folder,
-        "PYTHONPATH": str(ROOT),
-    }
-    out = tmp_path / "out"
-    good = flags(base, out, **{"dataset.repo_id": hub.repo_id, "scaling.cpus_per_worker": 0.5})
-    calls = [
-        ([*good, "--dataset.repo_id=somebody/else", "--dry_run"], TOKEN),
-        ([*good, "--dataset.revision=v9", "--dry_run"], TOKEN),
-        ([*good, "--dry_run"], None),
-        (good, TOKEN),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([calls, train])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    out, sent = tmp_path / "out", []
+
+    def stop_here(run):
+        sent.append(pickle.dumps(run))  # what training workers would be sent
+        raise OSError("not trained")
+
+    if not train:
+        monkeypatch.setattr(fitting, "join_cluster", stop_here)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+    def run(*flags_, status=2):
+        assert (
+            vla.main([*flags(base, out, **{"dataset.repo_id": hub.repo_id, "scaling.cpus_per_worker": 0.5}), *flags_])
+            == status
+        )
+        return capfd.readouterr()
+
+    assert (
+        "dataset somebody/else: not on the Hub, or private" in run("--dataset.repo_id=somebody/else", "--dry_run").err
     )
-    assert done.returncode == 0, done.stderr
-    plans, errors = (text.split("=====\n")[1:] for text in (done.stdout, done.stderr))
-    statuses = [int(plan.strip().splitlines()[-1]) for plan in plans]
-    assert statuses == [2, 2, 2, 0 if train else 1], done.stderr
-    assert "dataset somebody/else: not on the Hub, or private" in errors[0]
-    assert "dataset somebody/arm: no revision 'v9' on the Hub" in errors[1]
-    assert "dataset somebody/arm: gated (403)" in errors[2] and "set HF_TOKEN" in errors[2]
+    assert "dataset somebody/arm: no revision 'v9' on the Hub" in run("--dataset.revision=v9", "--dry_run").err
+    monkeypatch.delenv("HF_TOKEN")
+    refused = run("--dry_run").err
+    assert "dataset somebody/arm: gated (403)" in refused and "set HF_TOKEN" in refused
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    plan, errors = run(status=0 if train else 1)
 
     commit = hub.commits["v3.0"]  # as LeRobot: the tag of the format's version, where there is one
-    assert f"Dataset      {hub.repo_id} @ {commit[:12]}\n" in plans[3]
+    assert f"Dataset      {hub.repo_id} @ {commit[:12]}\n" in plan
     assert json.loads((out / "config.json").read_text())["dataset"]["revision"] == commit
     assert (out / "pretrained_model/model.safetensors").is_file() == train
-    assert train or "SENT b" in plans[3] and errors[3].endswith("error: not trained\n")
+    assert train or sent and errors.endswith("error: not trained\n")
     downloads = [request for request in hub.asked if request.startswith("GET") and "/resolve/" in request]
     files = [path for path in hub.folder.rglob("*") if path.is_file()]
     assert len(downloads) == len(set(downloads)) == len(files)
     assert all(f"/resolve/{commit}/" in request for request in downloads)
 
-    assert TOKEN not in done.stdout + done.stderr
-    written = [path for place in (out, Path(short_folder)) for path in place.rglob("*") if path.is_file()]
+    assert TOKEN not in plan + errors and not any(TOKEN.encode() in data for data in sent)
+    written = [path for place in (out, Path(os.environ["RAY_TMPDIR"])) for path in place.rglob("*") if path.is_file()]
     assert len(written) > (20 if train else 0)
     assert [path for path in written if TOKEN.encode() in path.read_bytes()] == []
