@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -168,6 +169,7 @@ def measure(stage: str, folder: Path) -> dict[str, Any]:
     with (
         mock.patch("ray.put", lambda value: value),
         mock.patch("ray.cluster_resources", lambda: CLUSTER),
+        mock.patch("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")),
         Growth() as growth,
     ):
         start, cpu = time.perf_counter(), time.process_time()

@@ -1,5 +1,6 @@
 """README.md, CONTRIBUTING.md and docs/: what they link, name and show exists."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -93,28 +94,38 @@ def test_paths_and_programs_exist(name):
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
 
 
-@pages("docs/lerobot_train.md")  # it names the flags of lerobot-train
-def test_flags_exist(name):
+@functools.cache
+def known_flags():
     programs = "".join(
         path.read_text() for folder in ("benchmarks", "diagnostics") for path in (ROOT / folder).glob("*.py")
     )
     known = set(re.findall(r'(?:"--|options\.add\(")(\w+)"', programs)) | set(re.findall(r'"(\w+_json)"', programs))
     known |= set().union(*(program.flags for program in PROGRAMS))
-    known |= {"help", "compare", "robot"}  # the last of run/push.py
+    return known | {"help", "compare", "robot"}  # the last of run/push.py
+
+
+@functools.cache
+def defined_tests():
+    """The tests of each file."""
+    return {
+        str(path.relative_to(ROOT)): set(re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE))
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+
+
+@pages("docs/lerobot_train.md")  # it names the flags of lerobot-train
+def test_flags_exist(name):
     text = re.sub(r"--[\w.]+\.(\*|<)", "", PAGES[name])  # --optimizer.*: a group
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", text))
     if name in ("docs/robot.md", "docs/serving.md"):
         named -= ON_ROBOTS | {flag for flag in named if flag.startswith(("robot.", "inference."))}
     groups = tuple(lerobots(VLA.flags))
-    assert {flag for flag in named - known if not flag.startswith(groups)} == set()
+    assert {flag for flag in named - known_flags() if not flag.startswith(groups)} == set()
 
 
 @pages()
 def test_tests_exist(name):
-    defined = {
-        str(path.relative_to(ROOT)): set(re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE))
-        for path in (ROOT / "tests").rglob("test_*.py")
-    }
+    defined = defined_tests()
     for file, test in re.findall(r"((?:tests/)?[\w/]*\btest_\w+\.py)(?:::(test_\w+))?", PAGES[name]):
         assert file in defined and (not test or test in defined[file]), f"{file}::{test}"
     for test in re.findall(r"`(test_\w+)`", PAGES[name]):

@@ -82,7 +82,3 @@ def test_only_a_target_that_was_reached_can_be_lost(project, monkeypatch, capsys
     assert lines["lines of tests"] == ["not yet"] and lines["flags of vla.py"] == ["reached: say so in TARGETS"]
     targets["lines of tests"] = (2, True)
     assert house.main(project) == 1 and "LOST" in capsys.readouterr().out
-
-
-def test_the_project_has_lost_no_target():
-    assert house.main() == 0

@@ -40,8 +40,8 @@ def test_a_mutant_is_imported_from_memory(tmp_path):
         f"mutants.ROOT, mutants.TESTS = Path({str(tmp_path)!r}), {{'small.py': ['test_small.py', '-c', '/dev/null']}}\n"
         "mutants.OPTIONS = []\n"
         "print([mutants.passes('fork', 60, 'small.py', text, 60) for text in ('LIMIT = 3', 'LIMIT = 4')])\n"
-        "print(mutants.passes('fork', 5.0, 'small.py', 'import time; time.sleep(60)', 60))\n"
-        "print(mutants.passes('fork', 60, 'small.py', 'while True: pass', 3))\n"
+        "print(mutants.passes('fork', 2.0, 'small.py', 'import time; time.sleep(60)', 60))\n"
+        "print(mutants.passes('fork', 60, 'small.py', 'while True: pass', 1))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:3] == ["[True, False]", "False", "False"]

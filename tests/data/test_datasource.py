@@ -16,6 +16,7 @@ import pytest
 from ray import cloudpickle
 from ray.data import DataContext
 
+import lerobot_datasource
 from lerobot_datasource import SHARE, read_lerobot
 from tests import clusters
 from tests.datasets import datasource, make_dataset
@@ -94,45 +95,71 @@ def rows_of(dataset):
             yield {key: values[i] for key, values in batch.items()}
 
 
-@pytest.mark.ray
-@pytest.mark.parametrize("name", ["rollover", "images", "mixed", "single_frames"])
-@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
-def test_every_row_equals_lerobots(ray_cluster, roots, name, windows):
-    meta = load_metadata(roots[name])
+def without_ray(monkeypatch, **resources):
+    """Plan read tasks as on a cluster with these resources, which is not there."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+
+
+@pytest.fixture
+def rows_here(monkeypatch):
+    """Rows of `read_lerobot` by its read tasks, one after the other in this process."""
+    without_ray(monkeypatch)
+    monkeypatch.setattr(lerobot_datasource, "read_source", lambda source, **_: source)
+
+    def rows(root, **options):
+        for task in read_lerobot(root, **options).get_read_tasks(1):
+            for table in task():
+                batch = {key: lerobot_rows.column_to_numpy(table.column(key)) for key in table.column_names}
+                yield from ({key: values[i] for key, values in batch.items()} for i in range(len(table)))
+
+    return rows
+
+
+def assert_every_row(root, windows, rows_of):
+    """Rows, shuffled, are LeRobot's, each once."""
+    meta = load_metadata(root)
     if windows is not None:
         windows = {k: v for k, v in windows.items() if k in meta.features}
-    reference = lerobot(roots[name], delta_timestamps=windows)
+    reference = lerobot(root, delta_timestamps=windows)
     seen = []
-    for row in rows_of(read_lerobot(roots[name], delta_timestamps=windows, shuffle_seed=0, shuffle_window=16)):
+    for row in rows_of(root, delta_timestamps=windows, shuffle_seed=0, shuffle_window=16):
         seen.append(int(row["index"]))
         assert_same_row(row, reference[seen[-1]], meta)
     assert sorted(seen) == list(range(len(reference)))
     assert len(seen) < 6 or seen != sorted(seen)
 
 
+@pytest.mark.parametrize("name", ["rollover", "images", "mixed", "single_frames"])
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
+def test_every_row_equals_lerobots(rows_here, roots, name, windows):
+    assert_every_row(roots[name], windows, rows_here)
+
+
 @pytest.mark.ray
+def test_every_row_through_ray_equals_lerobots(ray_cluster, roots):
+    assert_every_row(roots["mixed"], WINDOWS, lambda root, **options: rows_of(read_lerobot(root, **options)))
+
+
 @pytest.mark.parametrize("parallelism", [1, 2, 5, 200])
-def test_each_index_once_at_every_parallelism(ray_cluster, roots, parallelism):
-    dataset = read_lerobot(
-        roots["rollover"], override_num_blocks=parallelism, camera_keys=[WRIST], shuffle_seed=1
-    ).select_columns(["index", "dataset_index"])
-    assert Counter(int(r["index"]) for r in dataset.take_all()) == Counter(range(54))
+def test_each_index_once_at_every_parallelism(rows_here, roots, parallelism):
+    rows = rows_here(roots["rollover"], override_num_blocks=parallelism, camera_keys=[WRIST], shuffle_seed=1)
+    assert Counter(int(r["index"]) for r in rows) == Counter(range(54))
 
 
-@pytest.mark.ray
-def test_an_episode_subset(ray_cluster, roots):
+def test_an_episode_subset(rows_here, roots):
     meta, chosen = load_metadata(roots["rollover"]), [1, 4, 3]
     reference = lerobot(roots["rollover"], episodes=sorted(chosen), delta_timestamps=WINDOWS)
-    rows = list(rows_of(read_lerobot(roots["rollover"], episodes=chosen, delta_timestamps=WINDOWS)))
+    rows = list(rows_here(roots["rollover"], episodes=chosen, delta_timestamps=WINDOWS))
     by_index = {int(reference[i]["index"]): reference[i] for i in range(len(reference))}
     assert [int(r["index"]) for r in rows] == sorted(by_index)  # stored order without a seed
     for row in rows:
         assert_same_row(row, by_index[int(row["index"])], meta)
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize("weights", [None, (1, 2)], ids=["together", "mixture"])
-def test_two_roots(ray_cluster, roots, weights):
+def test_two_roots(rows_here, roots, weights):
     names = ["rollover", "second"]  # 54 and 12 rows
     references = [lerobot(roots[n]) for n in names]
     meta = load_metadata(roots["rollover"])
@@ -141,7 +168,7 @@ def test_two_roots(ray_cluster, roots, weights):
         root = {str(path): weight for path, weight in zip(root, weights, strict=True)}
         with pytest.raises(ValueError, match="a mixture has no stored order"):
             read_lerobot(root)
-    rows = list(rows_of(read_lerobot(root, shuffle_seed=0, shuffle_window=16)))
+    rows = list(rows_here(root, shuffle_seed=0, shuffle_window=16))
     found = Counter((int(r["dataset_index"]), int(r["index"])) for r in rows)
     assert len(rows) == 66
     if weights is None:
@@ -372,13 +399,6 @@ def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots,
     renamed = rename_features(metas[1], {"observation.state": "state"})
     with pytest.raises(ValueError, match='--rename_map=.{"state": "observation.state"}'):
         check_alike([metas[0], renamed], ["observation.state"], {})
-
-
-def without_ray(monkeypatch, **resources):
-    """Plan read tasks as on a cluster with these resources, which is not there."""
-    monkeypatch.setattr("ray.put", lambda value: value)
-    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
-    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
 
 
 @pytest.mark.parametrize("window", [16, 40, 512])

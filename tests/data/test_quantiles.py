@@ -220,20 +220,15 @@ def test_a_second_pass_is_for_more_values_than_are_counted_in_one(root, monkeypa
 
 
 @pytest.mark.ray
-def test_idle_frames_do_not_count_in_a_pass_by_ray(still, ray_cluster):
+def test_two_passes_by_ray(still, second, ray_cluster, monkeypatch):
+    """Over two datasets, of one of which idle frames do not count."""
     meta, left, movement = still
-    joint, _ = exact_stats([Source(meta, np.arange(5), movement=movement)], ["action"], cache_dir=None)
-    assert_numpys(joint["action"], all_rows(Path(meta.root), ["action"])["action"][left])
-
-
-@pytest.mark.ray
-def test_a_pass_by_ray(root, second, tmp_path, ray_cluster, monkeypatch):
-    metas = [load_metadata(root), load_metadata(second)]
-    sources = [Source(meta, meta.episode_index) for meta in metas]
-    for limit in (quantiles.ONE_PASS_VALUES, 0):
-        monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", limit)
-        joint, _ = exact_stats(sources, ["action"], cache_dir=None)
-        assert_numpys(joint["action"], np.concatenate([all_rows(r, ["action"])["action"] for r in (root, second)]))
+    other = load_metadata(second)
+    sources = [Source(meta, np.arange(5), movement=movement), Source(other, other.episode_index)]
+    monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", 0)
+    joint, _ = exact_stats(sources, ["action"], cache_dir=None)
+    rows = [all_rows(Path(each.root), ["action"])["action"] for each in (meta, other)]
+    assert_numpys(joint["action"], np.concatenate([rows[0][left], rows[1]]))
 
 
 def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, without_ray):

@@ -88,11 +88,9 @@ def occupied(setting, folder):
     return flags(setting, output_dir=folder)
 
 
-def held(setting, folder, *more):
+def going_on(setting, folder):
     started(setting, folder)
-    lock = FileLock(folder / LOCK_NAME)
-    lock.acquire()
-    return [*flags(setting, output_dir=folder), *more], lock
+    return [*flags(setting, output_dir=folder), "--resume"]
 
 
 def unwritable(setting, folder):
@@ -102,6 +100,10 @@ def unwritable(setting, folder):
 
 def a_camera(setting, folder):
     return flags(setting, **{"output_dir": folder, "dataset.camera_keys": "observation.images.topp"})
+
+
+def no_dataset(setting, folder):
+    return flags(setting, output_dir=folder, **{"dataset.root": folder})
 
 
 def a_hole(setting, folder):
@@ -121,33 +123,39 @@ def lance(setting, folder):
     return flags(setting, output_dir=folder, **{"dataset.root": root})
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (occupied, "is not empty: it holds no run; choose another"),
-        (lambda *given: held(*given, "--resume"), "a run is going on there"),
-        (unwritable, "is a file; choose another folder"),
-        (a_camera, "'observation.images.topp', but observation.images.top; did you mean observation.images.top?"),
-        (lambda setting, folder: flags(setting, output_dir=folder, **{"dataset.root": folder}), "no such folder"),
-        (a_hole, "--dataset.exclude_episodes="),
-        (lance, "Lance"),
-    ],
-    ids=["occupied", "going on", "below a file", "camera", "dataset", "hole", "lance"],
-)
-def test_refused_before_anything_heavy_is_imported(setting, tmp_path, case, message):
-    argv = case(setting, tmp_path / "run")
-    argv, _lock = argv if isinstance(argv, tuple) else (argv, None)
-    code = (
-        "import runpy, sys, json\n"
-        "sys.argv = json.loads(sys.argv[1])\n"
-        "try: runpy.run_path('vla.py', run_name='__main__')\n"
-        "except SystemExit as error: status = error.code\n"
-        "print(json.dumps([status, *sorted({name.partition('.')[0] for name in sys.modules})]))"
-    )
-    command = [sys.executable, "-c", code, json.dumps(["vla.py", *argv, "--dry_run"])]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    status, *loaded = json.loads(ran.stdout.splitlines()[-1])
-    assert status == 2 and not HEAVY & set(loaded) and message in ran.stderr
+CASES = {
+    occupied: "is not empty: it holds no run; choose another",
+    going_on: "a run is going on there",
+    unwritable: "is a file; choose another folder",
+    a_camera: "'observation.images.topp', but observation.images.top; did you mean observation.images.top?",
+    no_dataset: "no such folder",
+    a_hole: "--dataset.exclude_episodes=",
+    lance: "Lance",
+}
+DRY_RUNS = """
+import contextlib, io, json, runpy, sys
+for argv in json.loads(sys.argv[1]):
+    sys.argv, error = argv, io.StringIO()
+    try:
+        with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path("vla.py", run_name="__main__")
+    except SystemExit as ended:
+        print(json.dumps([ended.code, error.getvalue(), *{name.partition(".")[0] for name in sys.modules}]))
+"""
+
+
+def test_refused_before_anything_heavy_is_imported(setting, tmp_path):
+    """By one process, in which each finds only what the others have imported."""
+    commands = []
+    for case in CASES:
+        (tmp_path / case.__name__).mkdir()
+        commands.append(["vla.py", *case(setting, tmp_path / case.__name__ / "run"), "--dry_run"])
+    with FileLock(tmp_path / "going_on" / "run" / LOCK_NAME):
+        command = [sys.executable, "-c", DRY_RUNS, json.dumps(commands)]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    for line, (case, message) in zip(ran.stdout.splitlines(), CASES.items(), strict=True):
+        status, said, *loaded = json.loads(line)
+        assert status == 2 and not HEAVY & set(loaded) and message in said, case.__name__
 
 
 @pytest.mark.parametrize(
