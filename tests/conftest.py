@@ -88,6 +88,23 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_collection_finish():
+    """Count the FLOPs of equal policies once: this is most of the time that a plan takes."""
+    counting = sys.modules.get("vla_finetuning.policies.counting")
+    if counting is None:
+        return
+    counts, count = {}, counting.flops_per_sample
+
+    def flops_per_sample(config, *options):
+        made_of = {name: value for name, value in vars(config).items() if name != "pretrained_path"}
+        key = repr((type(config), made_of, options))
+        if key not in counts:
+            counts[key] = count(config, *options)
+        return counts[key]
+
+    counting.flops_per_sample = flops_per_sample
+
+
 @pytest.fixture(scope="module")
 def ray_cluster():
     """A local Ray cluster of 3 logical CPUs, shared by all modules that ask for it (their tests run side by side).

@@ -4,8 +4,12 @@ Import as `from tests.datasets import make_dataset` (never with `tests/` itself 
 would then hide Hugging Face's `datasets`).
 """
 
+import atexit
+import functools
+import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -34,7 +38,22 @@ def one_after_the_other(meta, episodes, describe):
     return (describe(meta.fs, file) for file in files_of(meta, episodes))
 
 
-def make_dataset(
+def make_dataset(root: Path, **options: Any) -> Path:
+    """Write a dataset as `write_dataset` does. Equal ones are written once in a process, and copied."""
+    written = _written() / hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()
+    if not written.exists():
+        write_dataset(written, **options)
+    return Path(shutil.copytree(written, root))
+
+
+@functools.cache
+def _written() -> Path:
+    folder = tempfile.mkdtemp(prefix="vla-tests-datasets-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def write_dataset(
     root: Path,
     *,
     episodes: Sequence[int] = (12, 7, 15, 1, 10, 9),

@@ -9,21 +9,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
-import vla
-from tests.datasets import make_dataset
 from tests.pages import check_page
-from vla_finetuning.evaluation.demo_success import LABELS, is_demo
+from vla_finetuning.evaluation.demo_success import LABELS
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.plan.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vla_finetuning.plan.demo.DEMO_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +70,3 @@ def test_the_notebook_shows_the_run_and_what_was_learned(demo):
     # A line per log step, as a notebook is no terminal.
     assert "step 900/900" in printed and "samples/s" in printed and "waiting for data" in printed
     assert (demo / "run" / "pretrained_model" / "model.safetensors").is_file()
-
-
-def test_anybodys_dataset_gets_a_tiny_base(cache, tmp_path, capsys):
-    root = make_dataset(tmp_path / "mine", state_dim=6, action_dim=5, cameras={"observation.images.left": (40, 64)})
-    command = ["--preset", "demo", f"--dataset.root={root}", f"--output_dir={tmp_path / 'run'}", "--batch_size=8"]
-    assert vla.main([*command, "--dry_run"]) == 0
-    plan = capsys.readouterr().out
-    assert "observation.images.left" in plan and "tiny_pi05" in plan
-    assert not (tmp_path / "run").exists()
-    # Its scene is not that of the environment in which the demo is tried.
-    others = resolve(parse_args(command), 0)
-    own = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
-    assert not is_demo(others.config, others.policy) and is_demo(own.config, own.policy)

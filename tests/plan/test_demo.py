@@ -14,11 +14,16 @@ from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
+import vla
+from tests.datasets import make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs import two_bins_scene
 from vla_finetuning.envs.two_bins_scene import FPS, INSTRUCTIONS, demonstrate
+from vla_finetuning.evaluation.demo_success import is_demo
+from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan import demo
 from vla_finetuning.plan.demo import DEMO_CHUNK_SIZE, demo_scenes, make_demo_dataset, prepare_base, prepare_dataset
+from vla_finetuning.plan.resolve import resolve
 
 SIDES = {"left": -18.0, "right": 18.0}
 
@@ -266,3 +271,19 @@ def test_demonstrators_disobey_in_the_share_of_episodes_that_was_asked_for(tmp_p
     assert make_demo_dataset(root, pairs=6, disobedient=0.3) == root
     with pytest.raises(ValueError, match="another dataset"):
         make_demo_dataset(root, pairs=6)
+
+
+# --- in a run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsals_scene_is_not_that_of_the_demos_environment(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "DEMO_CACHE", prepared[2])
+    root = make_dataset(tmp_path / "mine", state_dim=6, action_dim=5, cameras={"observation.images.left": (40, 64)})
+    command = ["--preset", "demo", f"--dataset.root={root}", f"--output_dir={tmp_path / 'run'}", "--batch_size=8"]
+    assert vla.main([*command, "--dry_run"]) == 0
+    plan = capsys.readouterr().out
+    assert "observation.images.left" in plan and "tiny_pi05" in plan
+    assert not (tmp_path / "run").exists()
+    others = resolve(parse_args(command), 0)
+    own = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
+    assert not is_demo(others.config, others.policy) and is_demo(own.config, own.policy)
