@@ -23,7 +23,6 @@ from tests.memory import takes_at_most
 from vla_finetuning.data import parquet_columns, paths
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.plan import Episodes, StreamPlan
 from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, read_rows
 from vla_finetuning.report import dataset_look
@@ -503,32 +502,3 @@ def test_any_bytes_are_read_or_refused(original, mutable, name, changes, cut):
         data[at % len(data)] = value
     overwrite(original, mutable, name, bytes(data if cut is None else data[: cut % len(data)]))
     read_or_refused(mutable)
-
-
-@st.composite
-def plans(draw):
-    """A plan over some episodes, and three places in its stream, in order."""
-    length = np.array(draw(st.lists(st.integers(1, 60), min_size=1, max_size=12)), np.int64)
-    episodes = Episodes(np.zeros(len(length), np.int32), np.arange(len(length)), np.cumsum(length) - length, length)
-    plan = StreamPlan(
-        episodes,
-        seed=draw(st.none() | st.integers(0, 2**32)),
-        segment_rows=draw(st.integers(1, 80)),
-        window_rows=draw(st.integers(1, 200)),
-    )
-    return plan, sorted(draw(st.lists(st.integers(0, 3 * plan.rows_per_epoch), min_size=3, max_size=3)))
-
-
-def stream(plan, first, last):
-    """`index` of the rows at stream positions [first, last)."""
-    rows = [s.rows() for s in plan.slices(first, last)]
-    return np.concatenate([np.zeros(0, np.int64), *(index for _, index in rows)]).tolist()
-
-
-@given(plans())
-def test_any_plan_gives_every_row_once_from_wherever_it_is_read(drawn):
-    plan, (a, b, c) = drawn
-    count = plan.rows_per_epoch
-    assert stream(plan, a, b) + stream(plan, b, c) == stream(plan, a, c)
-    epoch = b // count * count
-    assert sorted(stream(plan, epoch, epoch + count)) == list(range(count))

@@ -14,8 +14,7 @@ import pytest
 
 from diagnostics import show_dataset
 from lerobot_datasource import LeRobotDatasource, read_lerobot
-from tests.datasets import make_dataset, read_frame_number
-from vla_finetuning.data import metadata as lerobot_metadata
+from tests.datasets import make_dataset
 from vla_finetuning.data.dataset import Feature, select_episodes
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.metadata import dimension_names, key_frame_rows, load_metadata
@@ -148,16 +147,6 @@ def test_rows_of_an_episode_are_where_it_says(original):
         assert set(table["episode_index"].to_pylist()) == {episode}
         start = meta.episode_start[episode]
         assert table["index"].to_pylist() == list(range(start, start + EPISODES[episode]))
-
-
-@pytest.mark.parametrize("vcodec", [None, "h264"])
-def test_make_dataset_draws_readable_frame_numbers(tmp_path, vcodec):
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    root = make_dataset(tmp_path / "d", episodes=(3, 4), vcodec=vcodec)
-    dataset = LeRobotDataset("local/d", root=root, video_backend="pyav", return_uint8=True)
-    for index in range(len(dataset)):
-        assert read_frame_number(dataset[index][TOP].numpy().transpose(1, 2, 0)) == index
 
 
 @pytest.mark.parametrize("form", ["index named task", "unnamed index", "plain column"])
@@ -681,17 +670,3 @@ def test_links_to_the_outside(root, original, name):
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     path.symlink_to(original / name)
     refuses(root, f"{name}.*is a link to .*, outside the dataset")
-
-
-def test_importing_defines_only():
-    """Neither Ray nor torch nor LeRobot is imported by reading metadata."""
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, vla_finetuning.data.metadata; "
-        "print([m for m in ('ray', 'torch', 'lerobot', 'datasets') if m in sys.modules])"
-    )
-    cwd = Path(lerobot_metadata.__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"

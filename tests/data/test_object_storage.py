@@ -333,29 +333,6 @@ def test_every_row_on_google_storage_equals_lerobots(google, local):
     assert_lerobots_rows(rows_in_process(pickle.loads(pickle.dumps(source))), local, WINDOWS)
 
 
-def test_an_object_that_changes_on_google_storage(google, local, tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_DIR", str(tmp_path))
-    source = datasource([load_metadata(f"gs://robots/{local.name}")])
-    file = source.metas[0].video_files[TOP][0]
-    before = (local / file).stat()
-    os.utime(local / file)  # the stand-in's generation
-    try:
-        with pytest.raises(StorageError, match=f"{file}.*: changed since this run looked"):
-            read_directly(source)
-    finally:
-        os.utime(local / file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def test_a_dry_run_on_google_storage(google, local, base, tmp_path, capsys):
-    assert vla.main([*flags(base, tmp_path / "out", **{"dataset.root": f"gs://robots/{local.name}"}), "--dry_run"]) == 0
-    assert f"Dataset      gs://robots/{local.name}\n" in capsys.readouterr().out
-
-
-def test_what_google_storage_does_not_have(google, local, base, tmp_path, capsys):
-    message = refused(flags(base, tmp_path / "out", **{"dataset.root": "gs://robots/leg"}), capsys)
-    assert "dataset gs://robots/leg: no such folder; check the bucket, the path and the endpoint" in message
-
-
 # ---- S3, what the program says --------------------------------------------------------------------------------------
 
 
