@@ -21,7 +21,7 @@ from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.matching import aligned
 from vla_finetuning.policies.own_names import describe_names
-from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.registry import describe_unproven, family_of
 from vla_finetuning.policies.remote_code import brought_along
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.terminal import escaped
@@ -144,6 +144,8 @@ def _features(run: Run) -> list[str]:
 
 def _policy(config: Config, policy: PolicySpec) -> list[str]:
     lines = [f"Policy       {policy.config.type}, {policy.base['path']}" + _at(policy.base["revision"])]
+    if unproven := describe_unproven(policy.config):
+        lines.append(f"             {unproven}")
     for robot in policy.robots:
         if (relative := relative_actions(robot.config)) is not None:
             relatively = f"{sum(relative.dimensions)} of {len(relative.dimensions)} dimensions of an action relative"

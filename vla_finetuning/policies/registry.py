@@ -41,7 +41,8 @@ def family_of_class(config_class: type, policy_type: str) -> Family:
     """Return the family of a policy by its configuration's class and the name of its type."""
     names = {cls: name for name, cls in PreTrainedConfig.get_known_choices().items()}
     candidates = (FAMILIES.get(names.get(base, "")) for base in config_class.__mro__)
-    return next(filter(None, candidates), Family(policy_type))
+    # A type that is unknown here gets what lerobot-train gives every type: float32, and instructions as text.
+    return next(filter(None, candidates), Family(policy_type, in_float32=True, reads_texts=True))
 
 
 def types_that(can: Callable[[Family], object]) -> str:
@@ -59,8 +60,7 @@ def require_trained(policy_type: Any, source: str) -> None:
     """Refuse a type that is not trained here, by its name alone: making a configuration of some asks the Hub.
 
     Raises:
-        ValueError: there is no such type; it is not trained here, and why; no test shows that it is trained as LeRobot
-            does. Names `source`, where it was asked for.
+        ValueError: there is no such type; it is not trained here, and why. Names `source`, where it was asked for.
     """
     if isinstance(policy_type, str):
         find_type(policy_type)
@@ -72,8 +72,13 @@ def require_trained(policy_type: Any, source: str) -> None:
         raise ValueError(
             f"{source}: a '{policy_type}' is not trained here: {family.refused}. Train it with lerobot-train"
         )
-    if not family.as_lerobot:
-        raise ValueError(
-            f"{source}: that a '{policy_type}' is trained here as by lerobot-train is shown by no test, as it is for "
-            f"{types_that(lambda family: family.as_lerobot)}: train it with lerobot-train"
-        )
+
+
+def describe_unproven(config: PreTrainedConfig) -> str:
+    """Say, for the plan, that no test compares a type with lerobot-train, and what trains it; "" where one does."""
+    family = family_of_class(type(config), config.type)
+    package = type(config).__module__.partition(".")[0]
+    if family.as_lerobot and package in ("lerobot", "vla_finetuning"):
+        return ""
+    trained = "by its own forward" if family.type == config.type else f"as the '{family.type}' that it derives from"
+    return f"unproven here: it is trained {trained}, and no test compares that with lerobot-train (type of {package})"
