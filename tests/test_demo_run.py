@@ -10,8 +10,12 @@ import nbformat
 import pytest
 
 from tests.pages import check_page
+from tests.robot.gantry import Gantry, GantryConfig
+from tests.serving.servers import PORTS, InProcess, served
+from vla_finetuning.envs.two_bins_scene import CAMERAS, GANTRY
 from vla_finetuning.evaluation.demo_success import LABELS
-from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.options.command_line import parse_args, parse_serve
+from vla_finetuning.serving.server import resolve_service
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,3 +74,37 @@ def test_the_notebook_shows_the_run_and_what_was_learned(demo):
     # A line per log step, as a notebook is no terminal.
     assert "step 900/900" in printed and "samples/s" in printed and "waiting for data" in printed
     assert (demo / "run" / "pretrained_model" / "model.safetensors").is_file()
+
+
+@pytest.mark.ray
+@pytest.mark.demo
+def test_lerobots_robot_client_succeeds_where_evaluate_does(demo, tmp_path, monkeypatch):
+    """The client leaves out the first action of later chunks, and draws the noise of a step, not of a decision."""
+    monkeypatch.chdir(tmp_path)  # robot_client makes a folder for logs
+    from lerobot.async_inference.robot_client import async_client
+
+    policy, scenes = demo / "run" / "pretrained_model", range(1000, 1012)
+    flags = [f"--policy.path={policy}", "--use_gpu=false"]
+    play = ["--env.type=two_bins", f"--seed={scenes[0]}", f"--eval.n_episodes={len(scenes)}", "--eval.videos=0"]
+    command = [sys.executable, str(ROOT / "evaluate.py"), *flags, *play, f"--output_dir={tmp_path / 'out'}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = map(json.loads, (tmp_path / "out" / "episodes.jsonl").read_text().splitlines())
+    evaluated = {line["seed"]: line["success_once"] for line in lines}
+
+    camera = {"type": "opencv", "index_or_path": 0, "width": 640, "height": 480, "fps": 30}
+    cameras = dict.fromkeys(CAMERAS, camera)
+    client = ["client", "--robot.type=gantry", f"--robot.cameras={json.dumps(cameras)}", "--policy_type=tiny_pi05"]
+    client += ["--actions_per_chunk=10", "--fps=30", "--chunk_size_threshold=0", "--aggregate_fn_name=latest_only"]
+    service, commanded = resolve_service(parse_serve([*flags, *PORTS])), {}
+    monkeypatch.setattr(Gantry, "ACTIONS", GANTRY.episode_length)
+    with served(service, InProcess(service)) as addresses:
+        for scene in scenes:
+            monkeypatch.setattr(Gantry, "SCENE", scene)
+            instruction, where = Gantry(GantryConfig()).instruction, f"--server_address=127.0.0.1:{addresses.grpc}"
+            name = f"--pretrained_name_or_path=any?session={scene}"
+            monkeypatch.setattr(sys, "argv", [*client, where, name, f"--task={instruction}"])
+            with pytest.raises(KeyboardInterrupt):
+                async_client()
+            commanded[scene] = Gantry.connected.succeeded
+    assert commanded == evaluated == dict.fromkeys(scenes, True)

@@ -30,6 +30,7 @@ class Gantry(Robot):
     Attributes:
         SCENE, ACTIONS: of all gantries. connected: the latest.
         performed: the actions until then, as commanded and within the limits; places: where the gripper was.
+        succeeded: whether it has reached the bin of the scene's instruction.
     """
 
     config_class, name = GantryConfig, "gantry"
@@ -41,7 +42,8 @@ class Gantry(Robot):
         super().__init__(config)
         self.config, self._env = config, TwoBins()
         self._seen, _ = self._env.reset(seed=self.SCENE)
-        self.performed, self.places = [], [self._seen["agent_pos"]]
+        self.performed, self.places, self.succeeded = [], [self._seen["agent_pos"]], False
+        self.instruction = self._env.task_description
 
     @property
     def observation_features(self):
@@ -60,7 +62,8 @@ class Gantry(Robot):
             state = self.get_observation()
             action = ensure_safe_goal_position({name: (action[name], state[name]) for name in AXES}, limit)
         target = np.array([action[name] for name in AXES], np.float32)
-        self._seen, *_ = self._env.step(target)
+        self._seen, *_, info = self._env.step(target)
+        self.succeeded |= info["is_success"]
         if len(self.performed) < self.ACTIONS:
             self.performed.append(target)
             self.places.append(self._seen["agent_pos"])
