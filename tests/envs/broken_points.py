@@ -110,9 +110,16 @@ class UnlimitedPoint(EnvConfig):
         default_factory=lambda: {
             "action": PolicyFeature(FeatureType.ACTION, (3,)),
             "agent_pos": PolicyFeature(FeatureType.STATE, (3,)),
+            "pixels": PolicyFeature(FeatureType.VISUAL, (32, 32, 3)),
         }
     )
-    features_map: dict[str, str] = field(default_factory=lambda: {"action": "action", "agent_pos": "observation.state"})
+    features_map: dict[str, str] = field(
+        default_factory=lambda: {
+            "action": "action",
+            "agent_pos": "observation.state",
+            "pixels": "observation.image",
+        }  # fmt: skip
+    )
 
     @property
     def gym_id(self):

@@ -11,12 +11,18 @@ import gymnasium
 import numpy as np
 import pytest
 from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.datasets import LeRobotDataset
 from lerobot.envs.factory import make_env
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import make_pre_post_processors
 
 import evaluate
+import record
+import vla
 from tests.envs.broken_points import HOPELESS
+from tests.envs.point import Point
+from tests.in_process import TINY
+from tests.rl.test_learning import metrics, resolved, train_as
 from tests.rollouts.test_player import STATS, act_config
 from vla_finetuning.envs import contract
 from vla_finetuning.envs.configs import env_config, initial_state_counts, longest_episode, task_makers
@@ -24,9 +30,11 @@ from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.evaluation.trial import _are_alike
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.saving import save_pretrained
+from vla_finetuning.policies.tiny_pi05 import make_tiny_base
 from vla_finetuning.rollouts.episodes import Ended, Episode, Failed, Playing
 from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.stage import Stage
+from vla_finetuning.run.folder import evaluations
 
 DOCS = Path(__file__).parents[2] / "docs" / "simulators.md"
 POINT = "tests.envs.point:mine/Point-v0"
@@ -198,6 +206,63 @@ def test_evaluate_says_what_was_played_of_what_was_asked_for(ray_cluster, policy
 
     status, printed = run(f"{BROKEN}:broken/Silent-v0", "silent")
     assert status == 1 and "never said whether it succeeded" in printed.err.splitlines()[-1]
+
+
+IN_A_PACKAGE = [f"--env.discover_packages_path={BROKEN}", "--env.type=unlimited_point"]
+
+
+@pytest.fixture(scope="module")
+def tiny_base(tmp_path_factory):
+    """A tiny PI0.5 that sees and does what `Point` has."""
+    vector = {"dtype": "float32", "shape": (3,), "names": list("xyz")}
+    camera = {"dtype": "image", "shape": (32, 32, 3), "names": ["height", "width", "channels"]}
+    stats = {"q01": [-1.0] * 3, "q99": [1.0] * 3, "mean": [0.0] * 3, "std": [1.0] * 3}
+    return make_tiny_base(
+        tmp_path_factory.mktemp("own") / "base",
+        features={"observation.image": camera, "observation.state": vector, "action": vector},
+        tasks=["go to the corner"],
+        stats=dict.fromkeys(("observation.state", "action"), stats),
+        fps=30,
+        **TINY,
+    )
+
+
+@pytest.mark.ray
+def test_record_and_vla_play_in_an_environment_of_a_package(ray_cluster, tiny_base, tmp_path, capsys):
+    root, out = tmp_path / "recorded", tmp_path / "run"
+    own = [*IN_A_PACKAGE, "--env.task=Listed-v0"]
+    assert record.main([*own, "--episodes=3", f"--root={root}", "--seed=100"]) == 0
+    dataset = LeRobotDataset("local/recorded", root)
+    assert dataset.num_episodes == 3 and dataset.num_frames == 15
+    states = [dataset[frame]["observation.state"][0].item() for frame in (0, 5, 10)]
+    assert states == pytest.approx([0.0, 0.1, 0.2])
+
+    flags = [f"--dataset.root={root}", f"--policy.path={tiny_base}", f"--output_dir={out}", "--train.mode=full"]
+    flags += ["--steps=2", "--batch_size=2", "--save_freq=2", "--env_eval_freq=2", "--eval.n_episodes=3"]
+    flags += ["--scaling.cpus_per_worker=0.5", "--scaling.use_gpu=false", *own]
+    assert vla.main([*flags, "--dry_run"]) == 0
+    assert "checkpoints play 3 episodes of each task" in capsys.readouterr().out
+    assert vla.main(flags) == 0
+    assert [(line["episodes"], line["successes"], line["errors"]) for line in evaluations(out)] == [(3, 3, 0)]
+
+
+@pytest.mark.parametrize("env", [
+    {"env.type": "gym", "env.task": POINT},
+    {"env.discover_packages_path": BROKEN, "env.type": "unlimited_point", "env.task": "Measured-v0"},
+], ids=["gymnasium", "package"])  # fmt: skip
+def test_grpo_learns_in_an_environment_of_ones_own(tiny_base, tmp_path, monkeypatch, env):
+    step, actions = Point.step, []
+
+    def noted(self, action):
+        actions.append(action)
+        return step(self, action)
+
+    monkeypatch.setattr(Point, "step", noted)
+    run = resolved(tiny_base, tmp_path / "run", **env, **{"env.episode_length": None, "grpo.iterations": 1})
+    assert train_as(run)
+    first, last = metrics(run)
+    assert first["held_out_episodes"] == 4 and last["episodes"] == 12 and last["updates"] > 0
+    assert len(actions) >= 12 and np.shape(actions) == (len(actions), 3)
 
 
 def test_states_of_a_list_are_counted_and_recorded_from():

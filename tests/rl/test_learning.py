@@ -151,7 +151,8 @@ def resolved(base, folder, **changes):
         **{"grpo.flow_steps": 3, "grpo.eval_every": 2, "eval.n_episodes": 4, "save_freq": 2, "grpo.target_kl": "null"},
         **changes,
     }
-    run = resolve_grpo(parse_grpo([f"--{name}={value}" for name, value in options.items()]), 0)
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    run = resolve_grpo(parse_grpo(flags), 0)
     run.job.output_dir.mkdir(exist_ok=True)
     run.job.checkpoints_dir.mkdir(exist_ok=True)
     return run
