@@ -14,9 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vla_finetuning.rollouts.player import Key
-from vla_finetuning.serving.batches import Batches
 from vla_finetuning.serving.observations import Interface
-from vla_finetuning.serving.replica import Answer, Request
+from vla_finetuning.serving.replicas import Answer, Batches, Request
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -51,24 +50,19 @@ class Gateway:
         self._interfaces, self._batches, self._seed, self._token = interfaces, batches, seed, token
         self._numbers = itertools.count()
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "vla_requests", "Observations by outcome: ok, refused (the client's), failed (the server's)",
-            ["robot", "outcome"], registry=self.registry,
-        )  # fmt: skip
-        self._seconds = Histogram(
-            "vla_request_seconds", "From an observation to its actions", ["robot"], buckets=SECONDS,
-            registry=self.registry,
-        )  # fmt: skip
-        self._rows = Histogram(
-            "vla_batch_rows", "Observations computed at once, as each of them saw it", buckets=ROWS,
-            registry=self.registry,
-        )  # fmt: skip
-        self.sessions = Gauge("vla_sessions", "Sessions that are open", ["protocol"], registry=self.registry)
+        here: Any = {"registry": self.registry}
+        outcomes = "Observations by outcome: ok, refused (the client's), failed (the server's)"
+        self._requests = Counter("vla_requests", outcomes, ["robot", "outcome"], **here)
+        latency = "From an observation to its actions"
+        self._seconds = Histogram("vla_request_seconds", latency, ["robot"], buckets=SECONDS, **here)
+        together = "Observations computed at once, as each of them saw it"
+        self._rows = Histogram("vla_batch_rows", together, buckets=ROWS, **here)
+        self.sessions = Gauge("vla_sessions", "Sessions that are open", ["protocol"], **here)
 
-    def check_token(self, sent: str | None) -> None:
-        """Raise AuthenticationError unless the token is the server's."""
+    def check_token(self, sent: str | None, remedy: str) -> None:
+        """Raise AuthenticationError, with how to send it, unless the token is the server's."""
         if self._token is not None and not hmac.compare_digest((sent or "").encode(), self._token.encode()):
-            raise AuthenticationError("the token is missing or wrong")
+            raise AuthenticationError(f"the token is missing or wrong: {remedy}")
 
     def open(self, address: str) -> Session:
         """Begin a session.
@@ -79,12 +73,9 @@ class Gateway:
         Raises:
             ValueError: there is no such robot.
         """
-        parts = urlsplit(address)
-        robot = re.split(r"[/\\]", parts.path.rstrip("/"))[-1]
-        names = list(self._interfaces)
-        if len(names) == 1:
-            robot = names[0]
-        elif robot not in names:
+        parts, names = urlsplit(address), list(self._interfaces)
+        robot = names[0] if len(names) == 1 else re.split(r"[/\\]", parts.path.rstrip("/"))[-1]
+        if robot not in names:
             raise ValueError(
                 f"which robot? {robot!r} is none of {', '.join(names)}: give one, as ws://HOST:PORT/{names[0]}, or "
                 f"--pretrained_name_or_path={names[0]} of robot_client"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STR
 
 from vla_finetuning.envs.protocol import Observation
+from vla_finetuning.files import read_json
 from vla_finetuning.options.fields import did_you_mean
+from vla_finetuning.options.policy import ROBOT_NAME
+from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.policies.processors import EMPTY_CAMERA
 from vla_finetuning.policies.registry import family_of
 
@@ -45,33 +49,23 @@ class Interface:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_policy(
-        cls,
-        robot: str,
-        config: PreTrainedConfig,
-        saved_names: Mapping[str, str],
-        trained: Mapping[str, tuple[int, ...]],
-        rename_map: Mapping[str, str],
-        facts: Mapping[str, Any],
-    ) -> Interface:
-        """Describe a policy.
+    def of_export(cls, robot: str, folder: Path, config: PreTrainedConfig, rename_map: Mapping[str, str]) -> Interface:
+        """Describe the policy in a folder, given its configuration.
 
-        Args:
-            saved_names: the policy's names of the dataset's (`pipelines.saved_rename_map`).
-            trained: shapes that it was trained on, by its own names (`pipelines.saved_shapes`).
         Raises:
             ValueError: `rename_map` names what the policy does not see.
         """
-        family, names = family_of(config), {policy: name for name, policy in saved_names.items()}
+        facts, trained = read_json(folder / ROBOT_NAME), saved_shapes(folder, config)
+        names = {policy: name for name, policy in saved_rename_map(folder).items()}
         trained_names = {*trained, *facts.get("cameras", ())}
         cameras, vectors = {}, {}
         for key, feature in config.input_features.items():
+            name = names.get(key, key)
             if key in config.image_features:
                 if not key.startswith(EMPTY_CAMERA):
-                    name = names.get(key, key)
-                    cameras[name] = not family.masks_cameras or not trained_names.isdisjoint((key, name))
+                    cameras[name] = not family_of(config).masks_cameras or not trained_names.isdisjoint((key, name))
             elif key.startswith(OBS_STR):
-                vectors[names.get(key, key)] = trained.get(key, feature.shape)[0]
+                vectors[name] = trained.get(key, feature.shape)[0]
         for name, target in rename_map.items():
             if target not in (seen := [*cameras, *vectors]):
                 raise ValueError(

@@ -6,7 +6,8 @@ or by a text that says what is wrong with it.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -65,9 +66,10 @@ async def listen(
             )
         scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
         try:
-            gateway.check_token(token if scheme in ("Api-Key", "Bearer") else None)
+            remedy = "give api_key to WebsocketClientPolicy"
+            gateway.check_token(token if scheme in ("Api-Key", "Bearer") else None, remedy)
         except AuthenticationError as error:
-            return connection.respond(HTTPStatus.UNAUTHORIZED, f"{error}: give api_key to WebsocketClientPolicy\n")
+            return connection.respond(HTTPStatus.UNAUTHORIZED, f"{error}\n")
         if request.path == "/metrics":
             return connection.respond(HTTPStatus.OK, generate_latest(gateway.registry).decode())
         return None
@@ -79,9 +81,10 @@ async def listen(
         except ValueError as error:
             await connection.close(1008, str(error)[:120])  # a reason has at most 123 bytes
             return
-        with gateway.sessions.labels("openpi").track_inprogress():
+        with gateway.sessions.labels("openpi").track_inprogress(), contextlib.suppress(ConnectionClosed):
             await connection.send(pack({"session": session.name, **session.interface.describe()}))
-            await _answer_all(gateway, session, connection)
+            async for data in connection:
+                await connection.send(await _answer(gateway, session, data))
 
     # No browser connects: a page that the user looks at must not reach this machine's own ports. Few messages are read
     # ahead, since each may be as long as the limit.
@@ -90,17 +93,12 @@ async def listen(
     )
 
 
-async def _answer_all(gateway: Gateway, session: Session, connection: ServerConnection) -> None:
-    loop = asyncio.get_running_loop()
+async def _answer(gateway: Gateway, session: Session, data: bytes | str) -> bytes | str:
+    """Return the answer to an observation, or a text that says what is wrong with it."""
+    began = time.perf_counter()
     try:
-        async for data in connection:
-            began = loop.time()
-            try:
-                answer = await gateway.decide(session, unpack(data if isinstance(data, bytes) else b""))
-            except (ValueError, RuntimeError) as error:
-                await connection.send(f"{error}")
-                continue
-            timing = {"infer_ms": 1e3 * answer.seconds, "total_ms": 1e3 * (loop.time() - began)}
-            await connection.send(pack({"actions": answer.actions, "server_timing": timing, "batch_rows": answer.rows}))
-    except ConnectionClosed:
-        pass
+        answer = await gateway.decide(session, unpack(data if isinstance(data, bytes) else b""))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    timing = {"infer_ms": 1e3 * answer.seconds, "total_ms": 1e3 * (time.perf_counter() - began)}
+    return pack({"actions": answer.actions, "server_timing": timing, "batch_rows": answer.rows})

@@ -1,4 +1,4 @@
-"""Read what LeRobot's client pickles, without running any of it.
+"""Read what LeRobot's client pickles, without running any of it, and arrays of any client.
 
 A pickle is a program: whoever sends one chooses what is called, and with what. Here a call is only written down, and
 only of a name in `KNOWN`; the values are made afterwards, by this module.
@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,38 +80,36 @@ def read_pickle(data: bytes, name: str) -> dict[str, Any]:
         raise ValueError(f"the message is no pickle of {name}: {error!r}") from error
     if not isinstance(call, Call) or call.name != name or not isinstance(call.state, dict):
         raise ValueError(f"the message is no {name} of LeRobot's")
-    return _values(call.state)
+    fields: dict[str, Any] = _value(call.state)
+    return fields
 
 
-def _values(fields: Mapping[Any, Any], depth: int = 0) -> dict[str, Any]:
-    if depth > 3:
-        raise ValueError("the message is nested too deep")
-    return {
-        str(key): _values(value, depth + 1) if isinstance(value, dict) else _value(value)
-        for key, value in fields.items()
-    }
+def _value(value: Any, depth: int = 0) -> Any:
+    """Return a value with arrays and scalars where numpy is to make them."""
+    match value:
+        case dict() if depth > 3:
+            raise ValueError("the message is nested too deep")
+        case dict():
+            return {str(key): _value(entry, depth + 1) for key, entry in value.items()}
+        case Call(name="scalar", arguments=(dtype, data)):
+            return array_of(data, _code(dtype), ())[()]
+        case Call(name="_frombuffer", arguments=(data, dtype, shape, order)):
+            return array_of(data, _code(dtype), shape, order == "F")
+        case Call(name="_reconstruct", state=(_, shape, dtype, fortran, data)):
+            return array_of(data, _code(dtype), shape, bool(fortran))
+        case Call():
+            raise ValueError(f"the message calls {value.name} in a way that numpy does not pickle: refused")
+    return value
 
 
-def _value(value: Any) -> Any:
-    """Return an array or scalar where numpy is to make one."""
-    if not isinstance(value, Call):
-        return value
-    if value.name == "scalar" and len(value.arguments) == 2:
-        return _array(value.arguments[1], value.arguments[0], (), False)[()]
-    if value.name == "_frombuffer" and len(value.arguments) == 4:
-        data, dtype, shape, order = value.arguments
-        return _array(data, dtype, shape, order == "F")
-    if value.name == "_reconstruct" and isinstance(value.state, tuple) and len(value.state) == 5:
-        _, shape, dtype, fortran, data = value.state
-        return _array(data, dtype, shape, bool(fortran))
-    raise ValueError(f"the message calls {value.name} in a way that numpy does not pickle: refused")
-
-
-def _array(data: Any, dtype: Any, shape: Any, fortran: bool) -> np.ndarray:
-    """Make an array of its bytes."""
-    code = dtype.arguments[0] if isinstance(dtype, Call) and dtype.name == "dtype" and dtype.arguments else None
-    state = dtype.state if isinstance(dtype, Call) and isinstance(dtype.state, tuple) else (3, "|")
-    return array_of(data, f"{state[1]}{code}", shape, fortran)
+def _code(dtype: Any) -> str | None:
+    """Return a pickled type as `numpy.dtype.str`."""
+    match dtype:
+        case Call(name="dtype", arguments=(code, *_), state=(_, order, *_)):
+            return f"{order}{code}"
+        case Call(name="dtype", arguments=(code, *_)):
+            return f"|{code}"
+    return None
 
 
 def array_of(data: Any, dtype: Any, shape: Any, fortran: bool = False) -> np.ndarray:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -18,21 +17,17 @@ from ray.serve.config import ProxyLocation
 from ray.serve.schema import ReplicaState
 
 from vla_finetuning.environment import Timeouts
-from vla_finetuning.files import read_json
 from vla_finetuning.mirror import as_path
-from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.options.programs import Config, ServeConfig
 from vla_finetuning.options.serve import ServeOptions, read_token
 from vla_finetuning.plan.base_policy import resolve_policy
-from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.rollouts.player import PolicySource, check_acts, check_advantage, opening_of
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.serving import lerobot, openpi
-from vla_finetuning.serving.batches import Batches
 from vla_finetuning.serving.gateway import Gateway
 from vla_finetuning.serving.observations import Interface
-from vla_finetuning.serving.replica import Replica
+from vla_finetuning.serving.replicas import Batches, Replica
 from vla_finetuning.terminal import print_safe
 
 
@@ -68,47 +63,31 @@ def resolve_service(config: ServeConfig) -> Service:
         socket.create_server((config.serve.host, port)).close()  # a port that is taken is told before weights are read
     path = config.policy_path or ""
     use_gpu = cluster.find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
-    interfaces, sources = {}, {}
-    for robot in exported_robots(as_path(path)) or [""]:
-        interfaces[robot], sources[robot] = _resolve_robot(config, f"{path}/{robot}" if robot else path, robot, use_gpu)
-    return Service(config, interfaces, sources)
-
-
-def _resolve_robot(config: ServeConfig, path: str, robot: str, use_gpu: bool) -> tuple[Interface, PolicySource]:
     policy_args = Config(
         policy_revision=config.policy_revision,
         policy_options=config.policy_options,
         policy_trust_remote_code=config.policy_trust_remote_code,
     )
-    policy_config, folder, _ = resolve_policy(policy_args, path)
-    assert folder is not None  # there was a path
-    check_acts(policy_config)
-    check_advantage(policy_config, config.advantage, config.guidance)
-    interface = Interface.of_policy(
-        robot,
-        policy_config,
-        saved_rename_map(folder),
-        saved_shapes(folder, policy_config),
-        config.rename_map,
-        _read_facts(folder),
-    )
-    if not any(option.startswith("--n_action_steps=") for option in config.policy_options):
-        vars(policy_config)["n_action_steps"] = interface.chunk_size  # how many are executed is for clients to say
-    source = PolicySource(
-        folder,
-        policy_config,
-        None,
-        device="cuda" if use_gpu else "cpu",
-        trusted=config.policy_trust_remote_code,
-        opening=opening_of(folder),
-        advantage=config.advantage,
-        guidance=config.guidance,
-    )
-    return interface, source
-
-
-def _read_facts(folder: Path) -> dict[str, Any]:
-    return read_json(folder / ROBOT_NAME)
+    interfaces, sources = {}, {}
+    for robot in exported_robots(as_path(path)) or [""]:
+        policy, folder, _ = resolve_policy(policy_args, f"{path}/{robot}" if robot else path)
+        assert folder is not None  # there was a path
+        check_acts(policy)
+        check_advantage(policy, config.advantage, config.guidance)
+        interfaces[robot] = Interface.of_export(robot, folder, policy, config.rename_map)
+        if not any(option.startswith("--n_action_steps=") for option in config.policy_options):
+            vars(policy)["n_action_steps"] = interfaces[robot].chunk_size  # how many are executed is for clients to say
+        sources[robot] = PolicySource(
+            folder,
+            policy,
+            None,
+            device="cuda" if use_gpu else "cpu",
+            trusted=config.policy_trust_remote_code,
+            opening=opening_of(folder),
+            advantage=config.advantage,
+            guidance=config.guidance,
+        )
+    return Service(config, interfaces, sources)
 
 
 @asynccontextmanager

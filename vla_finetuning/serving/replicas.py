@@ -1,0 +1,142 @@
+"""The processes that compute, on Ray Serve: each has all policies, and gets a batch when it is done with the last one.
+
+Not `serve.batch`, which gathers at a replica: there each observation is a message of its own, which the process that
+computes has no time to take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from ray import serve
+
+from vla_finetuning.envs.protocol import Observation
+from vla_finetuning.rollouts.player import Key, Player, PolicySource
+from vla_finetuning.rollouts.scheduler import concatenate
+from vla_finetuning.run.failures import root_cause
+
+
+@dataclass(frozen=True)
+class Request:
+    """A decision to be made: by which robot's policy, on one row, with the draws of a key."""
+
+    robot: str
+    observation: Observation
+    instruction: str
+    key: Key
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A chunk of actions, float32 (T, A); how many rows were computed with it, and in how many seconds."""
+
+    actions: np.ndarray
+    rows: int
+    seconds: float
+
+
+def load_players(sources: Mapping[str, PolicySource], threads: int) -> dict[str, Player]:
+    """Load the policies of all robots; those that an export wrote together share the memory of their weights."""
+    players: dict[str, Player] = {}
+    for robot, source in sources.items():
+        player = source.load(threads)
+        if players:
+            player.share_weights(next(iter(players.values())))
+        players[robot] = player
+    return players
+
+
+def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[Answer | str]:
+    """Answer all requests, those of one robot with images of the same sizes at once; with a text what goes wrong."""
+    groups: dict[Any, list[int]] = {}
+    for i, request in enumerate(requests):
+        groups.setdefault((request.robot, _shapes(request.observation)), []).append(i)
+    answers: dict[int, Answer | str] = {}
+    for (robot, _), rows in groups.items():
+        group, started = [requests[i] for i in rows], time.perf_counter()
+        try:
+            chunks = players[robot](
+                concatenate([request.observation for request in group]),
+                [request.instruction for request in group],
+                [request.key for request in group],
+            )
+            seconds = time.perf_counter() - started
+            answers |= {i: Answer(chunk, len(group), seconds) for i, chunk in zip(rows, chunks, strict=True)}
+        except Exception as error:  # of this group alone
+            answers |= dict.fromkeys(rows, root_cause(error))
+    return [answers[i] for i in range(len(requests))]
+
+
+def _shapes(observation: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((k, _shapes(v) if isinstance(v, Mapping) else v.shape) for k, v in sorted(observation.items()))
+
+
+@serve.deployment
+class Replica:
+    """Holds the policies, and computes one batch after the other."""
+
+    def __init__(self, sources: Mapping[str, PolicySource], threads: int) -> None:
+        self._players = load_players(sources, threads)
+
+    def predict(self, requests: Sequence[Request]) -> list[Answer | str]:
+        return compute(self._players, requests)
+
+
+class Batches:
+    """Sends requests to the replicas, one batch to each at a time.
+
+    Args:
+        replicas: Serve's handle of the deployment; `count`: how many there are.
+        size: rows of a batch, at most. wait_s: how long one waits for more, where the last one was of several.
+        timeout_s: how long a batch may take.
+    """
+
+    def __init__(self, replicas: Any, count: int, size: int, wait_s: float, timeout_s: float) -> None:
+        self._replicas, self._free, self._size = replicas, count, size
+        self._wait_s, self._timeout_s, self._last_rows = wait_s, timeout_s, 1
+        self._waiting: deque[tuple[Request, asyncio.Future[Answer | str]]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def compute(self, request: Request) -> Answer | str:
+        """Return the answer, or a text that says what went wrong."""
+        future: asyncio.Future[Answer | str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        self._start()
+        return await future
+
+    def _start(self) -> None:
+        """Start a batch on a replica that is free, while requests wait."""
+        if self._waiting and self._free:
+            self._free -= 1
+            task = asyncio.create_task(self._run())  # of no caller, who may leave before it is done
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self) -> None:
+        if self._last_rows > 1 and len(self._waiting) < self._size:
+            await asyncio.sleep(self._wait_s)
+        batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
+        self._last_rows = len(batch) or self._last_rows
+        self._start()  # what is left over, on another replica
+        answers: Sequence[Answer | str] = []
+        try:
+            if batch:
+                requests = [request for request, _ in batch]
+                answers = await asyncio.wait_for(self._replicas.predict.remote(requests), self._timeout_s)
+        except Exception as error:  # Ray's or Serve's: nobody else would tell those who wait
+            gone = f"the replica that computed this is gone ({type(error).__name__})"
+            late = f"no replica answered within {self._timeout_s:g} s"
+            text = f"{late if isinstance(error, TimeoutError) else gone}; send the observation again"
+            answers = [text] * len(batch)
+        finally:
+            self._free += 1
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+        self._start()
