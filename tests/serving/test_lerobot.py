@@ -1,7 +1,10 @@
 """The calls of LeRobot's robot_client, one by one; the client itself is in tests/robot/."""
 
+import asyncio
 import os
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -12,7 +15,7 @@ from lerobot.transport import services_pb2, services_pb2_grpc
 from lerobot.transport.utils import send_bytes_in_chunks
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
-from tests.serving.servers import make_service, served
+from tests.serving.servers import InProcess, make_service, served
 from vla_finetuning.serving.pickles import read_pickle
 
 STATE = {"x": 1.0, "y": 2.0, "z": 3.0}
@@ -132,6 +135,34 @@ def test_a_step_is_computed_once_unless_the_robot_waits(addresses, handle):
     assert not stub.stub.GetActions(services_pb2.Empty()).data
     stub.send(observation(3))
     assert torch.equal(stub.receive()[0].get_action(), first[0].get_action())  # the same decision
+
+
+class Slow(InProcess):
+    """Takes its time, in which the server goes on."""
+
+    def __init__(self, service):
+        super().__init__(service)
+        self.began = threading.Event()
+
+    async def remote(self, requests):
+        self.began.set()
+        await asyncio.sleep(1)
+        return await super().remote(requests)
+
+
+def test_what_comes_while_its_step_is_computed_is_not_computed(service):
+    """A client that waits sends its observation at every tick."""
+    again = observation(3)
+    again.must_go = False
+    with served(service, handle := Slow(service)) as addresses, ThreadPoolExecutor() as threads:
+        stub = Stub(addresses)
+        stub.begin()
+        stub.send(observation(3))
+        actions = threads.submit(stub.receive)
+        assert handle.began.wait(60)
+        stub.send(again)
+        assert len(actions.result()) == 5
+        assert not stub.stub.GetActions(services_pb2.Empty()).data and len(handle.requests) == 1
 
 
 def test_a_token_is_part_of_the_name(service, handle):

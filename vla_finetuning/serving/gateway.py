@@ -49,15 +49,14 @@ class Gateway:
     def __init__(self, interfaces: Mapping[str, Interface], batches: Batches, seed: int, token: str | None) -> None:
         self._interfaces, self._batches, self._seed, self._token = interfaces, batches, seed, token
         self._numbers = itertools.count()
-        self.registry = CollectorRegistry()
-        here: Any = {"registry": self.registry}
+        self.registry = registry = CollectorRegistry()
         outcomes = "Observations by outcome: ok, refused (the client's), failed (the server's)"
-        self._requests = Counter("vla_requests", outcomes, ["robot", "outcome"], **here)
+        self._requests = Counter("vla_requests", outcomes, ["robot", "outcome"], registry=registry)
         latency = "From an observation to its actions"
-        self._seconds = Histogram("vla_request_seconds", latency, ["robot"], buckets=SECONDS, **here)
+        self._seconds = Histogram("vla_request_seconds", latency, ["robot"], buckets=SECONDS, registry=registry)
         together = "Observations computed at once, as each of them saw it"
-        self._rows = Histogram("vla_batch_rows", together, buckets=ROWS, **here)
-        self.sessions = Gauge("vla_sessions", "Sessions that are open", ["protocol"], **here)
+        self._rows = Histogram("vla_batch_rows", together, buckets=ROWS, registry=registry)
+        self.sessions = Gauge("vla_sessions", "Sessions that are open", ["protocol"], registry=registry)
 
     def check_token(self, sent: str | None, remedy: str) -> None:
         """Raise AuthenticationError, with how to send it, unless the token is the server's."""

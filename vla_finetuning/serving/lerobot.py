@@ -186,8 +186,9 @@ async def _answered(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INTERNAL, str(error))
 
 
-async def listen(gateway: Gateway, host: str, port: int, max_bytes: int) -> tuple[grpc.aio.Server, int]:
-    """Start to listen. Returns the server and its port. Raises OSError if the port is taken."""
+@asynccontextmanager
+async def listening(gateway: Gateway, host: str, port: int, max_bytes: int) -> AsyncIterator[int]:
+    """Listen. Yields the port; raises OSError if it is taken."""
     options = [("grpc.max_receive_message_length", PIECE_BYTES), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(options=options)
     services_pb2_grpc.add_AsyncInferenceServicer_to_server(Servicer(gateway, max_bytes), server)
@@ -196,4 +197,7 @@ async def listen(gateway: Gateway, host: str, port: int, max_bytes: int) -> tupl
     except RuntimeError as error:
         raise OSError(f"--serve.grpc_port={port}: {error}") from error
     await server.start()
-    return server, bound
+    try:
+        yield bound
+    finally:
+        await server.stop(grace=None)

@@ -6,16 +6,16 @@ or by a text that says what is wrong with it.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 
 import msgpack
 import numpy as np
 from prometheus_client import generate_latest
-from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
@@ -53,10 +53,11 @@ def _unpacked(value: dict[Any, Any]) -> Any:
     return value
 
 
-async def listen(
+@asynccontextmanager
+async def listening(
     gateway: Gateway, host: str, port: int, max_bytes: int, is_healthy: Callable[[], Awaitable[bool]]
-) -> Server:
-    """Start to listen: openpi's protocol on any path, GET /healthz, GET /metrics."""
+) -> AsyncIterator[int]:
+    """Listen: openpi's protocol on any path, GET /healthz, GET /metrics. Yields the port; raises OSError if taken."""
 
     async def before(connection: ServerConnection, request: Request) -> Response | None:
         if request.path == "/healthz":
@@ -81,16 +82,16 @@ async def listen(
         except ValueError as error:
             await connection.close(1008, str(error)[:120])  # a reason has at most 123 bytes
             return
-        with gateway.sessions.labels("openpi").track_inprogress(), contextlib.suppress(ConnectionClosed):
+        with gateway.sessions.labels("openpi").track_inprogress(), suppress(ConnectionClosed):
             await connection.send(pack({"session": session.name, **session.interface.describe()}))
             async for data in connection:
                 await connection.send(await _answer(gateway, session, data))
 
     # No browser connects: a page that the user looks at must not reach this machine's own ports. Few messages are read
     # ahead, since each may be as long as the limit.
-    return await serve(
-        handle, host, port, process_request=before, origins=[None], max_size=max_bytes, max_queue=2, compression=None
-    )
+    options: Any = {"origins": [None], "max_size": max_bytes, "max_queue": 2, "compression": None}
+    async with serve(handle, host, port, process_request=before, **options) as server:
+        yield next(iter(server.sockets)).getsockname()[1]
 
 
 async def _answer(gateway: Gateway, session: Session, data: bytes | str) -> bytes | str:

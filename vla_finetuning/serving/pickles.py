@@ -15,15 +15,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-_HELPERS = "lerobot.async_inference.helpers"
-_MULTIARRAY = ("numpy._core.multiarray", "numpy.core.multiarray")  # of numpy 2 and 1
+# As LeRobot 0.6.1 and numpy 2 name them.
 KNOWN = {
-    (_HELPERS, "TimedObservation"),
-    (_HELPERS, "RemotePolicyConfig"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    *((module, name) for module in _MULTIARRAY for name in ("_reconstruct", "scalar")),
-    *((module, "_frombuffer") for module in ("numpy._core.numeric", "numpy.core.numeric")),
+    "lerobot.async_inference.helpers": {"TimedObservation", "RemotePolicyConfig"},
+    "numpy": {"ndarray", "dtype"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.numeric": {"_frombuffer"},
 }
 _NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 
@@ -49,7 +46,7 @@ class _Reader(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in KNOWN:
+        if name not in KNOWN.get(module, ()):
             raise ValueError(
                 f"the message names {module}.{name}, which no message of LeRobot's robot_client needs: refused"
             )

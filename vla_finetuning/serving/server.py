@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,9 +100,8 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
     """
     config, options = service.config, service.config.serve
     name = f"policy-{options.port}"
-    sources = service.sources
-    if not cluster.is_local():
-        sources = {robot: source.shared() for robot, source in sources.items()}
+    shared = not cluster.is_local()
+    sources = {robot: source.shared() if shared else source for robot, source in service.sources.items()}
     on_gpu = any(source.device == "cuda" for source in sources.values())
     replica: Any = Replica  # `serve.deployment` has made it one
     deployment = replica.options(
@@ -119,11 +118,8 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
     batches = Batches(handle, options.replicas, options.batch_size, options.wait_ms / 1000, timeout_s)
     gateway = Gateway(service.interfaces, batches, config.seed, read_token())
 
-    async def is_healthy() -> bool:
-        return await asyncio.to_thread(count_replicas, name) > 0
-
     try:
-        async with listening(gateway, options, is_healthy) as addresses:
+        async with listening(gateway, options, partial(asyncio.to_thread, runs, name)) as addresses:
             yield addresses
     finally:
         await asyncio.to_thread(serve.delete, name)
@@ -134,24 +130,21 @@ async def listening(
     gateway: Gateway, options: ServeOptions, is_healthy: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[Addresses]:
     """Speak both protocols. Raises OSError if a port is taken."""
-    max_bytes = int(options.max_message_mb * 1e6)
-    async with await openpi.listen(gateway, options.host, options.port, max_bytes, is_healthy) as websockets:
-        port = next(iter(websockets.sockets)).getsockname()[1]
-        if options.grpc_port is None:
-            yield Addresses(options.host, port, None)
-            return
-        grpc_server, grpc_port = await lerobot.listen(gateway, options.host, options.grpc_port, max_bytes)
-        try:
-            yield Addresses(options.host, port, grpc_port)
-        finally:
-            await grpc_server.stop(grace=None)
+    max_bytes, grpc_port = int(options.max_message_mb * 1e6), None
+    async with AsyncExitStack() as stack:
+        websockets = openpi.listening(gateway, options.host, options.port, max_bytes, is_healthy)
+        port = await stack.enter_async_context(websockets)
+        if options.grpc_port is not None:
+            robots = lerobot.listening(gateway, options.host, options.grpc_port, max_bytes)
+            grpc_port = await stack.enter_async_context(robots)
+        yield Addresses(options.host, port, grpc_port)
 
 
-def count_replicas(name: str) -> int:
-    """Count the replicas of an application that run."""
+def runs(name: str) -> bool:
+    """Return whether a replica of an application runs."""
     application = serve.status().applications.get(name)
-    states = [deployment.replica_states for deployment in application.deployments.values()] if application else []
-    return sum(state.get(ReplicaState.RUNNING, 0) for state in states)
+    deployments = application.deployments.values() if application else []
+    return any(deployment.replica_states.get(ReplicaState.RUNNING) for deployment in deployments)
 
 
 async def serve_until_stopped(service: Service) -> None:
