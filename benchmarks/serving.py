@@ -2,13 +2,13 @@
 
     python -m benchmarks.serving --policy outputs/demo/pretrained_model [--rounds 5] [--seconds 10] [--json FILE]
 
-Clients of openpi's protocol send an observation when they have the actions for the last one, without a pause. Servers,
-numbers of clients and the policy in process take turns, `--rounds` times, so that they share what else the machine
-does. Latencies are of all rounds; rates are medians of rounds; a row of the result also has the mean size of batches.
+Clients of openpi's and of LeRobot's protocol send an observation when they have the actions for the last one, without a
+pause. Servers, numbers of clients and the policy in process take turns, `--rounds` times, so that they share what else
+the machine does, after one that does not count. Latencies are of all rounds; rates are medians of rounds.
 
-    in process       the policy called for one observation after the other, and for 8 and 32 at once
-    server           `serve.py` with 1, 8 and 32 clients
-    one at a time    `serve.py --serve.batch_size 1` with 32 clients
+    in process                the policy called for one observation after the other, and for 8 and 32 at once
+    openpi, LeRobot           `serve.py` with 1, 8 and 32 clients of a protocol
+    one at a time             `serve.py --serve.batch_size 1` with 32 clients of openpi's
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import multiprocessing
 import os
+import pickle
 import shlex
 import signal
 import subprocess
@@ -26,12 +27,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import grpc
 import numpy as np
 from websockets.asyncio.client import connect
 
@@ -40,28 +42,60 @@ from vla_finetuning.terminal import print_safe
 
 CLIENTS = (1, 8, 32)
 START_S = 300.0
+PORT, ALONE_PORT = 18000, 18100  # of openpi's protocol, with batches and without; LeRobot's is the next one
 
 
-Answers = list[tuple[float, int]]  # seconds that each took, and rows of its batch
+Exchange = Callable[[], Awaitable[Any]]
 
 
-def ask(port: int, clients: int, seconds: float, message: bytes) -> Answers:
-    """Return all answers that so many clients got. Runs in a process of its own."""
+async def connect_openpi(stack: AsyncExitStack, port: int, message: bytes) -> Exchange:
+    """Connect a client of openpi's protocol; return what sends the message and waits for its actions."""
+    connection = await stack.enter_async_context(
+        connect(f"ws://127.0.0.1:{port}", compression=None, max_size=None, open_timeout=None)
+    )
+    await connection.recv()
 
-    async def client() -> Answers:
-        answers = []
-        async with connect(f"ws://127.0.0.1:{port}", compression=None, max_size=None) as connection:
-            await connection.recv()
+    async def exchange() -> None:
+        await connection.send(message)
+        if isinstance(answer := await connection.recv(), str):
+            raise RuntimeError(answer)
+
+    return exchange
+
+
+async def connect_lerobot(stack: AsyncExitStack, port: int, setup: bytes, message: bytes) -> Exchange:
+    """Connect a client of LeRobot's protocol, as `connect_openpi`; `setup` says what robot it is."""
+    # Here: a process that asks by openpi's protocol imports no torch.
+    from lerobot.transport import services_pb2 as messages
+    from lerobot.transport.services_pb2_grpc import AsyncInferenceStub
+    from lerobot.transport.utils import send_bytes_in_chunks
+
+    # Without the option clients of one process share a connection, and a connection is a client.
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port + 1}", [("grpc.use_local_subchannel_pool", 1)])
+    stub: Any = AsyncInferenceStub(await stack.enter_async_context(channel))
+    await stub.SendPolicyInstructions(messages.PolicySetup(data=setup))
+
+    async def exchange() -> None:
+        await stub.SendObservations(send_bytes_in_chunks(message, messages.Observation, silent=True))
+        if not (await stub.GetActions(messages.Empty())).data:
+            raise RuntimeError("no actions came within the server's time")
+
+    return exchange
+
+
+def ask(connect: Callable[..., Awaitable[Exchange]], clients: int, seconds: float, *arguments: Any) -> list[float]:
+    """Return the seconds that each answer took which so many clients got. Runs in a process of its own."""
+
+    async def client() -> list[float]:
+        async with AsyncExitStack() as stack:
+            exchange, answers = await connect(stack, *arguments), []
             ends = time.perf_counter() + seconds
             while (began := time.perf_counter()) < ends:
-                await connection.send(message)
-                if isinstance(answer := await connection.recv(), str):
-                    raise RuntimeError(answer)
-                took = time.perf_counter() - began
-                answers.append((took, msgpack.unpackb(answer)["batch_rows"]))
+                await exchange()
+                answers.append(time.perf_counter() - began)
         return answers
 
-    async def together() -> Answers:
+    async def together() -> list[float]:
         return sum(await asyncio.gather(*(client() for _ in range(clients))), [])
 
     return asyncio.run(together())
@@ -70,7 +104,7 @@ def ask(port: int, clients: int, seconds: float, message: bytes) -> Answers:
 @contextmanager
 def server(folder: Path, port: int, batch_size: int) -> Iterator[None]:
     """Start `serve.py`, on a Ray of its own."""
-    flags = [f"--policy.path={folder}", f"--serve.port={port}", "--serve.grpc_port=null", "--use_gpu=false"]
+    flags = [f"--policy.path={folder}", f"--serve.port={port}", f"--serve.grpc_port={port + 1}", "--use_gpu=false"]
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as ray_dir, tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "serve.py", *flags, f"--serve.batch_size={batch_size}"]
         # At Ray's own niceness, 15, the replica would have what the policy in process leaves of a busy machine.
@@ -96,6 +130,27 @@ def _is_healthy(port: int) -> bool:
         return False
 
 
+def make_messages(interface: Any) -> tuple[dict[str, Any], bytes, bytes]:
+    """Return a random observation that a policy sees; and LeRobot's messages: what robot it is of, and the same one."""
+    from lerobot.async_inference.helpers import RemotePolicyConfig, TimedObservation
+    from lerobot.utils.constants import OBS_IMAGES, OBS_STATE
+
+    facts, rng = interface.facts, np.random.default_rng(0)
+    images = {}
+    for name in interface.cameras:
+        camera = facts.get("cameras", {}).get(name, {})
+        images[name] = rng.integers(0, 256, (camera.get("height", 224), camera.get("width", 224), 3), np.uint8)
+    joints = [str(joint) for joint in facts.get(OBS_STATE, range(interface.vectors[OBS_STATE]))]
+    task = next(iter(facts.get("instructions", [])), "go")
+    setup = RemotePolicyConfig(
+        interface.policy_type, "any", {**dict.fromkeys(images, {}), OBS_STATE: {"names": joints}}, interface.chunk_size
+    )
+    raw = {name.removeprefix(f"{OBS_IMAGES}."): image for name, image in images.items()} | {"task": task}
+    observation = TimedObservation(0.0, 0, {**raw, **dict.fromkeys(joints, 0.0)}, must_go=True)
+    message = {**images, OBS_STATE: np.zeros(len(joints), np.float32), "prompt": task}
+    return message, pickle.dumps(setup), pickle.dumps(observation)
+
+
 def measure(folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
     """Return latencies in ms and rates, by what answered."""
     # Here: the process that asks imports none of it.
@@ -106,59 +161,46 @@ def measure(folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
 
     service = resolve_service(parse_serve([f"--policy.path={folder}", "--serve.port=0", "--serve.grpc_port=0"]))
     ((robot, interface),) = service.interfaces.items()
-    cameras = interface.facts.get("cameras", {})
-    sizes = {name: (cameras.get(name, {}).get("height", 224), cameras.get(name, {}).get("width", 224), 3)
-             for name in interface.cameras}  # fmt: skip
-    rng = np.random.default_rng(0)
-    message: dict[str, Any] = {name: rng.integers(0, 256, size, dtype=np.uint8) for name, size in sizes.items()}
-    message |= {name: np.zeros(width, np.float32) for name, width in interface.vectors.items()}
-    message["prompt"] = next(iter(interface.facts.get("instructions", [])), "go")
+    message, *lerobots = make_messages(interface)
+    openpis = pack(message)
     observation, instruction = interface.read(message)
     player = service.sources[robot].load(1)
 
-    def in_process(rows: int) -> Answers:
-        answers: Answers = []
+    def in_process(rows: int) -> list[float]:
+        answers: list[float] = []
         ends, many = time.perf_counter() + seconds, concatenate([observation] * rows)
         while (began := time.perf_counter()) < ends:
             player(many, [instruction] * rows, [(0, "session", 0, row) for row in range(rows)])
-            answers += [(time.perf_counter() - began, rows)] * rows
+            answers += [time.perf_counter() - began] * rows
         return answers
 
-    answers: dict[str, Answers] = defaultdict(list)
+    answers: dict[str, list[float]] = defaultdict(list)
     rates: dict[str, list[float]] = defaultdict(list)
-    port = 18000
     with ExitStack() as stack:
-        for number, batch_size in ((port, 32), (port + 1, 1)):
-            stack.enter_context(server(folder, number, batch_size))
-        pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(1))
-        for asked in (port, port + 1):  # what is imported and allocated by the first
-            pool.apply(ask, (asked, 32, 3.0, pack(message)))
-        in_process(1)
-        for _ in range(rounds):
-            turns: list[tuple[str, Any]] = [(f"in process, {n} at once", lambda n=n: in_process(n)) for n in CLIENTS]
-            turns += [
-                (f"server, {n} clients", lambda n=n: pool.apply(ask, (port, n, seconds, pack(message))))
-                for n in CLIENTS
-            ]
-            turns.append(("one at a time, 32 clients", lambda: pool.apply(ask, (port + 1, 32, seconds, pack(message)))))
-            for name, turn in turns:
-                began = time.perf_counter()
-                found = turn()
-                answers[name] += found
-                rates[name].append(len(found) / (time.perf_counter() - began))
-                seconds_of, rows = np.array(found).T
-                print_safe(
-                    f"{name:26} {rates[name][-1]:7.1f} a second, median {1000 * np.median(seconds_of):6.1f} ms, "
-                    f"in batches of {rows.mean():.1f}"
-                )
+        for port, batch_size in ((PORT, 32), (ALONE_PORT, 1)):
+            stack.enter_context(server(folder, port, batch_size))
+        served = stack.enter_context(multiprocessing.get_context("spawn").Pool(1)).apply
+        turns: dict[str, Callable[[], list[float]]] = {}
+        for n in CLIENTS:
+            turns[f"in process, {n} at once"] = partial(in_process, n)
+            turns[f"openpi, {n} clients"] = partial(served, ask, (connect_openpi, n, seconds, PORT, openpis))
+            turns[f"LeRobot, {n} clients"] = partial(served, ask, (connect_lerobot, n, seconds, PORT, *lerobots))
+        turns["one at a time, 32 clients"] = partial(served, ask, (connect_openpi, 32, seconds, ALONE_PORT, openpis))
+        for number in range(rounds + 1):
+            for name, turn in turns.items():
+                began, took = time.perf_counter(), turn()
+                if number == 0:
+                    continue  # with what is imported and allocated by the first
+                answers[name] += took
+                rates[name].append(len(took) / (time.perf_counter() - began))
+                print_safe(f"{name:26} {rates[name][-1]:7.1f} a second, median {1000 * np.median(took):6.1f} ms")
     return {
         name: {
             "rate": float(np.median(rates[name])),
-            **{f"p{q}_ms": float(1000 * np.percentile([took for took, _ in found], q)) for q in (50, 95, 99)},
-            "batch_rows": float(np.mean([rows for _, rows in found])),
-            "answers": len(found),
+            **{f"p{q}_ms": float(1000 * np.percentile(took, q)) for q in (50, 95, 99)},
+            "answers": len(took),
         }
-        for name, found in answers.items()
+        for name, took in answers.items()
     }
 
 
@@ -170,21 +212,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    found = measure(options.policy, options.rounds, options.seconds)
+    results = measure(options.policy, options.rounds, options.seconds)
     from diagnostics.report import Environment
 
+    together = results["openpi, 32 clients"]["rate"] / results["one at a time, 32 clients"]["rate"]
+    inside = results["in process, 1 at once"]["p50_ms"]
+    costs = {name: results[f"{name}, 1 clients"]["p50_ms"] - inside for name in ("openpi", "LeRobot")}
     result = {
         "command": shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]]),
         "environment": Environment.here().model_dump(),
         "load_before": load,
-        "results": found,
-        "together_against_one_at_a_time": found["server, 32 clients"]["rate"]
-        / found["one at a time, 32 clients"]["rate"],
-        "server_against_in_process_ms": found["server, 1 clients"]["p50_ms"] - found["in process, 1 at once"]["p50_ms"],
+        "results": results,
+        "together_against_one_at_a_time": together,
+        "server_against_in_process_ms": costs,
     }
     if options.json:
         write_json(options.json, result)
-    print_safe(f"together against one at a time: {result['together_against_one_at_a_time']:.2f} times the rate")
+    print_safe(f"together against one at a time: {together:.2f} times the rate")
 
 
 if __name__ == "__main__":
