@@ -4,6 +4,7 @@ import asyncio
 import os
 import pickle
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -105,6 +106,7 @@ def test_another_robot_is_refused_before_it_moves(addresses, setup, error):
         (observation(x="far"), "observation's x are no numbers"),
         (observation(task=7), "needs an instruction"),
         (observation(step=-1), "timestep -1: expected a whole number"),
+        (TimedObservation(timestamp="noon", timestep=0, observation={}), "timestamp 'noon': expected seconds"),
         (b"\x80\x04.", "no pickle of TimedObservation"),
     ],
 )
@@ -182,6 +184,9 @@ def test_an_observation_above_the_limit_is_refused_and_the_session_goes_on(servi
             stub.send(observation(top=np.zeros((200, 200, 3), np.uint8)))
         stub.send(observation())
         assert len(stub.receive()) == 5
+        page = urllib.request.urlopen(f"http://127.0.0.1:{addresses.port}/metrics").read().decode()
+    for outcome in ("refused", "ok"):
+        assert f'vla_requests_total{{outcome="{outcome}",robot=""}} 1.0' in page
 
 
 # ---- pickles --------------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ import hmac
 import itertools
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from vla_finetuning.envs.protocol import Observation
 from vla_finetuning.rollouts.player import Key
 from vla_finetuning.serving.observations import Interface
 from vla_finetuning.serving.replicas import Answer, Batches, Request
@@ -82,23 +83,28 @@ class Gateway:
         named = parse_qs(parts.query).get("session")
         return Session(self._interfaces[robot], named[0] if named else f"connection {next(self._numbers)}")
 
-    async def decide(self, session: Session, message: Mapping[Any, Any], decision: int | None = None) -> Answer:
-        """Return the actions for an observation.
+    @contextmanager
+    def reading(self, session: Session) -> Iterator[None]:
+        """Count an observation as refused where reading it, in the block, raises ValueError."""
+        try:
+            yield
+        except ValueError:
+            self._requests.labels(session.interface.robot, "refused").inc()
+            raise
+
+    async def decide(
+        self, session: Session, observation: Observation, instruction: str, decision: int | None = None
+    ) -> Answer:
+        """Return the actions for what `Interface.read` has read.
 
         The same session, decision and observation give the same actions, on whatever replica.
 
         Args:
             decision: its number; the session's next one when absent. One that fails is not counted.
         Raises:
-            ValueError: the observation is not one that the policy sees.
             RuntimeError: it could not be computed; the session goes on.
         """
         robot, started = session.interface.robot, time.perf_counter()
-        try:
-            observation, instruction = session.interface.read(message)
-        except ValueError:
-            self._requests.labels(robot, "refused").inc()
-            raise
         key: Key = (self._seed, session.name, 0, session.decisions if decision is None else decision)
         answer = await self._batches.compute(Request(robot, observation, instruction, key))
         if not isinstance(answer, Answer):

@@ -22,6 +22,7 @@ from lerobot.async_inference.helpers import TimedAction
 from lerobot.transport import services_pb2, services_pb2_grpc
 from lerobot.utils.constants import OBS_IMAGES, OBS_STATE
 
+from vla_finetuning.envs.protocol import Observation
 from vla_finetuning.serving.gateway import AuthenticationError, Gateway, Session
 from vla_finetuning.serving.pickles import read_pickle
 
@@ -34,13 +35,14 @@ TOKEN_REMEDY = "--pretrained_name_or_path='ROBOT?token=SECRET'"
 
 
 @dataclass(frozen=True)
-class _Observation:
-    """What a robot has sent: by the names of datasets, at a step and time of its own; `must_go`: it waits."""
+class _Seen:
+    """What a robot has sent, at a step and time of its own; `must_go`: it waits."""
 
     step: int
     timestamp: float
     must_go: bool
-    message: Mapping[str, Any]
+    observation: Observation
+    instruction: str
 
 
 @dataclass
@@ -56,7 +58,7 @@ class _Client:
     joints: list[str]
     cameras: list[str]
     actions: int
-    newest: asyncio.Queue[_Observation] = field(default_factory=lambda: asyncio.Queue(1))
+    newest: asyncio.Queue[_Seen] = field(default_factory=lambda: asyncio.Queue(1))
     decided: set[int] = field(default_factory=set)
 
     @classmethod
@@ -82,8 +84,8 @@ class _Client:
         client.read({**dict.fromkeys(joints, 0.0), **dict.fromkeys(cameras, np.zeros((8, 8, 3), np.uint8)), "task": ""})
         return client
 
-    def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a robot sends by the names of datasets. Raises ValueError unless the policy can see it."""
+    def read(self, raw: Mapping[str, Any]) -> tuple[Observation, str]:
+        """Read what a robot sends by its own names, as `Interface.read`."""
         if missing := [name for name in (*self.joints, *self.cameras) if name not in raw]:
             raise ValueError(f"the observation lacks {', '.join(missing)}, of which the robot spoke when it connected")
         if wrong := [joint for joint in self.joints if not isinstance(raw[joint], (int, float, np.number))]:
@@ -91,8 +93,7 @@ class _Client:
         message = {f"{OBS_IMAGES}.{name}": raw[name] for name in self.cameras} | {"task": raw.get("task", "")}
         if self.joints:
             message[OBS_STATE] = np.array([raw[joint] for joint in self.joints], np.float32)
-        self.session.interface.read(message)
-        return message
+        return self.session.interface.read(message)
 
 
 class Servicer(services_pb2_grpc.AsyncInferenceServicer):
@@ -129,23 +130,25 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
         """Take an observation in place of an older one."""
         async with _answered(context):
             client, data = self._client(context), bytearray()
-            async for piece in request_iterator:
-                data += piece.data
-                if len(data) > self._max_bytes:
-                    raise ValueError(
-                        f"an observation has more than {self._max_bytes:,} bytes, --serve.max_message_mb of the server"
-                    )
-            sent = read_pickle(bytes(data), "TimedObservation")
-            step, raw, must_go = sent.get("timestep"), sent.get("observation"), bool(sent.get("must_go"))
-            if type(step) is not int or step < 0:
-                raise ValueError(f"an observation has the timestep {step!r}: expected a whole number, at least 0")
-            if not isinstance(raw, dict):
-                raise ValueError(f"an observation is {type(raw).__name__}: expected values by name")
-            message = client.read(raw)  # refused here, where the client is told
-            if must_go or step not in client.decided:
+            with self._gateway.reading(client.session):  # refused here, where the client is told
+                async for piece in request_iterator:
+                    data += piece.data
+                    if len(data) > self._max_bytes:
+                        limit = f"{self._max_bytes:,} bytes, --serve.max_message_mb of the server"
+                        raise ValueError(f"an observation has more than {limit}")
+                sent = read_pickle(bytes(data), "TimedObservation")
+                step, timestamp, raw = sent.get("timestep"), sent.get("timestamp"), sent.get("observation")
+                if type(step) is not int or step < 0:
+                    raise ValueError(f"an observation has the timestep {step!r}: expected a whole number, at least 0")
+                if not isinstance(timestamp, (int, float)):
+                    raise ValueError(f"an observation has the timestamp {timestamp!r:.100}: expected seconds")
+                if not isinstance(raw, dict):
+                    raise ValueError(f"an observation is {type(raw).__name__}: expected values by name")
+                seen = _Seen(step, timestamp, bool(sent.get("must_go")), *client.read(raw))
+            if seen.must_go or step not in client.decided:
                 if client.newest.full():
                     client.newest.get_nowait()
-                client.newest.put_nowait(_Observation(step, float(sent.get("timestamp") or 0), must_go, message))
+                client.newest.put_nowait(seen)
         return services_pb2.Empty()
 
     async def GetActions(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -158,7 +161,7 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
                 return services_pb2.Actions()
             if seen.step in client.decided and not seen.must_go:  # it came while its actions were computed
                 return services_pb2.Actions()
-            answer = await self._gateway.decide(client.session, seen.message, seen.step)
+            answer = await self._gateway.decide(client.session, seen.observation, seen.instruction, seen.step)
             client.decided.add(seen.step)
             frame_s = 1 / float(client.session.interface.facts.get("fps", FPS))
             chunk = torch.from_numpy(np.array(answer.actions[: client.actions]))

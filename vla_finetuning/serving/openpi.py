@@ -98,7 +98,9 @@ async def _answer(gateway: Gateway, session: Session, data: bytes | str) -> byte
     """Return the answer to an observation, or a text that says what is wrong with it."""
     began = time.perf_counter()
     try:
-        answer = await gateway.decide(session, unpack(data if isinstance(data, bytes) else b""))
+        with gateway.reading(session):
+            seen = session.interface.read(unpack(data if isinstance(data, bytes) else b""))
+        answer = await gateway.decide(session, *seen)
     except (ValueError, RuntimeError) as error:
         return str(error)
     timing = {"infer_ms": 1e3 * answer.seconds, "total_ms": 1e3 * (time.perf_counter() - began)}
