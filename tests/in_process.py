@@ -1,15 +1,22 @@
-"""The training loop in this process, on a run's own rows, for the tests of what watches it: no Ray."""
+"""The training loop in this process, or by ranks of several, on a run's own rows: no Ray."""
 
 import contextlib
 import gc
+import json
 import logging
+import multiprocessing
+import os
+import tempfile
+import threading
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import ray
 import torch
+import torch.distributed as dist
 
 import vla
 from tests.datasets import make_dataset
@@ -71,6 +78,80 @@ class Shard:
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
             position = dealt.rows(micro)
             yield collate_fn({**rows, "position": position, **self._batch_columns(micro, len(position))})
+
+
+class RunRows:
+    """Stands in for Ray's shard of the dataset: a rank's own rows, in the plan's order, prepared as they would be."""
+
+    def __init__(self, run, rank=0, world=1, first_step=0):
+        self._run, self._data = run, vla.build_dataset(run)
+        self._dealt, self._first = schedule(run, rank, world), first_step
+
+    def iter_torch_batches(self, *, batch_size, collate_fn, **_):
+        source = self._data.read(stream=(0, self._run.rows.last_row))
+        micros = range(self._first, self._run.rows.last_row // (batch_size * self._dealt.world))
+        positions = np.concatenate([self._dealt.rows(micro) for micro in micros])
+        for micro, rows in zip(micros, source.read_rows(positions.tolist(), batch_size), strict=True):
+            yield collate_fn({**self._data.prepare(rows), "position": self._dealt.rows(micro)})
+
+
+def schedule(run, rank, world):
+    return RankSchedule(run.job.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
+
+
+class Rank(Worker):
+    """A worker of the process group of `in_ranks`, or alone.
+
+    A checkpoint is written by `thread`, as Ray Train does, whose errors come to `errors`.
+    """
+
+    def __init__(self, rank=0, world=1, shard=None):
+        super().__init__(CPU, shard)
+        self.rank, self.world, self.errors, self.thread = rank, world, SimpleQueue(), None
+
+    def broadcast(self, value):
+        values = [value]
+        if dist.is_initialized():
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def report(self, metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, **_):
+        def upload():
+            try:
+                checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
+            except Exception as error:
+                self.errors.put(error)
+
+        if checkpoint_upload_fn is not None:
+            self.thread = threading.Thread(target=upload)
+            self.thread.start()
+
+
+def alone(run, first_step=0):
+    """Return a worker that trains a run by itself, on its own rows, and writes its checkpoints."""
+    return Rank(shard=RunRows(run, first_step=first_step))
+
+
+def in_ranks(function, *args, world):
+    """Call `function(rank, world, *args)` in each of `world` processes of a process group; return what JSON keeps.
+
+    The processes are forked from one that has imported everything.
+    """
+    multiprocessing.set_forkserver_preload([__name__, function.__module__])
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"nprocs": world, "start_method": "forkserver"}
+        torch.multiprocessing.start_processes(_rank, (world, folder, function, args), **options)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def _rank(rank, world, folder, function, args):
+    torch.set_num_threads(1)
+    # LeRobot's accelerate looks there, and joins the group that it finds.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    Path(folder, f"{rank}.json").write_text(json.dumps(function(rank, world, *args)))
+    dist.destroy_process_group()
 
 
 class GivenTime:

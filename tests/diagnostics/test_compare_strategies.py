@@ -8,7 +8,6 @@ from diagnostics import compare_strategies
 from diagnostics.compare_strategies import Spreading, StrategiesReport
 from diagnostics.report import Environment
 from tests import in_process
-from tests.training.test_parallel import Rank
 from vla_finetuning.training.memory import GIB, StepMemory
 
 
@@ -33,7 +32,7 @@ def test_a_strategy_that_does_not_fit_by_its_plan_is_left_out(run, monkeypatch):
     monkeypatch.setattr(compare_strategies, "planned_memory", planned_memory)
     monkeypatch.setattr(compare_strategies, "_measure", measure)
     monkeypatch.setattr(compare_strategies, "_gpu_bytes", lambda device: 79 * GIB)
-    found = compare_strategies.compare(run, ["ddp", "fsdp2", "fsdp2_reshard"], 2, Rank(0, 1))
+    found = compare_strategies.compare(run, ["ddp", "fsdp2", "fsdp2_reshard"], 2, in_process.Rank())
     assert [s.planned_bytes // GIB for s in found.spreadings] == [84, 44, 34]
     report = StrategiesReport(
         environment=Environment.here(),

@@ -27,7 +27,6 @@ from tests.datasets import make_dataset
 from tests.golden.records import record
 from tests.tiny import make_base
 from tests.tiny_backbones import KINDS
-from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args, parse_value
 from vla_finetuning.plan.resolve import resolve
@@ -185,7 +184,7 @@ def train(
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         run = resolve_value(parse_value(argv), 0).training if of_value else resolve(parse_args(argv), gpus_found=0)
-        optimizer = in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
+        optimizer = in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
         save(output / "trained.safetensors", optimizer.named())
         save(output / "average.safetensors", optimizer.named_average())
         if not of_value:

@@ -23,7 +23,6 @@ from tests import in_process, planted
 from tests.datasets import make_dataset, one_after_the_other
 from tests.planted import Fault
 from tests.tiny_backbones import KINDS
-from tests.training.test_as_lerobot import Alone
 from util import DeviceMetrics
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT
 from vla_finetuning.data import quantiles
@@ -308,7 +307,7 @@ def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_si
             apart = loss_of(own)(tensors(prepared), noise[mine], time[mine], per_row=True)
             torch.testing.assert_close(together[mine], apart, rtol=2e-5, atol=2e-6)
 
-        in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
+        in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
         export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.drawn)
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert all(lines[-1]["loss_by_robot"][name] > 0 for name in ("arm", "gantry"))

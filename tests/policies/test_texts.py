@@ -12,7 +12,7 @@ import vla
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
-from tests.training.test_as_lerobot import Alone, resolved
+from tests.training.test_as_lerobot import resolved
 from util import NumpyToTorchCollate, cuda_prefetcher
 from vla_finetuning.columns import TASK_BYTES
 from vla_finetuning.evaluation.open_loop import open_loop_errors
@@ -99,7 +99,7 @@ def test_lerobot_loads_what_is_exported_and_is_told_different_things(dataset, tm
         camera = "observation.images.image"  # which FastWAM has from the start
         run = resolved(dataset, kind, tmp_path, steps=1, rename_map=json.dumps({"observation.images.top": camera}))
         assert list(run.policy.config.image_features) == [camera]
-        trained = in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter).named()
+        trained = in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter).named()
         export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {})
         folder = run.job.output_dir / "pretrained_model"
         policy = get_policy_class(kind).from_pretrained(folder)

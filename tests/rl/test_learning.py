@@ -12,16 +12,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lerobot.envs.utils import preprocess_observation
 from lerobot.policies.factory import make_pre_post_processors
 from safetensors.torch import load_file
 
 import grpo
 from tests.evaluation import several  # noqa: F401  # registers an environment with lists of initial states
-from tests.in_process import TINY
+from tests.in_process import CPU, TINY, Rank, in_ranks
 from tests.tiny import make_config
-from tests.training.test_parallel import broadcast, meet, processes
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.protocol import concatenate
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
@@ -44,9 +42,6 @@ from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model
-from vla_finetuning.training.worker import Worker
-
-CPU = torch.device("cpu")
 
 
 class LocalRollouts:
@@ -96,21 +91,6 @@ class LocalRollouts:
 
     def close(self):
         pass
-
-
-class Rank(Worker):
-    """A rank of several processes, whose checkpoints are written at once."""
-
-    def __init__(self, rank, world):
-        super().__init__(CPU)
-        self.rank, self.world = rank, world
-
-    def broadcast(self, value):
-        return broadcast(value)
-
-    def report(self, metrics, checkpoint=None, checkpoint_upload_fn=None, checkpoint_dir_name=None, **_):
-        if checkpoint_upload_fn is not None:
-            checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
 
 
 def train_as(run, rank=0, world=1):
@@ -441,10 +421,8 @@ def test_what_was_learned_is_exported(base, tmp_path):
     assert names and all(torch.equal(exported[name], learned[name]) for name in names)
 
 
-def two(rank, world, run, folder):
-    meet(rank, world, folder)
+def two(rank, world, run):
     train_as(run, rank, world)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -460,7 +438,7 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, metho
     changes |= {"grpo.method": method, "grpo.resample": resample, "grpo.kl": kl}
     whole, lines = train(resolved(base, tmp_path / "one", **changes))
     run = resolved(base, tmp_path / "two", **changes, **{"scaling.num_workers": 2})
-    processes(two, run, tmp_path, world=2)
+    in_ranks(two, run, world=2)
     found = saved(run)
     moments = [name for name in whole if name.startswith("exp_avg.")]
     largest = max(float(whole[name].abs().max()) for name in moments)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import grpo
-from tests.in_process import GivenTime
-from tests.rl.test_learning import LocalRollouts, Rank, make_base, resolved
+from tests.in_process import GivenTime, Rank
+from tests.rl.test_learning import LocalRollouts, make_base, resolved
 from util import TrainableOptimizer
 from vla_finetuning.rl import actor, learning, loop
 from vla_finetuning.rl.actor import Actor, StochasticActor
@@ -96,7 +96,7 @@ class Watched:
             patch.setattr(TrainableOptimizer, "step", updated)
             patch.setattr(loop, "train_step", trained)
             patch.setattr(loop.GrpoState, "take_step", iteration)
-            assert grpo.train(self.run, Rank(0, 1))
+            assert grpo.train(self.run, Rank())
         return [json.loads(line) for line in (self.run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
 
     def play(self, played, explores):

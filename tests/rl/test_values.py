@@ -15,7 +15,7 @@ from scipy.spatial import KDTree
 import value
 from tests.buckets import Bucket, forget, runs_bucket
 from tests.datasets import all_rows, make_dataset
-from tests.in_process import train
+from tests.in_process import RunRows, train
 from tests.tiny import make_base
 from vla_finetuning import mirror
 from vla_finetuning.data.metadata import load_metadata
@@ -33,7 +33,6 @@ from vla_finetuning.run.checkpoint import TRAINABLE, checkpoint_names, latest_ch
 from vla_finetuning.run.exported import LABELS_NAME
 from vla_finetuning.run.folder import FILMS, VALUES_NAME
 from vla_finetuning.training.model import build_model, build_optimizer, make_prepare
-from vla_finetuning.training.stream import RankSchedule
 
 EPISODES, SUCCESS = (6, 5, 9, 3, 7, 4), (1, 0, 1, 0, 1, 0)
 
@@ -198,27 +197,11 @@ def judge_here(setting, finished):
     return values
 
 
-class Stream:
-    """Stands in for Ray's shard of the dataset: the rows of a run's only worker, read in this process."""
-
-    def __init__(self, run):
-        self._run = run
-
-    def iter_torch_batches(self, *, batch_size, collate_fn, **_):
-        run = self._run
-        dealt = RankSchedule(batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
-        prepare, source = make_prepare(run.policy, run.rows), run.rows.source()
-        for micro in range(run.job.steps * run.job.batches_per_step):
-            positions = dealt.rows(micro)
-            (rows,) = source.read_rows(positions.tolist(), batch_size)
-            yield collate_fn({**prepare(rows), "position": positions})
-
-
 def test_two_workers_are_one_with_twice_the_batch(finished, setting):
     """The head that two processes trained through Ray, against the same four steps in this one."""
     changes = {"scaling.num_workers": 1, "grad_accum": 2, "eval_steps": 0}
     run = resolved(setting, "one", **changes).training
-    found = train(run, Stream(run)).named()
+    found = train(run, RunRows(run)).named()
     expected = load_file(latest_checkpoint(finished / "checkpoints") / f"{TRAINABLE}.safetensors")
     start, _ = build_model(run.policy, torch.device("cpu"))
     assert found.keys() == expected.keys()

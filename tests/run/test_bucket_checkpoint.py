@@ -6,13 +6,13 @@ import shutil
 import threading
 import time
 from dataclasses import replace
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.buckets import Bucket, forget, other_process, runs_bucket
+from tests.in_process import Rank
 from vla_finetuning import mirror, store
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.files import append_line, read_lines
@@ -34,7 +34,6 @@ from vla_finetuning.run.folder import checkpoint_to_resume
 from vla_finetuning.run.recovery import recover_local_checkpoints
 from vla_finetuning.store import StorageError, StoreAwayError, within
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
-from vla_finetuning.training.worker import Worker
 
 START = Progress(step=0, rows=0, stream={"seed": 0}, base={"digest": "x"}, mode="full", global_batch_size=8)
 
@@ -77,28 +76,10 @@ def rows(run, step):
     append_line(run / "rows" / "rank0.jsonl", f"rows of step {step}")
 
 
-class Rank(Worker):
-    """A worker whose checkpoints are written by a thread, as Ray Train does; errors are collected."""
-
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
-        self.errors = SimpleQueue()
-
-    def report(self, metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, **_):
-        def upload():
-            try:
-                checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
-            except Exception as error:
-                self.errors.put(error)
-
-        self.thread = threading.Thread(target=upload)
-        self.thread.start()
-
-
 class Training:
     """What trains, and its writer."""
 
-    def __init__(self, run, attempt, steps=100, timeout_s=600.0):
+    def __init__(self, run, attempt, steps=100, timeout_s=600.0, world=1):
         weight = torch.nn.Parameter(torch.zeros(3, 4))
         self.state = {"a.weight": weight.data}, {"exp_avg.a.weight": torch.zeros(3, 4)}
         optimizer = SimpleNamespace(
@@ -111,7 +92,7 @@ class Training:
             timeouts=Timeouts(collective=60.0, store=timeout_s),
             start=START,
         )
-        self.worker = Rank()
+        self.worker = Rank(world=world)
         self.writer = CheckpointWriter(job, optimizer, self.worker, attempt)
 
     def save(self, step):
@@ -177,8 +158,7 @@ def test_ranks_wait_for_one_that_sends_as_long_as_a_slow_upload_takes(run, monke
     gloo = SimpleNamespace(new_group=lambda backend, timeout: groups.append(timeout.total_seconds()))
     monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.dist", gloo)
     monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.SLOWEST_UPLOAD_BYTES_PER_S", 4)
-    monkeypatch.setattr(Rank, "world", 2)
-    Training(run, 0, timeout_s=600.0)
+    Training(run, 0, timeout_s=600.0, world=2)
     assert groups == [60 + 600 + 2 * 12 * 4 / 4]
 
 

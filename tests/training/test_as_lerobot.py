@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import json
-import os
 import shutil
-import traceback
 from dataclasses import replace
 from functools import cache, partial
 from operator import methodcaller
@@ -14,7 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from lerobot.configs.default import DatasetConfig
@@ -30,12 +27,11 @@ from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-import vla
 from tests import in_process
 from tests.datasets import make_dataset
+from tests.in_process import Rank, RunRows, alone, in_ranks, schedule
 from tests.tiny_backbones import EVO1, FASTWAM, KINDS, MOLMOACT2, SMOLVLA, VLA_JEPA, smolvlm
-from tests.training.test_parallel import meet, processes, report
-from util import NumpyToTorchCollate
+from util import NumpyToTorchCollate, full_tensor
 from vla_finetuning.columns import ROW_COLUMNS
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
@@ -46,50 +42,8 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model, make_prepare
-from vla_finetuning.training.stream import RankSchedule
-from vla_finetuning.training.worker import Worker
 
 STEPS, ROWS = 10, 2
-
-
-class Shard:
-    """Stands in for Ray's shard of the dataset: a rank's own rows, in the plan's order, prepared as they would be."""
-
-    def __init__(self, run, rank=0, world=1, first_step=0):
-        self._run, self._data = run, vla.build_dataset(run)
-        self._dealt, self._first = dealt(run, rank, world), first_step
-
-    def iter_torch_batches(self, *, batch_size, collate_fn, **_):
-        source = self._data.read(stream=(0, self._run.rows.last_row))
-        micros = range(self._first, self._run.rows.last_row // (batch_size * self._dealt.world))
-        positions = np.concatenate([self._dealt.rows(micro) for micro in micros])
-        for micro, rows in zip(micros, source.read_rows(positions.tolist(), batch_size), strict=True):
-            yield collate_fn({**self._data.prepare(rows), "position": self._dealt.rows(micro)})
-
-
-class Alone(Worker):
-    """A worker without others, whose checkpoints are written."""
-
-    def __init__(self, run, first_step=0):
-        super().__init__(torch.device("cpu"), Shard(run, first_step=first_step))
-        self.report = report
-
-
-class Rank(Worker):
-    """A worker of a process group of this file's own."""
-
-    def __init__(self, run, rank, world):
-        super().__init__(torch.device("cpu"), Shard(run, rank, world))
-        self.rank, self.world = rank, world
-
-    def broadcast(self, value):
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
-
-
-def dealt(run, rank, world):
-    return RankSchedule(run.job.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +71,13 @@ def resolved(root, kind, folder=None, **changes):
         **changes,
     }
     return resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
+
+
+def trained(run, rank=0, world=1):
+    """What a run trains, whole, by name, with random weights of its seed."""
+    torch.manual_seed(run.config.seed)
+    tensors = in_process.train(run, worker=Rank(rank, world, RunRows(run, rank, world))).named()
+    return {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
 
 def resolved_from(saved, root, kind, **changes):
@@ -156,13 +117,13 @@ def lerobots(run, root, rank=0, world=1, start=lambda policy: policy):
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     order = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows.last_row)])
     for step in range(run.job.steps):
-        index = order[dealt(run, rank, world).rows(step)]
+        index = order[schedule(run, rank, world).rows(step)]
         batch = torch.utils.data.default_collate([data[int(i)] for i in index])
         for key in data.meta.camera_keys:
             batch[key] = batch[key].to(torch.float32) / 255.0
         # What the policy draws, it draws from here.
         torch.manual_seed(run.config.seed * 1_000_003 + step * world + rank)
-        give_draws(accelerator.unwrap_model(policy), run, step, dealt(run, rank, world).rows_of_step(step, 0))
+        give_draws(accelerator.unwrap_model(policy), run, step, schedule(run, rank, world).rows_of_step(step, 0))
         update_policy(
             metrics,
             policy,
@@ -246,17 +207,16 @@ def own_difference(dataset):
 def test_ten_steps_are_lerobots_own(dataset, own_difference, kind, record_property):
     with KINDS[kind].here():
         run = resolved(dataset, kind)
-        torch.manual_seed(run.config.seed)
-        trained = in_process.train(run, Shard(run)).named()
+        ours = trained(run)
         policy, sampled = lerobots(run, dataset)
         expected = policy.state_dict()
-        assert trained.keys() - expected.keys() == family_of(run.policy.config).training_state().keys()
-        trained = {name: value for name, value in trained.items() if name in expected}
+        assert ours.keys() - expected.keys() == family_of(run.policy.config).training_state().keys()
+        ours = {name: value for name, value in ours.items() if name in expected}
         parts = family_of(policy.config).parts(policy)
         used = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-        assert trained.keys() >= {name for name in used if parts.get(name) != UNUSED}
+        assert ours.keys() >= {name for name in used if parts.get(name) != UNUSED}
         assert any(isinstance(part, torch.nn.BatchNorm2d) for part in policy.modules()) == (kind in BATCH_NORM)
-    found = relative(trained, expected)
+    found = relative(ours, expected)
     record_property("relative difference", max(found.values()))  # --junitxml writes it down
     limit = 1e-6 + 2 * own_difference(kind)
     assert {name: apart for name, apart in found.items() if apart > limit} == {}
@@ -291,11 +251,10 @@ def test_what_a_backbone_would_have_train_in_bfloat16_trains_in_float32(dataset,
 
     with KINDS[kind].here():
         run = resolved(dataset, kind, tmp_path)
-        torch.manual_seed(run.config.seed)
-        trained = in_process.train(run, Shard(run)).named()
+        ours = trained(run)
         expected = lerobots(run, dataset, start=rounded)[0].state_dict()
     assert torch.bfloat16 in found["lerobot"] <= {torch.bfloat16, torch.float32}
-    assert max(relative(trained, expected).values()) <= 1e-6
+    assert max(relative(ours, expected).values()) <= 1e-6
     assert f"weights that train are bfloat16 by the configuration of a '{kind}': all are made float32" in caplog.text
 
 
@@ -322,8 +281,8 @@ def test_a_run_starts_from_lerobots_folder_and_trains_adapters(dataset, tmp_path
         started = resolved_from(saved, dataset, kind)
         found, expected = started.policy.start().state_dict(), policy.state_dict()
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-        trained = in_process.train(started, Shard(started)).named()
-        assert any(not torch.equal(value, expected[name]) for name, value in trained.items() if name in expected)
+        moved = [not torch.equal(value, expected[name]) for name, value in trained(started).items() if name in expected]
+        assert any(moved)
 
         if rewrite := {"pi0": openpis, "pi05": openpis, "pi0_fast": openpis, "xvla": microsofts}.get(kind):
             file = saved / "model.safetensors"
@@ -341,13 +300,12 @@ def test_a_run_starts_from_lerobots_folder_and_trains_adapters(dataset, tmp_path
         else:
             layers = {} if lora == "own" else {"peft.target_modules": lora}
             adapted = resolved_from(saved, dataset, kind, **{"peft.r": 4, **layers})
-            trained = in_process.train(adapted, Shard(adapted))
-            started_at_zero = [value for name, value in trained.named().items() if "lora_B" in name]
-            assert any(value.any() for value in started_at_zero)
+            ours = trained(adapted)
+            assert any(value.any() for name, value in ours.items() if "lora_B" in name)  # which started at zero
             # As on a GPU, where what is frozen is cast.
             in_bfloat16 = resolved_from(saved, dataset, kind, **{"peft.r": 4, **layers, "train.precision": "bf16"})
-            found = in_process.train(in_bfloat16, Shard(in_bfloat16)).named()
-            assert found.keys() == trained.named().keys()
+            found = trained(in_bfloat16)
+            assert found.keys() == ours.keys()
             moved = [value for value in found.values() if value.is_floating_point()]
             assert all(value.dtype == torch.float32 and value.isfinite().all() for value in moved)
             assert any(value.any() for name, value in found.items() if "lora_B" in name)
@@ -376,7 +334,7 @@ def test_all_that_a_step_changes_is_saved_resumed_and_exported(dataset):
 
     run = run_to("whole", save_freq=3, keep_checkpoints=9)
     torch.manual_seed(run.config.seed)
-    whole = in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
+    whole = in_process.train(run, worker=alone(run), make_checkpoints=CheckpointWriter)
     policy = lerobots(run, dataset)[0]
     counted = policy.get_submodule(MODULE).optimized_steps
     assert whole.named()[f"{MODULE}.{COUNT}"].item() == counted == 5
@@ -387,7 +345,7 @@ def test_all_that_a_step_changes_is_saved_resumed_and_exported(dataset):
         resumed = run_to(f"from {step}")
         name = f"step_{step:08d}"
         shutil.copytree(run.job.checkpoints_dir / name, resumed.job.checkpoints_dir / name)
-        again = in_process.train(resumed, worker=Alone(resumed, step), make_checkpoints=CheckpointWriter)
+        again = in_process.train(resumed, worker=alone(resumed, step), make_checkpoints=CheckpointWriter)
         for name, value in {**again.named(), **again.state()}.items():
             assert torch.equal(value, everything[name]), name
 
@@ -411,7 +369,7 @@ def test_what_a_forward_computes_besides_the_loss_is_logged_under_lerobots_names
         return loss, values
 
     with in_process.tasks_here(), mock.patch.object(ACTPolicy, "forward", noted):
-        in_process.train(run, Shard(run))
+        in_process.train(run, RunRows(run))
     lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
     if exact_mean:  # the model alone computes it then, and the two terms are the loss
@@ -428,7 +386,7 @@ def test_what_a_forward_computes_besides_the_loss_is_logged_under_lerobots_names
 def test_a_held_out_loss_trains_no_codebook(dataset):
     run = resolved(dataset, "vqbet with GroupNorm")
     loss, _ = build_model(run.policy, torch.device("cpu"))
-    batch = next(Shard(run).iter_torch_batches(batch_size=ROWS, collate_fn=NumpyToTorchCollate(False)))
+    batch = next(RunRows(run).iter_torch_batches(batch_size=ROWS, collate_fn=NumpyToTorchCollate(False)))
     batch = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
     before = {name: value.clone() for name, value in loss.policy.state_dict().items()}
     loss.eval()
@@ -467,53 +425,41 @@ IN_PARTS = ("pi0", "smolvla")
 
 
 def both(rank, world, root, folder):
-    """What each of two processes finds of every type: how far it is from the same process of LeRobot's."""
-    meet(rank, world, folder)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    """How far each of two processes is from the same process of LeRobot's, from one worker, and in parts, by type."""
     found = {}
+
+    def run_of(name, kind, steps=FEW, **changes):
+        return resolved(root, kind, folder / f"{rank}{name}", steps=steps, **{"scaling.num_workers": world, **changes})
+
     for kind, tiny in KINDS.items():
-        try:
-            with tiny.here():
-                run = resolved(root, kind, folder / str(rank), **{"steps": FEW, "scaling.num_workers": world})
-                torch.manual_seed(run.config.seed)
-                trained = in_process.train(run, worker=Rank(run, rank, world)).named()
-                expected = lerobots(run, root, rank, world)[0].state_dict()
-                found[kind] = relative({name: trained[name] for name in trained if name in expected}, expected)
-                if kind in AS_ONE:
-                    if AS_ONE[kind]:
-                        run = resolved(
-                            *(root, kind, folder / f"{rank}-exact"),
-                            **{"steps": FEW, "scaling.num_workers": world, **AS_ONE[kind]},
-                        )
-                        torch.manual_seed(run.config.seed)
-                        trained = in_process.train(run, worker=Rank(run, rank, world)).named()
-                    options = {"steps": FEW, "batch_size": ROWS * world, **AS_ONE[kind]}
-                    alone = resolved(root, kind, folder / f"{rank}-alone", **options)
-                    torch.manual_seed(alone.config.seed)
-                    found[f"{kind}, one worker"] = relative(trained, in_process.train(alone, Shard(alone)).named())
-                if kind in IN_PARTS:
-                    whole = {}
-                    for strategy in ("ddp", "fsdp2_reshard"):
-                        options = {"train.mode": "full", "scaling.num_workers": world, "scaling.strategy": strategy}
-                        run = resolved(root, kind, folder / f"{rank}-{strategy}", steps=2, **options)
-                        torch.manual_seed(run.config.seed)
-                        trained = in_process.train(run, worker=Rank(run, rank, world)).named()
-                        whole[strategy] = {
-                            name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in trained.items()
-                        }
-                    found[f"{kind}, in parts"] = relative(whole["fsdp2_reshard"], whole["ddp"])
-        except Exception:
-            found[kind] = traceback.format_exc()
-            break  # the other process may wait for this one
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+        with tiny.here(), noting(kind):
+            run = run_of("", kind)
+            together = trained(run, rank, world)
+            expected = lerobots(run, root, rank, world)[0].state_dict()
+            found[kind] = relative({name: together[name] for name in together if name in expected}, expected)
+            if kind in AS_ONE:
+                if AS_ONE[kind]:
+                    together = trained(run_of("-exact", kind, **AS_ONE[kind]), rank, world)
+                options = {"batch_size": ROWS * world, "scaling.num_workers": 1, **AS_ONE[kind]}
+                found[f"{kind}, one worker"] = relative(together, trained(run_of("-alone", kind, **options)))
+            if kind in IN_PARTS:
+                runs = (run_of(f"-{way}", kind, 2, **{"scaling.strategy": way}) for way in ("fsdp2_reshard", "ddp"))
+                found[f"{kind}, in parts"] = relative(*(trained(run, rank, world) for run in runs))
+    return found
+
+
+@contextlib.contextmanager
+def noting(kind):
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"of {kind}")
+        raise
 
 
 @pytest.fixture(scope="module")
 def two_workers(dataset):
-    processes(both, dataset, dataset.parent, world=2)
-    return [json.loads((dataset.parent / f"{rank}.json").read_text()) for rank in range(2)]
+    return in_ranks(both, dataset, dataset.parent, world=2)
 
 
 @pytest.mark.parametrize("kind", AS_ONE)

@@ -15,7 +15,6 @@ from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
-from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.describe import describe
@@ -79,7 +78,7 @@ def trained(folder, *flags, mode="full"):
 
 
 def exported(run):
-    in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
+    in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
     export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {}, robot_facts(run))
     return run.job.output_dir / "pretrained_model"
 

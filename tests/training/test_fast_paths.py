@@ -14,7 +14,7 @@ from diagnostics import audit_syncs
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
-from tests.training.test_as_lerobot import Shard, resolved
+from tests.training.test_as_lerobot import resolved
 from tests.training.test_memory import peak_of
 from util import train_step
 from vla_finetuning.policies.registry import family_of
@@ -39,7 +39,7 @@ def dataset(tmp_path_factory):
 
 def trained(run, shard=None):
     torch.manual_seed(run.config.seed)
-    return in_process.train(run, shard or Shard(run)).named()
+    return in_process.train(run, shard or in_process.RunRows(run)).named()
 
 
 @BOTH
@@ -56,7 +56,7 @@ def test_rows_weigh_and_tasks_have_their_held_out_losses(dataset, tmp_path, kind
     assert np.isfinite(line["eval_loss"])
 
 
-class Unreadable(Shard):
+class Unreadable(in_process.RunRows):
     """The first row of each batch could not be read; something else is in its place."""
 
     def __init__(self, run, instead):

@@ -1,25 +1,20 @@
 """Runs with knowledge insulation: their means over tokens, however micro-batches and workers share a step."""
 
-import json
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 import vla
 from tests import in_process
 from tests.datasets import make_dataset
+from tests.in_process import Rank
 from tests.tiny import make_base
-from tests.training.test_parallel import meet, processes
+from util import full_tensor
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.families.insulation import TOKENS, TOKENS_MASK, InsulatedPI05
-from vla_finetuning.training.stream import RankSchedule
-from vla_finetuning.training.worker import Worker
 
 SPARE_WORDS = 270
 
@@ -42,37 +37,22 @@ def resolved(setting, name, **changes):
     return in_process.resolved(setting, **options)
 
 
-class Shard(in_process.Shard):
+class Shard(in_process.RunRows):
     """A rank's batches of rows that have 1 to 7 action tokens, by their position."""
 
-    def __init__(self, run, rank=0, world=1):
-        super().__init__(run)
-        self._dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
+    def iter_torch_batches(self, *, collate_fn, **options):
+        def collate(rows):
+            columns = rows[TOKENS].shape[1]
+            tokens = np.stack([np.random.default_rng(p).integers(0, 200, columns) for p in rows["position"]])
+            mask = np.arange(columns) <= rows["position"][:, None] % 7
+            return collate_fn({**rows, TOKENS: tokens, TOKENS_MASK: mask})
 
-    def iter_torch_batches(self, *, batch_size, collate_fn, **_):
-        columns = self._row[TOKENS].shape[1]
-        for micro in range(self._run.rows.last_row // batch_size):
-            position = self._dealt.rows(micro)
-            rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
-            rows[TOKENS] = np.stack([np.random.default_rng(p).integers(0, 200, columns) for p in position])
-            rows[TOKENS_MASK] = np.arange(columns) <= position[:, None] % 7
-            yield collate_fn({**rows, "position": position})
+        return super().iter_torch_batches(collate_fn=collate, **options)
 
 
-class Rank(Worker):
-    def __init__(self, run, rank, world):
-        super().__init__(torch.device("cpu"), Shard(run, rank, world))
-        self.rank, self.world = rank, world
-
-    def broadcast(self, value):
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
-
-
-def trained(run, worker=None):
-    tensors = in_process.train(run, worker=worker or Worker(torch.device("cpu"), Shard(run))).named()
-    return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in tensors.items()}
+def trained(run, rank=0, world=1):
+    tensors = in_process.train(run, worker=Rank(rank, world, Shard(run, rank, world))).named()
+    return {name: full_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def apart(found, expected):
@@ -88,22 +68,15 @@ def test_two_micro_batches_with_unequal_tokens_are_one(setting):
 
 
 def both(rank, world, setting):
-    meet(rank, world, setting[0])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     alone, found = trained(resolved(setting, f"{rank}-alone")), {}
     for strategy in ("ddp", "fsdp2_reshard"):
         options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy}
-        run = resolved(setting, f"{rank}-{strategy}", **options)
-        found[strategy] = apart(trained(run, Rank(run, rank, world)), alone)
-    (setting[0] / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+        found[strategy] = apart(trained(resolved(setting, f"{rank}-{strategy}", **options), rank, world), alone)
+    return found
 
 
 def test_two_workers_with_unequal_tokens_equal_one(setting):
-    processes(both, setting, world=2)
-    for rank in range(2):
-        found = json.loads((setting[0] / f"{rank}.json").read_text())
+    for found in in_process.in_ranks(both, setting, world=2):
         assert found.keys() == {"ddp", "fsdp2_reshard"} and max(found.values()) < 1e-6, found
 
 

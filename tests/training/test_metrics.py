@@ -15,7 +15,6 @@ import util
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
-from tests.training.test_as_lerobot import Shard
 from util import NumpyToTorchCollate
 from vla_finetuning.columns import ROW_COLUMNS
 from vla_finetuning.data.metadata import load_metadata
@@ -112,7 +111,7 @@ def logged(run):
             time.spend(WAIT_S)
             yield batch
 
-    watched = Watched(Shard(run), run.job.output_dir / "evaluations.jsonl")
+    watched = Watched(in_process.RunRows(run), run.job.output_dir / "evaluations.jsonl")
     worker = Worker(torch.device("cpu"), watched)
     worker.spilled_bytes = lambda: SPILLED
     run.job.output_dir.mkdir(parents=True)

@@ -2,14 +2,11 @@
 
 import itertools
 import json
-import multiprocessing
 import shutil
-import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,6 +23,7 @@ from diagnostics.compare_strategies import StrategiesReport
 from diagnostics.report import Environment, page
 from diagnostics.step_clock import StepClock
 from tests import in_process
+from tests.in_process import CPU, Rank, in_ranks, schedule
 from util import accumulating, full_tensor, make_trainable_optimizer, train_step
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.peft import PeftOptions
@@ -43,23 +41,10 @@ from vla_finetuning.training.memory import Alive, step_memory
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import replicas_on, spread
 from vla_finetuning.training.state import noise_for
-from vla_finetuning.training.worker import Worker
 
-CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2", "fsdp2_reshard")
 SAVED_STEPS = 2
 AVERAGED = {"ema.enable": "true", "ema.decay": 0.75}
-
-
-def processes(function, *args, world):
-    """`function(rank, world, *args)` in so many processes, which are forked from one that has imported everything."""
-    multiprocessing.set_forkserver_preload([__name__])
-    torch.multiprocessing.start_processes(function, (world, *args), nprocs=world, start_method="forkserver")
-
-
-def meet(rank, world, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world}", rank=rank, world_size=world)
 
 
 class Trainer:
@@ -71,9 +56,7 @@ class Trainer:
         copies = replicas_on([rank // 2 for rank in range(world)], None) if strategy == "hsdp" else None
         self.model = spread(self.loss, strategy, CPU, world, replicas=copies, autocast=self.autocast)
         self.optimizer = build_optimizer(run.policy, self.loss, run.job.steps)
-        self.dealt = compare_strategies.RankSchedule(
-            run.config.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step
-        )
+        self.dealt = schedule(run, rank, world)
 
     def batches(self, count):
         host = compare_strategies.host_batches(self.run, self.dealt, count)
@@ -111,24 +94,6 @@ class Trainer:
         return {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
 
-class Rank(Worker):
-    """A rank of a process group of this file's own; `errors` takes what goes wrong with a checkpoint."""
-
-    def __init__(self, rank, world, errors=None):
-        super().__init__(CPU)
-        self.rank, self.world, self.report = rank, world, partial(report, errors=errors)
-
-    def broadcast(self, value):
-        return broadcast(value)
-
-
-def broadcast(value):
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
 def in_parts(module):
     return [isinstance(p, DTensor) for p in module.parameters() if p.requires_grad]
 
@@ -137,8 +102,7 @@ def in_parts(module):
 
 
 def two(rank, world, run, folder):
-    """What each of the two processes does; it leaves what it found in a file."""
-    meet(rank, world, folder)
+    """What each of the two processes does and finds."""
     found = {"result": compare_strategies.compare(run, STRATEGIES, 20, Rank(rank, 2)).model_dump()}
     for strategy in STRATEGIES:
         found[strategy] = {
@@ -158,8 +122,7 @@ def two(rank, world, run, folder):
         }
         save(run, strategy, rank, folder)
     found["full disk"] = full_disk(run, rank, folder)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def spread_found(run, strategy, rank):
@@ -381,28 +344,15 @@ def full_disk(run, rank, folder):
         run.job.checkpoints_dir.mkdir(parents=True)
         start_attempt(run.job.output_dir, 0, 2)
     dist.barrier()
-    errors = SimpleQueue()
+    worker = Rank(rank, 2)
     if rank == 1:
         checkpoint_writer.write_pieces = mock.Mock(side_effect=OSError("no space left"))
-    writer = CheckpointWriter(run.job, trainer.optimizer, Rank(rank, 2, errors), attempt=0)
+    writer = CheckpointWriter(run.job, trainer.optimizer, worker, attempt=0)
     writer.save(trainer.restored())
     writer.wait()
-    error = str(errors.get(timeout=60))
+    error = str(worker.errors.get(timeout=60))
     dist.barrier()
     return {"message": error, "left": [path.name for path in run.job.checkpoints_dir.iterdir()]}
-
-
-def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, errors=None, **_):
-    """In place of `Worker.report`. `errors`: takes what goes wrong."""
-
-    def upload():
-        try:
-            checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
-        except OSError as error:
-            errors.put(error)
-
-    if checkpoint_upload_fn is not None:
-        threading.Thread(target=upload).start()
 
 
 class Branches(torch.nn.Module):
@@ -418,7 +368,7 @@ class Branches(torch.nn.Module):
         return self.used(batch["x"]).square().mean()
 
 
-def steps_of_branches(world):
+def steps_of_branches(rank, world):
     """What three steps of two micro-batches, with weight decay, make of them."""
     loss = Branches()
     model = spread(loss, "ddp", CPU, world, find_unused_parameters=True)
@@ -434,15 +384,8 @@ def steps_of_branches(world):
     }
 
 
-def unused_in_ddp(rank, world, folder):
-    meet(rank, world, folder)
-    (folder / f"{rank}.json").write_text(json.dumps(steps_of_branches(world)))
-    dist.destroy_process_group()
-
-
 def four(rank, world, run, folder):
     """What each of four processes does, which are on two nodes as far as they know."""
-    meet(rank, world, folder)
     twice = with_config(run, replace(run.config, grad_accum=2 * run.config.grad_accum))
     found = {}
     for strategy in ("ddp", "hsdp"):
@@ -456,19 +399,12 @@ def four(rank, world, run, folder):
         }
     save(run, "hsdp", rank, folder)
     found["different"] = different_when_loaded(run, folder, rank, world, STRATEGIES, ["hsdp"])
-    (folder / f"{rank}-of-four.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def load_everywhere(rank, world, run, folder):
     """Every checkpoint, under every strategy: the names of what is not as it was saved."""
-    if world > 1:
-        meet(rank, world, folder)
-    different = different_when_loaded(run, folder, rank, world, [*STRATEGIES, "hsdp"], STRATEGIES)
-    if world > 1:
-        (folder / f"loaded-{rank}.json").write_text(json.dumps(different))
-        dist.destroy_process_group()
-    return different
+    return different_when_loaded(run, folder, rank, world, [*STRATEGIES, "hsdp"], STRATEGIES)
 
 
 def different_when_loaded(run, folder, rank, world, saved_under, loaded_under):
@@ -493,15 +429,13 @@ def found(tmp_path_factory):
     run = in_process.resolved(
         setting, **{"scaling.num_workers": 2, "steps": 23, "lr": 1e-3, "warmup_frac": 0, **AVERAGED}
     )
-    processes(two, run, folder, world=2)
-    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    ranks = in_ranks(two, run, folder, world=2)
     return SimpleNamespace(run=run, setting=setting, folder=folder, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
 def of_four(found):
-    processes(four, found.run, found.folder, world=4)
-    return [json.loads((found.folder / f"{rank}-of-four.json").read_text()) for rank in range(4)]
+    return in_ranks(four, found.run, found.folder, world=4)
 
 
 def test_losses_are_those_of_copies(found):
@@ -650,15 +584,13 @@ def test_a_copy_on_every_node_is_planned_as_one_node_is(found):
     assert planned_step(found, "hsdp", workers=4, shard_workers=2) == planned_step(found, "fsdp2")
 
 
-def test_what_no_process_has_a_gradient_for_is_left_alone(tmp_path):
+def test_what_no_process_has_a_gradient_for_is_left_alone():
     """Where DDP searches for such: neither decayed, nor given Adam's moments, as in one process."""
-    processes(unused_in_ddp, tmp_path, world=2)
-    expected = steps_of_branches(1)
+    expected = steps_of_branches(0, 1)
     assert expected["weights"]["unused.weight"] == Branches().unused.weight.tolist()
     assert expected["weights"]["used.weight"] != Branches().used.weight.tolist()
     assert expected["state of"] == ["used.weight"]
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
+    assert in_ranks(steps_of_branches, world=2) == [expected] * 2
 
 
 def test_a_part_that_cannot_be_written_fails_the_checkpoint_for_all(found):
@@ -725,9 +657,7 @@ def test_checkpoints_load_in_one_process(found):
 
 @pytest.mark.usefixtures("of_four")
 def test_checkpoints_load_in_three_processes_under_any_strategy(found):
-    processes(load_everywhere, found.run, found.folder, world=3)
-    for rank in range(3):
-        assert json.loads((found.folder / f"loaded-{rank}.json").read_text()) == []
+    assert in_ranks(load_everywhere, found.run, found.folder, world=3) == [[], [], []]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,11 +1,9 @@
 """The optimizer's step on shards, beside PyTorch's own clipping and AdamW of DTensors."""
 
 import copy
-import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -13,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.training.test_parallel import meet, processes
+from tests.in_process import in_ranks
 from util import full_tensor, make_trainable_optimizer
 
 STEPS, CLIP_NORM, NAN_STEP = 6, 0.5, 3
@@ -33,8 +31,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def update(rank, world, folder, strategy):
-    meet(rank, world, folder)
+def update(rank, world, strategy):
     torch.manual_seed(0)
     # A row less than there are shards, too: then one is empty.
     layers = nn.Sequential(*(nn.Linear(4, rows) for rows in (8, 5, 1)))
@@ -82,15 +79,12 @@ def update(rank, world, folder, strategy):
         full_tensor(a[key] - b[key]).abs().max().item() for a, b in moments for key in ("exp_avg", "exp_avg_sq")
     )
     found["steps"] = sorted({state["step"].item() for state, _ in moments})
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.parametrize("strategy, world", [("fsdp2", 2), ("hsdp", 4)])
-def test_a_step_on_shards_is_pytorchs_own_on_dtensors(strategy, world, tmp_path):
-    processes(update, tmp_path, strategy, world=world)
-    for rank in range(world):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+def test_a_step_on_shards_is_pytorchs_own_on_dtensors(strategy, world):
+    for found in in_ranks(update, strategy, world=world):
         finite = [step for step in range(STEPS) if step != NAN_STEP]
         assert found["skipped"] == [float(step == NAN_STEP) for step in range(STEPS)]
         assert [found["norms"][n] for n in finite] == pytest.approx([found["theirs"][n] for n in finite], rel=1e-6)

@@ -1,10 +1,7 @@
 """Cached features of a frozen vision tower: the same training without the tower."""
 
 import contextlib
-import json
 import logging
-import os
-import traceback
 from dataclasses import replace
 from unittest import mock
 
@@ -16,8 +13,9 @@ import torch.distributed as dist
 from benchmarks.step import HostReads
 from tests import in_process
 from tests.datasets import make_dataset
-from tests.training.test_as_lerobot import Alone, Rank, Shard, resolved, resolved_from
-from tests.training.test_parallel import meet, processes
+from tests.in_process import RunRows, alone, in_ranks
+from tests.training import test_as_lerobot as as_lerobot
+from tests.training.test_as_lerobot import resolved, resolved_from
 from util import NumpyToTorchCollate
 from vla_finetuning.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
@@ -68,9 +66,7 @@ def seen():
 def trained(root, folder, cache=None, steps=FIRST, **changes):
     """What a run trains, by name, with random weights of its seed."""
     changes |= {} if cache is None else {"train.feature_cache": cache}
-    run = resolved(root, "smolvla", folder, steps=steps, **{"train.mode": "expert", **changes})
-    torch.manual_seed(run.config.seed)
-    return {name: value.clone() for name, value in in_process.train(run, Shard(run)).named().items()}
+    return as_lerobot.trained(resolved(root, "smolvla", folder, steps=steps, **{"train.mode": "expert", **changes}))
 
 
 def apart(found, expected):
@@ -171,7 +167,7 @@ def test_a_run_from_a_folder_goes_on_with_the_features_of_another(dataset, tmp_p
         seen.clear()
         options = {"train.mode": "expert", "train.feature_cache": tmp_path / "features"}
         started = resolved_from(folder, dataset, "smolvla", **options)
-        in_process.train(started, Shard(started))
+        in_process.train(started, RunRows(started))
         assert bool(seen) == (folder == saved[0])
 
 
@@ -181,8 +177,7 @@ def test_a_resumed_run_goes_on_with_the_same_features(dataset, tmp_path, seen):
         run = resolved(dataset, "smolvla", tmp_path, steps=20, save_freq=10, **{"train.mode": "expert", **changes})
         run = replace(run, job=replace(run.job, steps=steps))
         torch.manual_seed(run.config.seed)
-        worker = Alone(run, first_step)
-        return in_process.train(run, worker=worker, make_checkpoints=CheckpointWriter).named()
+        return in_process.train(run, worker=alone(run, first_step), make_checkpoints=CheckpointWriter).named()
 
     whole = {name: value.clone() for name, value in run_to("whole", 20).items()}
     run_to("stopped", 10)
@@ -198,7 +193,7 @@ def test_a_resumed_run_goes_on_with_the_same_features(dataset, tmp_path, seen):
 
 def batch_of(run, rows):
     """A batch of the first rows of a run's stream, as read tasks make it."""
-    return next(iter(Shard(run).iter_torch_batches(batch_size=rows, collate_fn=dict)))
+    return next(iter(RunRows(run).iter_torch_batches(batch_size=rows, collate_fn=dict)))
 
 
 def started(run, folder, **changes):
@@ -288,30 +283,18 @@ def test_an_error_while_writing_is_raised(run, tmp_path, monkeypatch):
 
 def both(rank, world, root, folder):
     """What each of two processes trains with a cache that they share, and without: how far apart; images seen."""
-    meet(rank, world, folder)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     results, images = [], []
-    try:
-        for cache in ({}, *[{"train.feature_cache": folder / "features"}] * 2):
-            options = {"train.mode": "expert", "steps": 4, "scaling.num_workers": world, **cache}
-            run = resolved(root, "smolvla", folder / str(rank), **options)
-            torch.manual_seed(run.config.seed)
-            with counting() as given:
-                optimizer = in_process.train(run, worker=Rank(run, rank, world))
-            results.append({name: value.clone() for name, value in optimizer.named().items()})
-            images.append(sum(given))
-            dist.barrier()
-        found = {"apart": [apart(result, results[0]) for result in results], "images": images}
-    except Exception:
-        found = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    for cache in ({}, *[{"train.feature_cache": folder / "features"}] * 2):
+        options = {"train.mode": "expert", "steps": 4, "scaling.num_workers": world, **cache}
+        with counting() as given:
+            results.append(as_lerobot.trained(resolved(root, "smolvla", folder / str(rank), **options), rank, world))
+        images.append(sum(given))
+        dist.barrier()
+    return {"apart": [apart(result, results[0]) for result in results], "images": images}
 
 
 def test_two_workers_share_a_nodes_features(dataset, tmp_path, seen):
-    processes(both, dataset, tmp_path, world=2)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in in_ranks(both, dataset, tmp_path, world=2):
         assert found == {"apart": [0, 0, 0], "images": [CAMERAS * ROWS * 4, CAMERAS * ROWS * 4, 0]}
     # One process finds what both have written.
     alone = trained(dataset, tmp_path, tmp_path / "features", steps=4, batch_size=2 * ROWS)
@@ -358,7 +341,7 @@ def test_adapters_on_the_tower_are_refused(dataset, tmp_path):
     with pytest.raises(ValueError, match=r"--train.feature_cache with --peft: .*lora.*--peft.target_modules without"):
         resolved_from(tmp_path / "saved", dataset, "smolvla", **options, **{"peft.target_modules": r".*\.q_proj"})
     adapted = resolved_from(tmp_path / "saved", dataset, "smolvla", **options)  # LeRobot's choice leaves it alone
-    in_process.train(adapted, Shard(adapted))
+    in_process.train(adapted, RunRows(adapted))
 
 
 def test_the_plan_says_what_features_take(dataset, tmp_path, monkeypatch):
