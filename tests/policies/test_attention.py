@@ -94,8 +94,12 @@ def test_a_kernel_that_is_right_is_kept(loss, dtype, caplog):
     assert found.backends == dict.fromkeys(shapes, "FLASH_ATTENTION")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("what, wrong", [(what, kernel) for what, kernels in WRONG.items() for kernel in kernels])
+@pytest.mark.parametrize(
+    "what, wrong, dtype",
+    [(what, kernel, torch.float32) for what, kernels in WRONG.items() for kernel in kernels]
+    + [("gradient of the queries", not_a_number_below_the_smallest_exponential, torch.bfloat16)]
+    + [("gradient of the keys", wrong_gradient_of_the_padding, torch.bfloat16)],
+)
 def test_a_kernel_that_is_wrong_is_replaced_by_one_that_is_not(loss, monkeypatch, caplog, dtype, what, wrong):
     def fused(query, key, value, bias, scale):
         return (wrong if by_flash() else FUSED)(query, key, value, bias, scale=scale)

@@ -66,9 +66,17 @@ def lerobots(policy, noise, time):
     return policy
 
 
-@MODES
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(("cameras", "missing"), [(1, ()), (2, ()), (2, ("observation.images.1",))])
+@pytest.mark.parametrize(
+    ("mode", "attention", "cameras", "missing"),
+    [
+        ("heads", "eager", 1, ()),
+        ("heads", "sdpa", 2, ("observation.images.1",)),
+        ("expert", "eager", 2, ()),
+        ("expert", "sdpa", 1, ()),
+        ("full", "eager", 2, ("observation.images.1",)),
+        ("full", "sdpa", 2, ()),
+    ],
+)
 def test_loss_and_every_gradient_are_lerobots(mode, attention, cameras, missing, in_float64):
     policy = make_policy(cameras).double()
     batch, noise, time = to_float64(*make_batch(policy, missing=missing))

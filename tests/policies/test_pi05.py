@@ -49,8 +49,7 @@ def _one_thread():
 # --- equality with LeRobot --------------------------------------------------------------------------------
 
 
-CAMERAS = pytest.mark.parametrize("cameras, missing", [(1, ()), (2, ()), (3, ()), (3, ("observation.images.1",))])
-LANGUAGE = pytest.mark.parametrize("padded_language", [False, True])
+MISSING = ("observation.images.1",)
 
 
 def loss_and_gradients(policy, mode, batch, noise, time, **options):
@@ -69,13 +68,23 @@ def to_float64(batch, noise, time):
     return batch, noise.double(), time.double()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@CAMERAS
-@LANGUAGE
-def test_loss_and_every_gradient_are_lerobots(mode, cameras, missing, padded_language, in_float64):
+@pytest.mark.parametrize(
+    "mode, attention, cameras, missing, padded_language",
+    [
+        ("heads", "eager", 1, (), True),
+        ("heads", "sdpa", 2, (), True),
+        ("expert", "eager", 2, (), False),
+        ("expert", "sdpa", 3, MISSING, True),
+        ("full", "eager", 3, (), True),
+        ("full", "eager", 3, MISSING, False),
+        ("full", "sdpa", 1, (), False),
+        ("full", "sdpa", 3, MISSING, True),
+    ],
+)
+def test_loss_and_every_gradient_are_lerobots(mode, attention, cameras, missing, padded_language, in_float64):
     policy = make_policy(cameras).double()
     arguments = to_float64(*make_batch(policy, padded_language=padded_language, missing=missing))
-    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments)
+    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments, attention=attention)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
     assert found.keys() == wanted.keys()
     errors = gradient_errors(found, wanted)
@@ -83,33 +92,11 @@ def test_loss_and_every_gradient_are_lerobots(mode, cameras, missing, padded_lan
 
 
 @pytest.mark.parametrize("mode", MODES)
-@CAMERAS
-@LANGUAGE
-def test_loss_and_gradient_are_lerobots_in_float32(mode, cameras, missing, padded_language):
-    policy = make_policy(cameras)
-    arguments = make_batch(policy, padded_language=padded_language, missing=missing)
-    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments)
-    assert loss.shape == () and loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    whole = [torch.cat([gradient.flatten() for gradient in side.values()]) for side in (found, wanted)]
-    assert relative_error(*whole) <= 1e-6
-
-
-@pytest.mark.parametrize("mode", MODES)
-@CAMERAS
-def test_fused_attention_is_lerobots(mode, cameras, missing, in_float64):
-    policy = make_policy(cameras).double()
-    arguments = to_float64(*make_batch(policy, missing=missing))
-    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments, attention="sdpa")
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
-    errors = gradient_errors(found, wanted)
-    assert max(errors.values()) <= 1e-12, sorted(errors.items(), key=lambda item: -item[1])[:3]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_attention_is_lerobots_in_float32(mode):
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_loss_and_gradient_are_lerobots_in_float32(mode, attention):
     policy = make_policy(2)
-    loss, found, expected, wanted = loss_and_gradients(policy, mode, *make_batch(policy), attention="sdpa")
+    loss, found, expected, wanted = loss_and_gradients(policy, mode, *make_batch(policy), attention=attention)
+    assert loss.shape == () and loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     whole = [torch.cat([gradient.flatten() for gradient in side.values()]) for side in (found, wanted)]
     assert relative_error(*whole) <= 1e-6

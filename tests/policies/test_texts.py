@@ -75,6 +75,7 @@ def test_an_instruction_that_is_too_long_is_told_before_the_run(tmp_path):
     resolved(root, "act", tmp_path)
 
 
+@pytest.mark.slow  # the whole program; what of it is about texts is tested above without Ray
 def test_the_whole_program_trains_and_measures_one_that_reads_texts(dataset, tmp_path, ray_cluster):
     run = resolved(dataset, "evo1", tmp_path)
     options = {

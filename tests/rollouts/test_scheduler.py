@@ -5,7 +5,6 @@ from functools import partial
 import gymnasium
 import numpy as np
 import pytest
-import ray
 
 from tests.rollouts.players import FAULTY_ID, Seeing, plain_loop
 from vla_finetuning.envs import two_bins
@@ -72,13 +71,13 @@ def expected(episodes):
 
 
 @pytest.mark.parametrize(
-    ("actors", "servers", "batch_size"), [(1, 1, 1), (1, 1, 32), (3, 1, 4), (2, 2, 3)]
+    ("actors", "servers", "batch_size"), [(1, 1, 1), (3, 1, 4), (2, 2, 3)]
 )  # fmt: skip
 def test_actors_and_batches_change_no_episode(ray_cluster, episodes, expected, actors, servers, batch_size):
     assert played(episodes, env_actors=actors, policy_actors=servers, batch_size=batch_size) == expected
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs", "raises"])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_what_a_stage_held_when_it_failed_is_played_again(ray_cluster, episodes, expected, tmp_path, how, monkeypatch):
     gym, acted = (FAULTY_ID, {"seed": 1005, "how": how, "marker": str(tmp_path / "marker")}), []
     monkeypatch.setenv("VLA_STEP_TIMEOUT_S", "2" if how == "hangs" else "60")
@@ -94,14 +93,11 @@ def test_what_a_stage_held_when_it_failed_is_played_again(ray_cluster, episodes,
             assert (env.unwrapped.state_hash(), reward == 1) == (line["final_state"], line["success_at_end"])
 
 
-@pytest.mark.parametrize(("how", "message"), [("dies", "its process died"), ("raises", "the simulation diverged")])
-def test_an_episode_that_always_fails_is_an_error_and_its_companions_are_not(
-    ray_cluster, episodes, expected, how, message
-):
-    found = played(episodes, (FAULTY_ID, {"seed": 1005, "how": how}), env_actors=2)
+def test_an_episode_that_always_fails_is_an_error_and_its_companions_are_not(ray_cluster, episodes, expected):
+    found = played(episodes, (FAULTY_ID, {"seed": 1005, "how": "dies"}), env_actors=2)
     assert found.keys() == expected.keys()
     for episode, line in found.items():
-        assert (message in line) if episode.seed == 1005 else (line == expected[episode])
+        assert ("its process died" in line) if episode.seed == 1005 else (line == expected[episode])
 
 
 def test_a_policy_server_that_dies_is_replaced(ray_cluster, episodes, expected, tmp_path):
@@ -186,21 +182,11 @@ def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episo
     assert played(episodes, env_actors=20, policy_actors=2, batch_size=1) == expected
 
 
-@pytest.mark.parametrize(
-    ("held", "use_gpu", "message"),
-    [(0, True, "decides .* needs 1 GPU, 0 of the cluster's 0 free"),
-     (2.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 3 free")],
-)  # fmt: skip
-def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, message, monkeypatch):
-    monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 100.0)  # what has CPUs may start as slowly as it likes
-    held_cpus = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
-    ray.get(held_cpus.ready())
-    try:
-        with pytest.raises(NoCapacityError, match=message):
-            played(episodes[:2], use_gpu=use_gpu)
-    finally:
-        ray.util.remove_placement_group(held_cpus)
+def test_a_policy_without_capacity_ends_the_wait_and_says_what_lacks(ray_cluster, episodes, monkeypatch):
+    monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 0.5)
+    with pytest.raises(NoCapacityError, match="decides .* needs 1 GPU, 0 of the cluster's 0 free"):
+        played(episodes[:2], use_gpu=True)
 
 
 @pytest.mark.parametrize(
