@@ -351,9 +351,10 @@ def export(policy, saved, target):
     return target
 
 
-def test_lerobot_reads_it_in_a_fresh_process(original, saved, tmp_path):
-    """Only `tiny_pi05` is imported, which registers the type; for the real PI0.5 not even that."""
-    target = export(original, saved, tmp_path / "pretrained_model")
+def test_lerobot_reads_it_in_a_fresh_process(original, saved, folder, tmp_path):
+    """In another place, without the base. Only `tiny_pi05` is imported, which registers the type: PI0.5 needs none."""
+    target = Path(shutil.move(export(original, folder, tmp_path / "pretrained_model"), tmp_path / "moved"))
+    shutil.rmtree(folder)
     batch, _, _ = make_batch(original, rows=2)
     observation = {key: value[:1] for key, value in batch.items() if "images" in key}
     observation |= {OBS_STATE: torch.full((1, STATE_DIM), 0.3)}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.datasets import make_dataset
-from tests.exploits import with_step
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.policies import tiny_pi05
 
@@ -50,9 +49,10 @@ def finished(process):
 
 @pytest.fixture(scope="module")
 def outcomes(base, tmp_path_factory):
-    """What became of every exploit, by whether the user trusts such code."""
+    """What became of every exploit, by whether the user trusts such code; a pickled `Prepare`, and what was logged."""
     scratch = tmp_path_factory.mktemp("outcomes")
-    return json.loads(finished(start(scratch, ["-m", "tests.exploits", str(scratch), str(base)]))[0])
+    output, errors = finished(start(scratch, ["-m", "tests.exploits", str(scratch), str(base)]))
+    return {**json.loads(output), "prepared": (str(scratch / "prepare.pkl"), errors)}
 
 
 def test_nothing_that_is_loaded_runs(outcomes):
@@ -77,59 +77,15 @@ def test_a_class_or_a_step_of_robots_is_not_let_in_by_trust(outcomes):
         assert not outcomes["trusted"][way]["ran"] and outcomes["trusted"][way]["errors"]
 
 
-TOKENIZER = """
-class Tokenizer:
-    bos_token_id, vocab_size = 1, 1000
-
-    @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        return cls()
-
-    @classmethod
-    def register_for_auto_class(cls, *args):
-        pass
-
-    def encode(self, *args, **kwargs):
-        return [5]
-
-    def __call__(self, actions):
-        return [2, 3, 4]
-"""
-PREPARED = """
-import pickle, sys
-from pathlib import Path
-from vla_finetuning.policies import tiny_pi05
-from vla_finetuning.policies.loading import fetch_pretrained
-from vla_finetuning.policies.pipelines import make_processors
-from vla_finetuning.policies.processors import Prepare
-from vla_finetuning.plan.base_policy import policy_config_of
-from tests.exploits import made_up_stats
-
-folder, out = map(Path, sys.argv[1:])
-config = policy_config_of("it", "tiny_pi05", folder, [])
-stats = {key: made_up_stats(f.shape) for key, f in {**config.input_features, **config.output_features}.items()}
-pre, _ = make_processors(folder, config, stats, {}, trusted=True)
-prepare = Prepare(pre, list(config.image_features), {}, config, trusted=True)
-out.write_bytes(pickle.dumps(prepare))
-"""
 OPENED = """
 import pickle, sys
 print(type(pickle.loads(open(sys.argv[1], "rb").read())).__name__)
 """
 
 
-def test_trusted_code_is_named_and_reaches_the_read_tasks(base, tmp_path):
+def test_trusted_code_is_named_and_reaches_the_read_tasks(outcomes):
     """A step whose tokenizer is code: prepared on the driver, unpickled in a process that has never seen it."""
-    brought = tmp_path / "brought"
-    brought.mkdir()
-    (brought / "tokenizing.py").write_text(TOKENIZER)
-    auto_map = {"AutoProcessor": "tokenizing.Tokenizer", "AutoTokenizer": ["tokenizing.Tokenizer", None]}
-    for name in ("processor_config.json", "tokenizer_config.json"):
-        (brought / name).write_text(json.dumps({"auto_map": auto_map}))
-    options = {"action_tokenizer_name": str(brought), "paligemma_tokenizer_name": str(brought)}
-    folder = with_step(tmp_path / "policy", base, {"registry_name": "action_tokenizer_processor", "config": options})
-    pickled = tmp_path / "prepare.pkl"
-    _, errors = finished(start(tmp_path, ["-c", PREPARED, str(folder), str(pickled)]))
-    assert "running Tokenizer of" in errors and "tokenizing.py (sha256" in errors
-    output, _ = finished(start(tmp_path, ["-c", OPENED, str(pickled)]))
+    pickled, said = outcomes["prepared"]
+    assert "running Tokenizer of" in said and "tokenizing.py (sha256" in said
+    output, _ = finished(start(Path(pickled).parent, ["-c", OPENED, pickled]))
     assert output.strip() == "Prepare"

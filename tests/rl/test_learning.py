@@ -154,7 +154,7 @@ def metrics(run):
     return [{k: v for k, v in line.items() if not k.endswith("_s") or k == "loss"} for line in lines]
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo", pytest.param("filtered", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["grpo", pytest.param("filtered", marks=pytest.mark.slow)])
 def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path, method):
     changes = {"grpo.method": method, "grpo.kl": 0.01 if method == "grpo" else 0}
     whole, lines = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
@@ -184,7 +184,7 @@ def failing(monkeypatch, fails):
     monkeypatch.setattr(LocalRollouts, "play_here", played)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize("method", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_scene_that_cannot_be_played_is_left_out_and_a_resume_gets_past_it(base, tmp_path, method, monkeypatch):
     """All of the second group of every iteration, one of the third, and two that are held out."""
     failing(monkeypatch, lambda number, explores: number in ((3, 4, 5, 7) if explores else (0, 1)))
@@ -427,7 +427,7 @@ def two(rank, world, run):
 
 @pytest.mark.parametrize(
     ("seed", "method", "resample", "kl"),
-    [(1000, "grpo", 1, 0.0), (14, "grpo", 1, 0.0), (14, "grpo", 0, 0.1), (1000, "ppo", 1, 0.0)],
+    [(14, "grpo", 1, 0.0), (14, "grpo", 0, 0.1), (1000, "ppo", 1, 0.0)],
 )
 def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, method, resample, kl):
     """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements.

@@ -87,16 +87,11 @@ def test_every_episode_is_that_of_a_plain_loop(undisturbed):
         assert found == (success, steps, decisions, begun)
         assert sum(one[0] == number for half in asked for one in half) == decisions
     assert 0 < rendering_s < 30 and 0 < simulation_s < 30
-
-
-def test_what_is_decided_together_does_not_depend_on_who_was_faster(undisturbed):
-    """Twice the same, episode by episode; and no more at once than half of the environments hold."""
-    ended, asked, _ = play()
-    assert (ended, asked) == undisturbed[:2]
-    assert max(map(len, asked)) <= 6
+    assert max(map(len, asked)) <= 6  # no more at once than half of the environments hold
 
 
 def test_a_process_that_is_killed_changes_nothing(undisturbed):
+    """Neither an episode nor what is decided together, which does not depend on who was faster."""
     killed = []
 
     def kill(rollouts, asked):
@@ -145,8 +140,7 @@ def test_no_room_for_environments_is_said(monkeypatch):
     rollouts.close()
 
 
-def test_the_numbers_of_an_episode_are_its_own():
+def test_the_numbers_of_an_episode_are_its_own(undisturbed):
     """Also where there are fewer environments than episodes, shared otherwise."""
     few, _, _ = play(stages=1, slots=2)
-    many, _, _ = play(stages=2, slots=8)
-    assert few == many and np.mean([line["success_once"] for line in few.values()]) not in (0, 1)
+    assert few == undisturbed[0] and np.mean([line["success_once"] for line in few.values()]) not in (0, 1)

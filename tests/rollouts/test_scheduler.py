@@ -178,8 +178,8 @@ def test_a_server_gives_each_row_its_own(exact):
 
 
 def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episodes, expected):
-    """Of twenty that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
-    assert played(episodes, env_actors=20, policy_actors=2, batch_size=1) == expected
+    """Of six that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
+    assert played(episodes, env_actors=6, policy_actors=2, batch_size=1) == expected
 
 
 def test_a_policy_without_capacity_ends_the_wait_and_says_what_lacks(ray_cluster, episodes, monkeypatch):

@@ -242,7 +242,7 @@ def stopped_by_the_store(run, faults):
     """A run of which step 4 is in the bucket, and what came after on the node: the error, and the step."""
     training = Training(run, start_attempt(run, 0, 1))
     assert training.save(4) is None
-    faults.choose, training.job.timeouts = lambda request: "503", Timeouts(store=2)
+    faults.choose, training.job.timeouts = lambda request: "503", Timeouts(store=1)
     step, error = 4, None
     while error is None:
         step += 4
@@ -353,8 +353,8 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
 
 def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
     """VLA_STORE_TIMEOUT_S, not a tenth of it."""
-    training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=30)
-    back_at = time.monotonic() + 4
+    training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=20)
+    back_at = time.monotonic() + 2.5
     faults.choose = lambda request: "503" if time.monotonic() < back_at else None
     assert training.save(4) is None and loaded(latest_checkpoint(run / "checkpoints")).step == 4
     assert time.monotonic() > back_at
