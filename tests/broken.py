@@ -23,9 +23,9 @@ from vla_finetuning.run.folder import attempts
 STEPS, SAVE_FREQ = 20, 4
 
 
-def make_setting(folder):
+def make_setting(folder, episodes=(12, 7, 15, 1, 10, 9)):
     """A folder, with a dataset and a policy."""
-    root = make_dataset(folder / "dataset", episodes=(12, 7, 15, 1, 10, 9))
+    root = make_dataset(folder / "dataset", episodes=episodes)
     return folder, root, make_base(folder / "base", load_metadata(root), chunk_size=8)
 
 

@@ -14,52 +14,29 @@ from safetensors.torch import load_file
 
 import vla
 from diagnostics import check_rows
-from tests import in_process, planted
+from tests import broken, in_process
+from tests.broken import resumed_from, run_with, weights
 from tests.datasets import edit_rows, make_dataset
 from tests.planted import Fault
-from tests.tiny import make_base
-from vla_finetuning.data.metadata import load_metadata
+from tests.tiny import lerobots_training
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.run.folder import attempts
+from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.run.progress import recorded_rows
 from vla_finetuning.training.model import build_model, build_optimizer
 
 STEPS, GLOBAL_BATCH = 4, 8  # all of 30 frames, and two once more
 
 
+flags = partial(
+    broken.flags,
+    **{"batch_size": 2, "grad_accum": 2, "steps": STEPS, "save_freq": 2, "ema.enable": "true"},
+)
+
+
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A dataset and a tiny base policy for it."""
-    folder = tmp_path_factory.mktemp("vla")
-    root = make_dataset(folder / "dataset", episodes=(6, 5, 9, 1, 5, 4))
-    meta = load_metadata(root)
-    base = make_base(folder / "base", meta, chunk_size=8)
-    return folder, root, base
-
-
-def flags(setting, name, **changes):
-    folder, root, base = setting
-    options = {
-        "dataset.root": root,
-        "policy.path": base,
-        "output_dir": folder / name,
-        "scaling.num_workers": 2,
-        "scaling.cpus_per_worker": 0.5,
-        "scaling.max_failures": 0,
-        "batch_size": 2,
-        "grad_accum": 2,
-        "steps": STEPS,
-        "log_freq": 1,
-        "save_freq": 2,
-        "lr": 1e-3,
-        "train.mode": "full",
-        "train.deterministic": "true",
-        "run.record_rows": "true",
-        "ema.enable": "true",
-        **changes,
-    }
-    return [f"--{k}={v}" for k, v in options.items()]
+    return broken.make_setting(tmp_path_factory.mktemp("vla"), episodes=(6, 5, 9, 1, 5, 4))
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +50,6 @@ def finished(setting, ray_cluster):
 
 def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder):
-    return load_file(folder / "pretrained_model" / "model.safetensors")
 
 
 def apart(a, b, start):
@@ -95,33 +68,9 @@ def apart(a, b, start):
 
 def lerobot_loop(setting):
     """What `lerobot-train` would compute for the same rows, noise and times: its dataset, processors and policy."""
-    from lerobot.configs.policies import PreTrainedConfig
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
-
-    from vla_finetuning.policies.flow import sample_noise_and_time
-
-    _, root, base = setting
     run = resolve(parse_args(flags(setting, "unused")), gpus_found=0)
-    config = PreTrainedConfig.from_pretrained(base)
-    config.device = "cpu"
-    policy = get_policy_class(config.type).from_pretrained(base, config=config)
-    policy.train()
-    dataset = LeRobotDataset(
-        "test", root=root, video_backend="pyav", delta_timestamps={"action": [i / 10 for i in range(8)]}
-    )
-    preprocessor, _ = make_pre_post_processors(
-        config,
-        pretrained_path=str(base),
-        preprocessor_overrides={
-            "device_processor": {"device": "cpu"},
-            "normalizer_processor": {
-                "stats": dataset.meta.stats,
-                "features": {**config.input_features, **config.output_features},
-                "norm_map": config.normalization_mapping,
-            },
-        },
-    )
+    policy, dataset, preprocessor = lerobots_training(*setting[1:])
+    config = policy.train().config
     optimizer = config.get_optimizer_preset().build(policy.parameters())
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     schedule = build_optimizer(run.policy, build_model(run.policy, torch.device("cpu"))[0], run.job.steps).schedule
@@ -187,11 +136,9 @@ def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished
     metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(metrics[:3]))
 
-    with_a_kill = partial(planted.make_trainer, faults=(Fault("kill", step=3, attempt=1),))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vla, "make_trainer", with_a_kill)
-        assert vla.main([f"--output_dir={folder}", "--resume", "--scaling.max_failures=1"]) == 0
-    assert [line["resumed_from_step"] for line in attempts(folder)] == [0, 2, 2]
+    argv = [f"--output_dir={folder}", "--resume", "--scaling.max_failures=1"]
+    assert run_with(argv, Fault("kill", step=3, attempt=1)) == 0
+    assert resumed_from(folder) == [0, 2, 2]
     assert check_rows.main([str(folder)]) == 0
     expected = weights(finished)
     for key, value in weights(folder).items():

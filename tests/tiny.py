@@ -3,7 +3,10 @@
 import copy
 
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.datasets import LeRobotDataset
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Config, TinyPI05Policy, make_tiny_base
@@ -92,3 +95,29 @@ def reference(policy, noise, time):
     policy.model.sample_noise = lambda shape, device: noise
     policy.model.sample_time = lambda rows, device: time
     return policy
+
+
+def lerobots_training(root, base):
+    """Return the policy of a folder, a dataset and the preprocessor, as `lerobot-train` makes them, on the CPU."""
+    config = PreTrainedConfig.from_pretrained(base, cli_overrides=["--device=cpu"])
+    policy = get_policy_class(config.type).from_pretrained(base, config=config)
+    seconds = [i / 10 for i in range(config.chunk_size)]
+    dataset = LeRobotDataset("local/test", root=root, video_backend="pyav", delta_timestamps={"action": seconds})
+    features = {**config.input_features, **config.output_features}
+    normalizer = {"stats": dataset.meta.stats, "features": features, "norm_map": config.normalization_mapping}
+    overrides = {"device_processor": {"device": "cpu"}, "normalizer_processor": normalizer}
+    preprocessor, _ = make_pre_post_processors(config, pretrained_path=str(base), preprocessor_overrides=overrides)
+    return policy, dataset, preprocessor
+
+
+def act_config(input_features, action_dim=ACTION_DIM, **options):
+    """Return LeRobot's configuration of a tiny ACT."""
+    return ACTConfig(
+        input_features=dict(input_features),
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (action_dim,))},
+        device="cpu",
+        **{
+            **{"dim_model": 16, "n_heads": 2, "dim_feedforward": 16, "n_encoder_layers": 1, "n_vae_encoder_layers": 1},
+            **{"pretrained_backbone_weights": None, **options},
+        },
+    )

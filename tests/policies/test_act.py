@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 
+from tests.tiny import act_config
 from util import DeviceMetrics
 from vla_finetuning.policies.families.lerobot_forward import ACTLoss
 from vla_finetuning.policies.family import MEAN_COUNT, PolicyLoss
@@ -17,16 +17,11 @@ CHUNK, ROWS = 4, 4
 
 
 def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(monkeypatch):
-    config = ACTConfig(
-        input_features={
-            "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
-            "observation.environment_state": PolicyFeature(FeatureType.ENV, (2,)),
-        },
-        output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
-        device="cpu",
-        **{"chunk_size": CHUNK, "n_action_steps": CHUNK, "dim_model": 16, "n_heads": 2, "dim_feedforward": 16},
-        **{"n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4, "dropout": 0.0},
-    )
+    state = {
+        "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+        "observation.environment_state": PolicyFeature(FeatureType.ENV, (2,)),
+    }
+    config = act_config(state, 2, chunk_size=CHUNK, n_action_steps=CHUNK, latent_dim=4, dropout=0.0)
     torch.manual_seed(0)
     policy = ACTPolicy(config).double().train()
     monkeypatch.setattr(torch, "randn_like", torch.zeros_like)  # its latent is drawn without regard to rows

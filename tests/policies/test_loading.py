@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.memory import takes_at_most
-from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy, real_config
+from tests.tiny import ACTION_DIM, STATE_DIM, act_config, make_batch, make_config, make_policy, real_config
 from vla_finetuning.policies import saving
 from vla_finetuning.policies.loading import (
     fetch_pretrained,
@@ -266,15 +266,6 @@ def test_bad_shards(folder):
         load(folder)
 
 
-def change_weights(folder, **changes):
-    weights = load_file(folder / "model.safetensors")
-    for key, change in changes.items():
-        value = change(weights)
-        if value is not None:
-            weights[key] = value
-    save_file(weights, folder / "model.safetensors")
-
-
 def damage(name, folder):
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -476,23 +467,9 @@ def test_an_export_replaces_the_last_one_or_nothing(original, saved, tmp_path, m
 
 
 def test_other_policies_are_saved_by_lerobots_rules(tmp_path):
-    from lerobot.policies.act.configuration_act import ACTConfig
     from lerobot.policies.act.modeling_act import ACTPolicy
 
-    features = make_config(1)
-    config = ACTConfig(
-        input_features=features.input_features,
-        output_features=features.output_features,
-        chunk_size=4,
-        n_action_steps=4,
-        dim_model=32,
-        dim_feedforward=32,
-        n_heads=2,
-        n_encoder_layers=1,
-        n_vae_encoder_layers=1,
-        pretrained_backbone_weights=None,
-        device="cpu",
-    )
+    config = act_config(make_config(1).input_features, chunk_size=4, n_action_steps=4)
     policy = ACTPolicy(config)
     moments = {"mean": np.zeros((3, 1, 1)), "std": np.ones((3, 1, 1))}
     vector = {name: np.ones(STATE_DIM) for name in ("mean", "std")}

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 from diagnostics import merge_adapter
 from tests import in_process
+from tests.run.test_checkpoint import saved
 from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED, choose_trainable
-from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
+from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE
 from vla_finetuning.training.capacity import planned_memory
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model
@@ -106,12 +107,9 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     assert (
         run.policy.parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * run.policy.parameters.total
     )
-    taken = {
-        kind: {name: Piece(tensor, (0,) * tensor.ndim) for name, tensor in tensors.items()}
-        for kind, tensors in {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}.items()
-    }
     folder = run.job.checkpoints_dir / f"step_{run.job.steps:08d}"
-    commit(folder, replace(run.job.start, step=run.job.steps), write_pieces(folder, taken), 0)
+    tensors = {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}
+    saved(folder, tensors, replace(run.job.start, step=run.job.steps))
     assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
 
     export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.drawn)
@@ -126,8 +124,8 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
         with torch.no_grad():
             outputs[name] = policy.predict_action_chunk(batch, noise=noise)
     torch.testing.assert_close(outputs["adapter"], outputs["pretrained_model"], rtol=1e-4, atol=1e-5)
-    saved = json.loads((run.job.output_dir / "adapter" / "adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == str(setting[2]) and saved["r"] == 4
+    adapter = json.loads((run.job.output_dir / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(setting[2]) and adapter["r"] == 4
     base, merged = (
         load_file(path / "model.safetensors") for path in (setting[2], run.job.output_dir / "pretrained_model")
     )

@@ -10,6 +10,7 @@ from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
+from tests.tiny import act_config
 from util import take_optimizer, warmup_cosine
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.policies.optim import make_recipe
@@ -46,9 +47,7 @@ def test_the_short_way_is_as_it_was():
 
 def make_act():
     camera = PolicyFeature(FeatureType.VISUAL, (3, 32, 32))
-    config = ACTConfig(device="cpu", dim_model=16, dim_feedforward=16, n_heads=2, pretrained_backbone_weights=None)
-    config.input_features, config.optimizer_lr_backbone = {"observation.images.top": camera}, 2e-6
-    config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (2,))}
+    config = act_config({"observation.images.top": camera}, 2, optimizer_lr_backbone=2e-6)
     return config, ACTPolicy(config)
 
 

@@ -6,14 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.common.flow_matching import sample_time_beta
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_config, reference
+from tests.tiny import ACTION_DIM, act_config, make_batch, make_config, make_policy, real_config, reference
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import PolicyLoss
@@ -429,22 +428,7 @@ def test_other_policies_use_their_own_forward():
 
     from vla_finetuning.policies.processors import DeviceHalf
 
-    features = make_config(1)
-    config = ACTConfig(
-        input_features=features.input_features,
-        output_features=features.output_features,
-        chunk_size=4,
-        n_action_steps=4,
-        dim_model=32,
-        dim_feedforward=32,
-        n_heads=2,
-        n_encoder_layers=1,
-        n_vae_encoder_layers=1,
-        pretrained_backbone_weights=None,
-        use_vae=False,
-        dropout=0.0,
-        device="cpu",
-    )
+    config = act_config(make_config(1).input_features, chunk_size=4, n_action_steps=4, use_vae=False, dropout=0.0)
     policy = ACTPolicy(config)
     batch = {
         "observation.images.0": torch.rand(2, 3, 64, 64),

@@ -273,10 +273,6 @@ def test_a_pipeline_that_needs_images_is_refused(case):
 # --- pickling into tasks ----------------------------------------------------------------------------------
 
 
-def stats_of(meta, config):
-    return {key: {k: np.asarray(v) for k, v in meta.stats[key].items()} for key in ("observation.state", "action")}
-
-
 def test_nothing_of_a_block_travels_along(case):
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
     fresh = Prepare(preprocessor, case.meta.camera_keys, {}, case.config)

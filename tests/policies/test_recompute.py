@@ -47,10 +47,7 @@ def computed(function, mlp, autocast=None, trains=True):
 
 @pytest.mark.parametrize(("make", "matrices"), [(make_mlp, 3), (make_vision_mlp, 4)])
 @pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)],
-)
+@pytest.mark.parametrize(("dtype", "autocast"), PRECISIONS)
 def test_values_and_gradients_are_the_same_bits(make, matrices, dtype, autocast, trains):
     mlp = make(dtype)
     expected, _ = computed(lambda mlp, x: mlp(x), mlp, autocast, trains)

@@ -8,10 +8,10 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.envs import make_env_pre_post_processors
 from lerobot.envs.utils import preprocess_observation
-from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
+from tests import tiny
 from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import resolved
@@ -39,11 +39,7 @@ STATS = {key: {"mean": np.zeros(3), "std": np.full(3, 9.0), "q01": -np.ones(3), 
 
 def act_config(**options):
     """LeRobot's configuration of a tiny ACT that sees the two bins."""
-    return ACTConfig(
-        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, dim_model=16,
-        n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1, use_vae=False,
-        vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu", **options,
-    )  # fmt: skip
+    return tiny.act_config(FEATURES, use_vae=False, **options)
 
 
 def observed():

@@ -1,4 +1,4 @@
-"""Instructions that name an advantage: which rows have one, and that they reach the policy."""
+"""Instructions that name an advantage reach the policy; which rows have one, test_stream shows."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ from tests.datasets import make_dataset
 from tests.in_process import make_setting, resolved
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.labels import show_labels, write_labels
@@ -17,48 +16,6 @@ from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.training.model import make_prepare
-from vla_finetuning.training.stream import WithAdvantage
-
-
-def said(positions, *, dropout=0.3, seed=7):
-    """The instructions of rows at these places of the stream (None: rows that have none), of one frame each."""
-    count = 100 if positions is None else len(positions)
-    label = np.arange(count) % 3 == 0
-    made = WithAdvantage(lambda batch: batch, PerFrame([label]), ADVANTAGE, dropout, seed)
-    batch = {
-        "dataset_index": np.zeros(count, np.int64),
-        "index": np.arange(count),
-        "task": np.array(["go"] * count, object),
-    }
-    if positions is not None:
-        batch["position"] = np.asarray(positions)
-    return label, made(batch)["task"].tolist()
-
-
-def test_a_share_of_training_rows_is_without_a_label():
-    label, texts = said(np.arange(4000))
-    assert set(texts) == {"go", "go, Advantage: positive", "go, Advantage: negative"}
-    assert all(
-        text == "go" or text.endswith("positive") == bool(is_positive)
-        for text, is_positive in zip(texts, label, strict=True)
-    )
-    assert abs(texts.count("go") / 4000 - 0.3) < 0.03  # four standard deviations
-
-
-def test_which_is_a_function_of_seed_and_place_alone():
-    places = np.arange(1000, 1400)
-    _, whole = said(places)
-    assert [*said(places[:150])[1], *said(places[150:])[1]][:150] == whole[:150]
-    without = {place for place, text in zip(places.tolist(), whole, strict=True) if text == "go"}
-    shuffled = np.random.default_rng(0).permutation(places)
-    again = {place for place, text in zip(shuffled.tolist(), said(shuffled)[1], strict=True) if text == "go"}
-    assert again == without
-    assert said(places, seed=8)[1] != whole
-
-
-def test_rows_outside_of_the_stream_have_their_label():
-    label, texts = said(None, dropout=1.0)
-    assert texts == [f"go{ADVANTAGE[bool(is_positive)]}" for is_positive in label]
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lerobot.configs.policies import PreTrainedConfig
-from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from tests import in_process
+from tests.tiny import lerobots_training
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve, with_config
@@ -48,22 +46,8 @@ def held_out_loss(run):
 
 def lerobots_losses(setting, run, index):
     """What `lerobot-train` would compute for these rows: its dataset, processors and policy; by draw and row."""
-    _, root, base = setting
-    config = PreTrainedConfig.from_pretrained(base)
-    config.device = "cpu"
-    policy = get_policy_class(config.type).from_pretrained(base, config=config)
-    policy.eval()
-    times = [i / 10 for i in range(config.chunk_size)]
-    dataset = LeRobotDataset("test", root=root, video_backend="pyav", delta_timestamps={"action": times})
-    overrides = {"stats": dataset.meta.stats, "features": {**config.input_features, **config.output_features}}
-    preprocessor, _ = make_pre_post_processors(
-        config,
-        pretrained_path=str(base),
-        preprocessor_overrides={
-            "device_processor": {"device": "cpu"},
-            "normalizer_processor": {**overrides, "norm_map": config.normalization_mapping},
-        },
-    )
+    policy, dataset, preprocessor = lerobots_training(*setting[1:])
+    config = policy.eval().config
     batch = preprocessor(torch.utils.data.default_collate([dataset[int(i)] for i in index]))
     noise, time = sample_noise_and_time(config, DRAWN_TOGETHER * DRAWS, run.config.seed, -1, "cpu")
     losses = []

@@ -14,18 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vla
 from tests import in_process
 from tests.datasets import make_dataset
+from tests.run.test_checkpoint import saved
 from tests.tiny import make_base
 from util import TimedIterator
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training
-from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies import compiling
 from vla_finetuning.policies.families import pi05
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import sample_noise_and_time, time_without_given
 from vla_finetuning.policies.trainable import UNUSED
-from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
+from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE
 from vla_finetuning.run.folder import STOP_NAME, own_folder
 from vla_finetuning.training import attempt, callbacks, checkpoint_writer, model, state
 from vla_finetuning.training.callbacks import NonfiniteSteps, mfu
@@ -45,38 +44,20 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("worker")
     roots = [make_dataset(folder / name, episodes=(9, 7), seed=seed) for seed, name in enumerate(("first", "second"))]
     meta = load_metadata(roots[0])
-    sizes = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
-    base = make_base(folder / "base", meta, **sizes)
-    return folder, roots, base
+    return folder, roots, make_base(folder / "base", meta, **in_process.TINY)
 
 
 def resolved(setting, **changes):
     folder, roots, base = setting
-    options = {
-        "dataset.root": ",".join(map(str, roots)),
-        "dataset.statistics": "stored",
-        "policy.path": base,
-        "output_dir": folder / "run",
-        "batch_size": 4,
-        "grad_accum": 2,
-        "steps": 6,
-        "scaling.use_gpu": "false",
-        **changes,
-    }
-    return resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
+    options = {"dataset.statistics": "stored", "batch_size": 4, "steps": 6, "train.mode": None, **changes}
+    return in_process.resolved((folder, ",".join(map(str, roots)), base), **options)
 
 
 def test_a_rows_draws_do_not_depend_on_who_computes_it(setting):
     """Noise and time by a row's place in the global batch: one worker with accumulation, or two."""
 
     def by_row(world, accum):
-        options = {
-            "train.noise_draws": 3,
-            "scaling.num_workers": world,
-            "grad_accum": accum,
-            "scaling.use_gpu": "false",
-        }
-        run = resolved(setting, **options)
+        run = resolved(setting, **{"train.noise_draws": 3, "scaling.num_workers": world, "grad_accum": accum})
         run = replace(run, rows=replace(run.rows, order=replace(run.rows.order, block_rows=2)))
         found = {}
         for rank in range(world):
@@ -236,11 +217,8 @@ def test_more_steps_are_done_than_asked_for(setting):
     run = resolved(setting, steps=3)
     optimizer = build_optimizer(run.policy, build_model(run.policy, CPU)[0], run.job.steps)
     folder = run.job.checkpoints_dir / "step_00000004"
-    pieces = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}
-    taken = {kind: {k: Piece(v, (0,) * v.ndim) for k, v in tensors.items()} for kind, tensors in pieces.items()}
-    commit(
-        folder, replace(run.job.start, step=4, rows=4 * run.config.global_batch_size), write_pieces(folder, taken), 0
-    )
+    tensors = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}
+    saved(folder, tensors, replace(run.job.start, step=4, rows=4 * run.config.global_batch_size))
     run = replace(run, config=replace(run.config, resume=True))
     with (
         pytest.raises(ValueError, match="4 steps are done, and --steps or MAX_TRAIN_STEPS says 3: ask for as many"),
@@ -358,9 +336,8 @@ def test_the_loop_compiles_before_its_first_step(setting, monkeypatch):
     assert given == [{"number": 0}, {"number": 0}]
 
 
-@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_of_gpu_memory_grow_unless_the_user_says_how_they_do(setting, variable, monkeypatch):
-    run = resolved(setting, output_dir=setting[0] / f"segments-{variable}")
+def test_segments_of_gpu_memory_grow(setting, monkeypatch):
+    run = resolved(setting, output_dir=setting[0] / "segments")
     run.job.output_dir.mkdir()
     monkeypatch.setattr(attempt, "log_to", lambda folder: None)
     settings, apply = [], torch._C._accelerator_setAllocatorSettings
@@ -371,10 +348,8 @@ def test_segments_of_gpu_memory_grow_unless_the_user_says_how_they_do(setting, v
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, "max_split_size_mb:512")
     attempt.begin(run.job, Worker(CPU), deterministic=False)
-    assert settings == ([] if variable else ["expandable_segments:True"])
+    assert settings == ["expandable_segments:True"]
 
 
 def test_what_training_never_uses_is_not_on_the_device(setting):
@@ -412,11 +387,8 @@ def test_options_reach_the_loss(setting, monkeypatch):
 )
 def test_options_of_a_family_are_refused_for_other_policies(setting, flag, value):
     changes = {"policy.path": None, "policy.type": "act", "train.mode": "full", f"train.{flag}": str(value).lower()}
-    folder, roots, _ = setting
-    options = {"dataset.root": roots[0], "output_dir": folder / "act", "batch_size": 2, "steps": 1, **changes}
-    flags = [f"--{name}={given}" for name, given in options.items() if given is not None]
     with pytest.raises(ValueError, match=f"--train.{flag}={value} is for .*pi05.*, and the policy is of type act"):
-        resolve(parse_args(flags), gpus_found=0)
+        resolved(setting, **changes)
 
 
 def test_attention_is_compared_before_the_first_step_and_written_down(setting, monkeypatch):
@@ -498,16 +470,8 @@ def test_weights_are_cast_once_for_all_micro_batches_of_a_step(setting, mode, mo
     """To the same bits."""
 
     def trained():
-        run = resolved(
-            setting,
-            **{
-                "train.mode": mode,
-                "train.precision": "bf16",
-                "steps": 2,
-                "log_freq": 2,
-                "output_dir": setting[0] / mode,
-            },
-        )
+        options = {"train.mode": mode, "train.precision": "bf16", "steps": 2, "log_freq": 2}
+        run = resolved(setting, output_dir=setting[0] / mode, **options)
         with Casts() as casts:
             return in_process.train(run).named(), casts.count
 
