@@ -71,8 +71,9 @@ def loaded(parts, steps, relative):
     return policy, pre, post
 
 
-@pytest.mark.parametrize(("steps", "delay"), [(4, 0), (4, 1), (4, 4), (7, 3)])
-@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "delay", "relative"), [(4, 0, True), (4, 1, False), (4, 4, True), (4, 4, False), (7, 3, True)]
+)
 def test_a_late_chunk_is_that_of_a_robot_with_a_queue(pi05, relative, steps, delay):  # noqa: F811
     policy, pre, post = loaded(pi05, steps, relative)
 
@@ -162,8 +163,10 @@ def engines(policy, pre, post, delay, count, horizon, monkeypatch):
     return np.array(world.executed), seen
 
 
-@pytest.mark.parametrize(("steps", "delay", "horizon"), [(4, 0, None), (4, 2, 10), (5, 5, None)])
-@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "delay", "relative", "horizon"),
+    [(4, 0, False, None), (4, 2, True, None), (4, 2, False, 10), (5, 5, False, None), (5, 5, True, None)],
+)
 def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, delay, horizon, monkeypatch):  # noqa: F811
     """With as many guided actions as are left; or with its own 10, of which it guides the last ones to zeros."""
     count = 5 * steps - delay
