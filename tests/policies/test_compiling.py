@@ -76,7 +76,7 @@ def test_each_length_of_prompts_is_compiled_and_all_of_them_are_within_dynamos_l
     assert counting.graphs == 1 + 2 * len(lengths)  # the vision tower knows no prompts
 
 
-@pytest.mark.parametrize("mode, checkpointing", [("heads", False), ("full", False), ("full", True)])
+@pytest.mark.parametrize("mode, checkpointing", [("heads", False), ("full", True)])
 def test_layers_compile_once_and_change_nothing(mode, checkpointing):
     """AOTAutograd's graphs, forward and backward, run by PyTorch: all of compiling but the code generator."""
     policy = make_policy(2)

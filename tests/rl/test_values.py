@@ -15,7 +15,7 @@ from scipy.spatial import KDTree
 import value
 from tests.buckets import Bucket, forget, runs_bucket
 from tests.datasets import all_rows, make_dataset
-from tests.in_process import RunRows, train
+from tests.in_process import RunRows, tasks_here, train
 from tests.tiny import make_base
 from vla_finetuning import mirror
 from vla_finetuning.data.metadata import load_metadata
@@ -83,16 +83,18 @@ def random_setting(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(setting, ray_cluster):
-    assert value.main(flags(setting)) == 0
+    assert value.main(flags(setting, eval_steps=0)) == 0
     return setting[0] / "run"
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_checkpoint_holds_the_head_alone(finished):
     names = checkpoint_names(latest_checkpoint(finished / "checkpoints"), TRAINABLE)
     assert names and all(name.startswith("critic.") for name in names)
-    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert {"eval_loss", "eval_loss_by_task"} <= lines[1].keys() and "eval_loss_by_time" not in lines[1]
+    assert [line["step"] for line in log_of(finished)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("chosen", [(0, 1, 2, 3, 4, 5), (0, 1, 3, 4)])
@@ -198,10 +200,12 @@ def judge_here(setting, finished):
 
 
 def test_two_workers_are_one_with_twice_the_batch(finished, setting):
-    """The head that two processes trained through Ray, against the same four steps in this one."""
-    changes = {"scaling.num_workers": 1, "grad_accum": 2, "eval_steps": 0}
-    run = resolved(setting, "one", **changes).training
-    found = train(run, RunRows(run)).named()
+    """The head that two processes trained through Ray, against the same four steps in this one, which measures too."""
+    run = resolved(setting, "one", **{"scaling.num_workers": 1, "grad_accum": 2}).training
+    with tasks_here():
+        found = train(run, RunRows(run)).named()
+    line = log_of(run.job.output_dir)[1]
+    assert {"eval_loss", "eval_loss_by_task"} <= line.keys() and "eval_loss_by_time" not in line
     expected = load_file(latest_checkpoint(finished / "checkpoints") / f"{TRAINABLE}.safetensors")
     start, _ = build_model(run.policy, torch.device("cpu"))
     assert found.keys() == expected.keys()
@@ -214,7 +218,7 @@ def test_a_finished_run_labels_anew_by_other_options(finished, setting, monkeypa
     before, judge = pq.read_table(finished / LABELS_NAME), judge_here(setting, finished)
     monkeypatch.setattr(value, "fit", lambda *_: pytest.fail("it trained again"))
     monkeypatch.setattr(values, "judge_frames", lambda run, checkpoint: [judge(np.arange(sum(EPISODES)))])
-    assert value.main([*flags(setting), "--resume=true", "--value.positive=0.8"]) == 0
+    assert value.main([*flags(setting, eval_steps=0), "--resume=true", "--value.positive=0.8"]) == 0
     after = pq.read_table(finished / LABELS_NAME)
     assert before["value"] == after["value"]
     assert np.mean(after["positive"]) > np.mean(before["positive"])
