@@ -120,6 +120,12 @@ def test_everything_arrives_with_a_card(server, finished):
     assert TOKEN not in text
 
 
+def test_the_card_says_that_there_is_a_tokenizer_of_actions(finished):
+    assert "`action_tokenizer/`" not in push.model_card(finished, REPO)
+    (finished / "pretrained_model" / "action_tokenizer").mkdir()
+    assert "`action_tokenizer/` is their tokenizer" in push.model_card(finished, REPO)
+
+
 def test_the_card_has_success_at_any_time_and_at_the_end(finished):
     assert "Success in the loop" not in push.model_card(finished, REPO)
     config = json.loads((finished / "config.json").read_text())

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 import vla
 from tests import in_process
@@ -13,8 +15,13 @@ from tests.tiny import make_base
 from util import full_tensor
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.families.insulation import TOKENS, TOKENS_MASK, InsulatedPI05
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.run.push import exported_files
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.export import export, exported_checkpoint
 
 SPARE_WORDS = 270
 
@@ -103,6 +110,39 @@ def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(setting, tmp_path):
     other = InsulatedPI05("pi05", action_tokenizer=ActionTokenizer.load(setting[0] / "tokenizer"))
     with pytest.raises(ValueError, match="has the tokenizer that this run was started with"):
         other.fit_to_rows(lambda: chunks, tmp_path)
+
+
+def family_from(setting, policy, tokenizer):
+    run = resolved(setting, "next", **{"policy.path": policy, "train.action_tokenizer": tokenizer})
+    return family_of(run.policy.config)
+
+
+def test_a_policy_is_exported_with_its_tokenizer_and_later_runs_use_it(setting):
+    run = resolved(setting, "exported", steps=1)
+    in_process.train(run, worker=in_process.alone(run), make_checkpoints=CheckpointWriter)
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {}, robot_facts(run))
+    folder = run.job.output_dir / "pretrained_model"
+
+    tokenizer = ActionTokenizer.load(setting[0] / "tokenizer")
+    assert family_from(setting, folder, None).action_tokenizer == tokenizer
+    assert family_from(setting, folder, "fit").action_tokenizer is None
+    assert family_from(setting, setting[2], None).action_tokenizer is None
+    next_base = resolved(setting, "next", plain=True, **{"policy.path": folder}).policy.base
+    assert next_base["files"].keys() - run.policy.base["files"].keys() == {
+        f"action_tokenizer/{name}.json" for name in ("tokenizer", "processor_config")
+    } | {"robot.json"}
+
+    files, others = exported_files(folder)
+    assert {"action_tokenizer/tokenizer.json", "action_tokenizer/processor_config.json"} < set(files) and not others
+    policy = get_policy_class(run.policy.config.type).from_pretrained(folder)
+    before, after = make_pre_post_processors(policy.config, pretrained_path=str(folder))
+    seen = {key: torch.rand(1, *feature.shape) for key, feature in policy.config.input_features.items()}
+    action = after(policy.select_action(before({**seen, "task": "go to the red bin"})))
+    assert action.shape == (1, *policy.config.output_features["action"].shape)
+
+    (folder / "action_tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="is no action tokenizer"):
+        family_from(setting, folder, None)
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,9 @@ class TrainOptions(StepOptions):
         only_with="train.knowledge_insulation",
     )
     action_tokenizer: str = option(
-        "fit",
+        "auto",
         "With it: the tokenizer of actions (FAST), a folder or a Hub id, of which only data is read; fit: learned from "
-        "the run's own rows before the first step.",
+        "the run's own rows before the first step; auto: that of the policy's folder if it has one, else fit.",
         only_with="train.knowledge_insulation",
     )
     # Its vision tower is four fifths of a step.

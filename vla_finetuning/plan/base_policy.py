@@ -18,6 +18,7 @@ from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import TrainOptions
+from vla_finetuning.policies.action_tokens import ACTION_TOKENIZER_FOLDER
 from vla_finetuning.policies.families.insulation import insulated
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
@@ -71,7 +72,7 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     config = replace(config, policy_path=path, policy_revision=base.identity["revision"])
     check_policy_options(config, base.config)
     if config.train.knowledge_insulation and "knowledge_insulation" in family.train_options:
-        train_as(base.config, insulated(family, base.config, config.train))
+        train_as(base.config, insulated(family, base.config, config.train, base.folder))
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
         config = replace(config, train=replace(config.train, precision="fp32"))  # as LeRobot trains it on GPUs, too
     return config, base
@@ -226,7 +227,8 @@ def _whose_config(saved: Any) -> str:
 
 def _digests(folder: Path, weights: Path) -> dict[str, str]:
     """Return digests of all else that loading the policy reads: configuration, processors, tokenizer, shards."""
-    files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *(folder / TOKENIZER_FOLDER).rglob("*")]
+    files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+    files += [path for name in (TOKENIZER_FOLDER, ACTION_TOKENIZER_FOLDER) for path in (folder / name).rglob("*")]
     files = [path for path in sorted(files) if path.is_file() and path != weights]
     return {str(path.relative_to(folder)): file_digest(path) for path in files}
 

@@ -32,7 +32,7 @@ def with_absolute_paths[C: JobOptions](config: C) -> C:
         weighting, recap, train = config.sample_weighting, config.recap, config.train
         changed["sample_weighting"] = replace(weighting, progress_path=_absolute_or_none(weighting.progress_path))
         changed["recap"] = replace(recap, labels=_absolute_or_none(recap.labels))
-        tokenizer = absolute(train.action_tokenizer)  # else its name on the Hub, or `fit`
+        tokenizer = absolute(train.action_tokenizer)  # else its name on the Hub, fit or auto
         tokenizer = tokenizer if Path(tokenizer).is_dir() else train.action_tokenizer
         feature_cache = _absolute_or_none(train.feature_cache)
         changed["train"] = replace(train, feature_cache=feature_cache, action_tokenizer=tokenizer)

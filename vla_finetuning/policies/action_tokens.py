@@ -23,6 +23,8 @@ from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import write_json, write_whole
 
 MODEL_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
+# In the folder of a run that learns action tokens, and of the policy that it exports.
+ACTION_TOKENIZER_FOLDER = "action_tokenizer"
 SCALE = 10.0
 # Bytes, of which every text is made.
 LEAST_VOCABULARY = len(pre_tokenizers.ByteLevel.alphabet())

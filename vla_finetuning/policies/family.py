@@ -285,6 +285,9 @@ class Family:
         """
         return self
 
+    def save_fitted(self, folder: Path) -> None:
+        """Write what it has learned of rows into the folder of an exported policy, in which later runs look for it."""
+
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         """Draw what the loss needs in a step of so many rows, a function of (seed, step, rows); None: it draws itself.
 

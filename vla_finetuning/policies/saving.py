@@ -135,6 +135,7 @@ def _pretrained_folder(
                 for step in pipeline.steps
             ]
             pipeline.save_pretrained(partial, config_filename=f"{name}.json")
+        family_of(config).save_fitted(partial)
         for path in partial.rglob("*.safetensors"):
             let_others_read(path)
 

@@ -33,13 +33,13 @@ from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_erro
 
 logger = logging.getLogger(__name__)
 
-CARD_NAME, TOKENIZER_DIR = "README.md", "tokenizer"
+CARD_NAME, TOKENIZER_DIRS = "README.md", ("tokenizer", "action_tokenizer")
 # What `worker.export` writes, and the card: no more than this leaves the machine.
 POLICY_FILES = re.compile(
     r"config\.json|model\.safetensors|README\.md|policy_(pre|post)processor\.json|\w+_step_\d+(_\w+)?\.safetensors"
     r"|environment\.json|robot\.json"
     r"|tokenizer/((tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt"
-    r"|(tokenizer|spiece)\.model|chat_template\.jinja)",
+    r"|(tokenizer|spiece)\.model|chat_template\.jinja)|action_tokenizer/(tokenizer|processor_config)\.json",
     re.ASCII,
 )
 # Options that name places on the user's machines, and what is nobody else's business, which are not published.
@@ -137,7 +137,8 @@ def exported_files(folder: Path) -> tuple[list[str], list[str]]:
         ValueError: a link is among them, which may lead to any file that this user can read.
     """
     files, rest = [], []
-    for path in (folder, *sorted(folder.iterdir()), *sorted((folder / TOKENIZER_DIR).glob("*"))):
+    inside = [path for name in TOKENIZER_DIRS for path in sorted((folder / name).glob("*"))]
+    for path in (folder, *sorted(folder.iterdir()), *inside):
         name = path.relative_to(folder).as_posix()
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
@@ -147,7 +148,7 @@ def exported_files(folder: Path) -> tuple[list[str], list[str]]:
             )
         if stat.S_ISREG(mode) and POLICY_FILES.fullmatch(name):
             files.append(name)
-        elif name not in (".", TOKENIZER_DIR):
+        elif name not in (".", *TOKENIZER_DIRS):
             rest.append(name)
     return files, rest
 
@@ -217,6 +218,7 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         scores=[{**score, "label": _as_code(score["label"])} for score in scores if score["episodes"]],
         versions=facts["versions"],
         on_robot=_on_robot(read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)),
+        insulated=(output_dir / POLICY_DIR / robot / "action_tokenizer").is_dir(),
         options=json.dumps(_public(config), indent=2),
     )
     return str(card)

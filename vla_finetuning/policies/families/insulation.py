@@ -24,12 +24,19 @@ from lerobot.utils.constants import ACTION, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor, nn
 
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.action_tokens import LEAST_VOCABULARY, MODEL_FILE, ActionTokenizer, fetch_tokenizer
+from vla_finetuning.policies.action_tokens import (
+    ACTION_TOKENIZER_FOLDER,
+    LEAST_VOCABULARY,
+    MODEL_FILE,
+    ActionTokenizer,
+    fetch_tokenizer,
+)
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
 from vla_finetuning.policies.family import MEAN_COUNT, Columns, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import ROW_FACTORS
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
+from vla_finetuning.policies.tokenizer_check import check_tokenizer
 from vla_finetuning.terminal import print_safe
 
 FAMILIES = ()
@@ -38,8 +45,8 @@ FAMILIES = ()
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
 # PaliGemma's last words are of image segments; LeRobot's PI0-FAST leaves them alone, too.
 LAST_WORDS = 128
-# Of a tokenizer that is fitted, as in the paper. In a run's folder it is here.
-VOCABULARY, TOKENIZER_FOLDER = 1024, "action_tokenizer"
+# Of a tokenizer that is fitted, as in the paper.
+VOCABULARY = 1024
 
 
 class InsulatedLoss(PI05Loss):
@@ -176,7 +183,7 @@ class InsulatedPI05(PI05):
         Raises:
             ValueError: what is there is no tokenizer, or not the one that the run is asked to go on with.
         """
-        folder = folder / TOKENIZER_FOLDER
+        folder = folder / ACTION_TOKENIZER_FOLDER
         if (folder / MODEL_FILE).is_file():
             written = ActionTokenizer.load(folder)
             if self.action_tokenizer not in (None, written):
@@ -199,6 +206,10 @@ class InsulatedPI05(PI05):
         )
         tokenizer.save(folder)
         return replace(self, action_tokenizer=tokenizer)
+
+    def save_fitted(self, folder: Path) -> None:
+        if self.action_tokenizer is not None:
+            self.action_tokenizer.save(folder / ACTION_TOKENIZER_FOLDER)
 
     def empty_inputs(
         self, config: Any, rows: int, draws: int, device: torch.device | str
@@ -233,18 +244,21 @@ class WithActionTokens:
         return {**prepared, TOKENS: tokens, TOKENS_MASK: mask}
 
 
-def insulated(plain: Family, config: PreTrainedConfig, train: TrainOptions) -> InsulatedPI05:
+def insulated(
+    plain: Family, config: PreTrainedConfig, train: TrainOptions, folder: Path | None = None
+) -> InsulatedPI05:
     """Return the family of a run with --train.knowledge_insulation.
 
     Args:
-        plain: the family of the configuration without it.
+        plain: the family of the configuration without it. folder: of the policy that the run starts from.
 
     Raises:
         ValueError: the tokenizer cannot be read, or has more tokens than the policy has words for.
     """
     words, tokenizer = spare_words(config), None
-    if train.action_tokenizer != "fit":
-        tokenizer = ActionTokenizer.load(fetch_tokenizer(train.action_tokenizer))
+    if (source := _tokenizer_folder(train.action_tokenizer, folder)) is not None:
+        check_tokenizer(source / MODEL_FILE)
+        tokenizer = ActionTokenizer.load(source)
     vocabulary = VOCABULARY if words is None else min(VOCABULARY, words - 2)
     family = InsulatedPI05(
         **{item.name: getattr(plain, item.name) for item in fields(plain)},
@@ -254,6 +268,13 @@ def insulated(plain: Family, config: PreTrainedConfig, train: TrainOptions) -> I
     )
     family.check_words(config)
     return family
+
+
+def _tokenizer_folder(name: str, policy_folder: Path | None) -> Path | None:
+    """Return where the tokenizer is that --train.action_tokenizer names; None where it is yet to be fitted."""
+    if name == "auto" and policy_folder is not None and (policy_folder / ACTION_TOKENIZER_FOLDER).is_dir():
+        return policy_folder / ACTION_TOKENIZER_FOLDER
+    return None if name in ("auto", "fit") else fetch_tokenizer(name)
 
 
 def token_columns(config: Any) -> int:
