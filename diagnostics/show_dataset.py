@@ -7,12 +7,14 @@
     python -m diagnostics.show_dataset ROOT --skip_idle 0.5 --episode_weights quality
     python -m diagnostics.show_dataset @mix.yaml
     python -m diagnostics.show_dataset ROOT --recap.labels out/value/labels.parquet
+    python -m diagnostics.show_dataset ROOT --train.action_tokenizer physical-intelligence/fast --policy.chunk_size 50
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are,
 their instructions, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
 `report/dataset_look.py` says what is looked for, and how much of a large dataset is read, `report/episode_scores.py`
 what gives a reason to look at an episode; a reason is not a verdict. --skip_idle and --episode_weights print what a run
-with those of --dataset. would leave out or repeat. Of a mixture's file (docs/robots.md), the datasets are shown side by
+with those of --dataset. would leave out or repeat; --train.action_tokenizer (`fit`, a folder or a Hub id) how many tokens
+chunks of actions are, and how far they are off when they come back. Of a mixture's file (docs/robots.md), the datasets are shown side by
 side on the terminal, with what does not fit.
 
 Exit status: 0, with warnings too; 2 when there is no such dataset or it cannot be read.
@@ -28,12 +30,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from lerobot.utils.constants import ACTION
 from tqdm import tqdm
 
+from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import frame_ranges_of, movement_keys, table, told_weights
-from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
+from vla_finetuning.data.metadata import DatasetMetadata, dimension_names, load_metadata
+from vla_finetuning.data.options import Features, Reading, Selection
+from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.files import write_json
 from vla_finetuning.mirror import as_file
 from vla_finetuning.options.mixture import read_mixture
@@ -42,16 +49,26 @@ from vla_finetuning.plan import look as run_look
 from vla_finetuning.plan.labels import show_labels
 from vla_finetuning.plan.mixture_look import look_at_mixture
 from vla_finetuning.plan.names import with_names
+from vla_finetuning.policies.action_tokens import ActionTokenizer, fetch_tokenizer
+from vla_finetuning.policies.families.insulation import VOCABULARY, describe_tokens
+from vla_finetuning.policies.family import Chunks
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
 from vla_finetuning.terminal import escape_warnings, escaped, print_safe, print_safe_error
+from vla_finetuning.training.chunks import LOOK_EPISODES, LOOK_ROWS
 
 # As a run's options say it.
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "openpi": {"train": {"augmentation": "openpi"}},
     "lerobot": {"dataset": {"image_transforms": {"enable": True}}},
+}
+# Flags by their names here.
+DOTTED = {
+    "labels": "--recap.labels",
+    "action_tokenizer": "--train.action_tokenizer",
+    "chunk_size": "--policy.chunk_size",
 }
 
 
@@ -65,6 +82,22 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
     keys, everything = movement_keys(meta), meta.episode_index
     left = frame_ranges_of(meta, everything, keys=keys, skip_idle=skip_idle, weight=weight)
     return [*([] if weight is None else [told_weights(weight)]), *table(meta, everything, left)]
+
+
+def told_tokens(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:
+    """Return lines about chunks of actions as tokens, of some episodes, normalised by their own 1 % and 99 %."""
+    windows = {ACTION: [step / meta.fps for step in range(chunk_size)]}
+    features = Features(camera_keys=[], columns=[ACTION], delta_timestamps=windows)
+    some = [evenly_spaced(meta.num_episodes, LOOK_EPISODES)]
+    source = LeRobotDatasource([meta], Selection(episodes=some), features, reading=Reading(check_files=False))
+    positions = evenly_spaced(source.plan.rows_per_epoch, LOOK_ROWS)
+    (batch,) = source.read_rows(positions.tolist(), len(positions))
+    low, high = np.quantile(batch[ACTION].astype(np.float64), (0.01, 0.99), axis=(0, 1))
+    zero, half = (low + high) / 2, np.where(high > low, (high - low) / 2, 1)
+    chunks = Chunks((batch[ACTION] - zero) / half, zero, zero + half, tuple(dimension_names(meta, ACTION)))
+    if name == "fit":
+        return describe_tokens(ActionTokenizer.fit(chunks.values, VOCABULARY), [chunks])
+    return describe_tokens(ActionTokenizer.load(fetch_tokenizer(name)), [chunks])
 
 
 def show_mixture(file: str, rename_map: dict[str, str]) -> None:
@@ -96,11 +129,12 @@ def show_dataset(options: argparse.Namespace) -> None:
         if options.exclude_to:
             write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
     selection = told_selection(meta, options.skip_idle, options.episode_weights)
+    tokens = told_tokens(meta, options.action_tokenizer, options.chunk_size) if options.action_tokenizer else []
     labels = None if options.labels is None else show_labels(options.labels, meta)
     page = write_dataset_page(look, options.output, scores, selection, labels)
     print_safe(*(f"warning [{finding.kind}] {finding.text}" for finding in look.findings))
     print_safe(*(f"episode {score.episode}: {'; '.join(score.reasons)}" for score in scores or [] if score.reasons))
-    print_safe(*selection, *map(escaped, labels[0] if labels is not None else ()))
+    print_safe(*selection, *tokens, *map(escaped, labels[0] if labels is not None else ()))
     print_safe(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
     print_safe(*look.shares, *(f"not read: {what}" for what in meta.not_read), str(page))
 
@@ -121,12 +155,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip_idle", type=float, help="say what --dataset.skip_idle of so many seconds leaves out")
     parser.add_argument("--episode_weights", help="say what --dataset.episode_weights, a column or @FILE, makes of it")
     parser.add_argument("--recap.labels", type=as_file, dest="labels", help="show how the labels of value.py fell")
+    parser.add_argument("--train.action_tokenizer", dest="action_tokenizer", help="say what tokens it makes of actions")
+    parser.add_argument("--policy.chunk_size", type=int, default=50, dest="chunk_size", help="of chunks of actions")
     options = parser.parse_args(argv)
     escape_warnings()
     is_mixture = (options.root or "").startswith("@")
     given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
     if is_mixture and (refused := [name for name in given if name not in ("root", "rename_map")]):
-        flags = ", ".join("--recap.labels" if name == "labels" else f"--{name}" for name in refused)
+        flags = ", ".join(DOTTED.get(name, f"--{name}") for name in refused)
         parser.error(f"{flags}: of a mixture only the datasets beside each other are shown; give one of them alone")
     if options.revision and not options.repo_id:
         parser.error(f"--revision={options.revision}: of a dataset on the Hub; give --repo_id")

@@ -19,6 +19,7 @@ from vla_finetuning.files import write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.labels import write_labels
+from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, config_of
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
@@ -416,6 +417,24 @@ def test_what_a_run_would_leave_out_and_repeat_is_told(copy, tmp_path, capsys):
     assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in check_page((tmp_path / "page.html").read_text()).text
     assert main([str(copy), "--skip_idle=0", f"--output={tmp_path / 'page.html'}"]) == 2
     assert "--skip_idle=0.0: must be positive" in capsys.readouterr().err
+
+
+def test_actions_as_tokens_are_told(clean, tmp_path, capsys):
+    rows = all_rows(clean, ["action"])["action"]
+    high = np.quantile(rows, 0.99, axis=0)
+    half = (high - np.quantile(rows, 0.01, axis=0)) / 2
+    normalised = ((rows - high + half) / half)[:, None]
+    tokenizer = ActionTokenizer.fit(normalised, 300)
+    tokenizer.save(tmp_path / "tokenizer")
+    apart = np.abs(tokenizer.decode(tokenizer.encode(normalised), normalised.shape[1:]) - normalised)[:, 0] * half
+    flags = ["--train.action_tokenizer", str(tmp_path / "tokenizer"), "--policy.chunk_size", "1"]
+    assert main([str(clean), "--output", str(tmp_path / "page.html"), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("Actions "))
+    assert "as 300 tokens" in lines[first] and f"a chunk of {rows.shape[1]} entries" in lines[first]
+    assert f"motor_0 {apart[:, 0].mean():.2g} ({apart[:, 0].max():.2g})" in lines[first + 1]
+    assert main([str(clean), "--output", str(tmp_path / "page.html"), "--train.action_tokenizer", "fit"]) == 0
+    assert "as 1024 tokens" in capsys.readouterr().out
 
 
 def test_how_labels_fell_is_told(clean, tmp_path, capsys):

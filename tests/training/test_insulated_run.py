@@ -18,6 +18,7 @@ from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.families.insulation import TOKENS, TOKENS_MASK, InsulatedPI05
+from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.push import exported_files
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
@@ -102,14 +103,15 @@ def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
 
 def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(setting, tmp_path):
     chunks = np.random.default_rng(1).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
-    begun = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 2).fit_to_rows(lambda: chunks, tmp_path)
+    sample = [Chunks(chunks, np.zeros(4), np.ones(4), tuple("abcd"))]
+    begun = InsulatedPI05("pi05", vocabulary=SPARE_WORDS - 2).fit_to_rows(lambda: sample, tmp_path)
     assert begun.action_tokenizer == ActionTokenizer.fit(chunks, SPARE_WORDS - 2)
     assert InsulatedPI05("pi05").fit_to_rows(lambda: pytest.fail("read again"), tmp_path) == replace(
         begun, vocabulary=0
     )
     other = InsulatedPI05("pi05", action_tokenizer=ActionTokenizer.load(setting[0] / "tokenizer"))
     with pytest.raises(ValueError, match="has the tokenizer that this run was started with"):
-        other.fit_to_rows(lambda: chunks, tmp_path)
+        other.fit_to_rows(lambda: sample, tmp_path)
 
 
 def family_from(setting, policy, tokenizer):

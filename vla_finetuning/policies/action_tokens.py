@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import write_json, write_whole
+from vla_finetuning.policies.tokenizer_check import check_tokenizer
 
 MODEL_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
 # In the folder of a run that learns action tokens, and of the policy that it exports.
@@ -134,10 +135,15 @@ def fetch_tokenizer(name: str) -> Path:
     """Return the folder of a tokenizer by its path, or of its two files on the Hub.
 
     Raises:
-        ValueError: neither a folder nor a repository with these files.
+        ValueError: neither a folder nor a repository with these files, or one that takes too long to load.
     """
-    if (folder := Path(name).expanduser()).is_dir():
-        return folder
+    if not (folder := Path(name).expanduser()).is_dir():
+        folder = _download_tokenizer(name)
+    check_tokenizer(folder / MODEL_FILE)
+    return folder
+
+
+def _download_tokenizer(name: str) -> Path:
     try:
         commit = resolve_commit(name, None, repo_type="model")
         files = (MODEL_FILE, SETTINGS_FILE)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -152,6 +152,28 @@ class PolicyLoss(nn.Module):
         ]
 
 
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Action chunks of a robot's rows.
+
+    Attributes:
+        values: as the policy learns them, normalised, float32 (N, T, A).
+        zero, one: what 0 and 1 of them are in the units of the robot's action, float64 (R,); R <= A are its entries.
+        names: of its entries. label: the robot's, empty for the only one.
+    """
+
+    values: np.ndarray
+    zero: np.ndarray
+    one: np.ndarray
+    names: tuple[str, ...]
+    label: str = ""
+
+    @property
+    def actions(self) -> np.ndarray:
+        """Return the chunks in units of the action, float64 (N, T, R)."""
+        return self.zero + self.values[..., : len(self.zero)] * (self.one - self.zero)
+
+
 @dataclass(frozen=True)
 class Family:
     """A policy type, and types whose configuration derives from its configuration.
@@ -276,14 +298,18 @@ class Family:
         """Return what prepares rows, of what its processors do: with the columns that its loss takes besides."""
         return prepare
 
-    def fit_to_rows(self, chunks: Callable[[], np.ndarray], folder: Path) -> Family:
+    def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> Family:
         """Return the family with what it learns of a run's rows before training. Called on the driver, at each start.
 
         Args:
-            chunks: some of the run's action chunks, prepared, float32 (N, T, A); always the same ones.
+            chunks: reads some of the run's action chunks, of each robot; always the same ones.
             folder: of the run, for what was learned.
         """
         return self
+
+    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]]) -> list[str]:
+        """Return lines for the plan about what it makes of action chunks."""
+        return []
 
     def save_fitted(self, folder: Path) -> None:
         """Write what it has learned of rows into the folder of an exported policy, in which later runs look for it."""

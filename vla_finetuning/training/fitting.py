@@ -26,7 +26,7 @@ from vla_finetuning.run.progress import Line, follow_progress, step_line
 from vla_finetuning.run.recovery import recover_local_checkpoints
 from vla_finetuning.store import StoreAwayError, limit_retries
 from vla_finetuning.terminal import print_safe
-from vla_finetuning.training.model import fit_to_rows
+from vla_finetuning.training.chunks import fit_to_rows
 
 # Between looks at whether there is capacity for more workers of an elastic group.
 RESIZE_INTERVAL_S = 60.0

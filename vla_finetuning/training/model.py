@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import nn
 
-from lerobot_datasource import read_source
 from util import Batch, Draws, TrainableOptimizer, take_optimizer
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.record import record_attention
-from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
@@ -27,19 +24,14 @@ from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss, time_without_given
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
-from vla_finetuning.policies.registry import family_of, train_as
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.training.parallel import free_gathered
-from vla_finetuning.training.stream import Columns, LazyPickle, WithAdvantage, WithPosition
+from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
 
 logger = logging.getLogger(__name__)
-
-# What a family learns of a run's rows, it learns of these: the first of the stream, which is shuffled.
-FITTED_ROWS = 20_000
-# Of a row without cameras, about.
-ROW_BYTES = 16_384
 
 
 def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
@@ -178,20 +170,3 @@ def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     if rows.positive is not None:
         prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, rows.label_dropout, spec.seed)
     return WithPosition(prepare) if spec.augments else prepare
-
-
-def fit_to_rows(run: Run) -> Run:
-    """Return the run with what its policy's family learns of its rows before training, in a Ray Data pass."""
-
-    def chunks() -> np.ndarray:
-        rows = replace(run.rows, features=replace(run.rows.features, camera_keys=()))
-        prepare = LazyPickle(make_prepare(run.policy, rows))
-        source = rows.source((0, min(FITTED_ROWS, run.rows.per_epoch, run.rows.last_row)), prepare, ROW_BYTES)
-        return np.concatenate([batch[ACTION] for batch in read_source(source).iter_batches(batch_size=None)])
-
-    config = run.policy.config
-    family = family_of(config).fit_to_rows(chunks, run.job.output_dir)
-    if family is not family_of(config):
-        for changed in (config, *(robot.config for robot in run.robots)):
-            train_as(changed, family)
-    return run

@@ -11,6 +11,7 @@ from vla_finetuning.plan.resolve import Run
 from vla_finetuning.run.push import check_push
 from vla_finetuning.terminal import print_safe, print_safe_text
 from vla_finetuning.training.capacity import check_memory
+from vla_finetuning.training.chunks import describe_chunks
 
 
 def show_plan(run: Run, datasets: Datasets | None) -> Run:
@@ -27,4 +28,6 @@ def show_plan(run: Run, datasets: Datasets | None) -> Run:
     for repo_id in run.repositories.values():
         make = not run.config.dry_run
         print_safe(f"Hub          {check_push(repo_id, run.config.policy_private, make=make)}")
+    if run.config.dry_run:
+        print_safe(*describe_chunks(run))
     return run

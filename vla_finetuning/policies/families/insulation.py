@@ -10,7 +10,8 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, F action 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,9 @@ from vla_finetuning.policies.action_tokens import (
 )
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
-from vla_finetuning.policies.family import MEAN_COUNT, Columns, Family, PolicyLoss, require
+from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import ROW_FACTORS
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
-from vla_finetuning.policies.tokenizer_check import check_tokenizer
 from vla_finetuning.terminal import print_safe
 
 FAMILIES = ()
@@ -177,7 +177,7 @@ class InsulatedPI05(PI05):
         tokenizer = self.action_tokenizer
         return prepare if tokenizer is None else WithActionTokens(prepare, tokenizer, token_columns(config))
 
-    def fit_to_rows(self, chunks: Callable[[], np.ndarray], folder: Path) -> InsulatedPI05:
+    def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> InsulatedPI05:
         """Read the tokenizer that an earlier start has written into the run's folder, or write it there.
 
         Raises:
@@ -193,19 +193,24 @@ class InsulatedPI05(PI05):
                 )
             return replace(self, action_tokenizer=written)
         sample = chunks()
-        tokenizer = self.action_tokenizer or ActionTokenizer.fit(sample, self.vocabulary)
-        tokens = tokenizer.encode(sample)
-        apart = np.abs(tokenizer.decode(tokens, sample.shape[1:3]) - sample).max(axis=(1, 2))
-        counts = np.array([len(ids) for ids in tokens])
-        columns = _columns(sample[0].size)
-        cut = f"; the last ones of {(counts >= columns).mean():.1%} do not count" if (counts >= columns).any() else ""
-        print_safe(
-            f"Actions      as {tokenizer.vocabulary} tokens: {np.median(counts):.0f} a chunk of {sample[0].size} "
-            f"entries (at most {counts.max()}) in {len(sample)} chunks{cut}",
-            f"             normalised entries come back within {np.median(apart):.3f} (at most {apart.max():.3f})",
-        )
+        tokenizer = self._tokenizer_for(sample)
+        print_safe(*describe_tokens(tokenizer, sample))
         tokenizer.save(folder)
         return replace(self, action_tokenizer=tokenizer)
+
+    def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]]) -> list[str]:
+        sample = chunks()
+        lines = describe_tokens(self._tokenizer_for(sample), sample)
+        fitted = (
+            "             by a tokenizer that is fitted to these; before the first step one is fitted to more of them"
+        )
+        return lines if self.action_tokenizer else [*lines, fitted]
+
+    def _tokenizer_for(self, sample: Sequence[Chunks]) -> ActionTokenizer:
+        """Return the tokenizer of the run, fitted to chunks if there is none yet."""
+        return self.action_tokenizer or ActionTokenizer.fit(
+            np.concatenate([chunks.values for chunks in sample]), self.vocabulary
+        )
 
     def save_fitted(self, folder: Path) -> None:
         if self.action_tokenizer is not None:
@@ -255,10 +260,11 @@ def insulated(
     Raises:
         ValueError: the tokenizer cannot be read, or has more tokens than the policy has words for.
     """
-    words, tokenizer = spare_words(config), None
-    if (source := _tokenizer_folder(train.action_tokenizer, folder)) is not None:
-        check_tokenizer(source / MODEL_FILE)
-        tokenizer = ActionTokenizer.load(source)
+    words, name, tokenizer = spare_words(config), train.action_tokenizer, None
+    if name == "auto" and folder is not None and (folder / ACTION_TOKENIZER_FOLDER).is_dir():
+        name = str(folder / ACTION_TOKENIZER_FOLDER)
+    if name not in ("auto", "fit"):
+        tokenizer = ActionTokenizer.load(fetch_tokenizer(name))
     vocabulary = VOCABULARY if words is None else min(VOCABULARY, words - 2)
     family = InsulatedPI05(
         **{item.name: getattr(plain, item.name) for item in fields(plain)},
@@ -270,11 +276,25 @@ def insulated(
     return family
 
 
-def _tokenizer_folder(name: str, policy_folder: Path | None) -> Path | None:
-    """Return where the tokenizer is that --train.action_tokenizer names; None where it is yet to be fitted."""
-    if name == "auto" and policy_folder is not None and (policy_folder / ACTION_TOKENIZER_FOLDER).is_dir():
-        return policy_folder / ACTION_TOKENIZER_FOLDER
-    return None if name in ("auto", "fit") else fetch_tokenizer(name)
+def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> list[str]:
+    """Return lines about chunks as tokens: how many, and how far actions that come back are off, in their units."""
+    lines = []
+    for chunks in sample:
+        values = chunks.values
+        tokens = tokenizer.encode(values)
+        counts, columns = np.array([len(ids) for ids in tokens]), _columns(values[0].size)
+        cut = f"; the last ones of {(counts >= columns).mean():.1%} do not count" if (counts >= columns).any() else ""
+        back = replace(chunks, values=tokenizer.decode(tokens, values.shape[1:]))
+        apart = np.abs(back.actions - chunks.actions)
+        errors = zip(chunks.names, apart.mean(axis=(0, 1)), apart.max(axis=(0, 1)), strict=True)
+        text = "coming back, they are off by, on average (at most): "
+        text += ", ".join(f"{name} {mean:.2g} ({most:.2g})" for name, mean, most in errors)
+        lines += [
+            f"Actions      {chunks.label}as {tokenizer.vocabulary} tokens: {np.median(counts):.0f} a chunk of "
+            f"{values[0].size} entries (at most {counts.max()}) in {len(values)} chunks{cut}",
+            *textwrap.wrap(text, 118, initial_indent=" " * 13, subsequent_indent=" " * 13, break_long_words=False),
+        ]
+    return lines
 
 
 def token_columns(config: Any) -> int:

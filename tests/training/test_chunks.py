@@ -1,0 +1,92 @@
+"""Action chunks that a plan describes, against those that pandas reads."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from tests import in_process
+from tests.datasets import make_dataset
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.families.insulation import describe_tokens
+from vla_finetuning.training.chunks import describe_chunks, sample_chunks
+
+SPARE_WORDS, CHUNK = 270, 6
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A folder with datasets of two robots, and a policy for the wider one."""
+    folder = tmp_path_factory.mktemp("chunks")
+    make_dataset(folder / "narrow", episodes=(9, 8), action_dim=3, seed=1)
+    root = make_dataset(folder / "wide", episodes=(12, 9, 10), action_dim=5)
+    options = {"spare_words": SPARE_WORDS, "chunk_size": CHUNK, **in_process.TINY}
+    return folder, root, make_base(folder / "base", load_metadata(root), **options)
+
+
+def resolved(setting, name, **changes):
+    options = {"train.knowledge_insulation": "true", "output_dir": setting[0] / name, "dry_run": "true", **changes}
+    return in_process.resolved(setting, **options)
+
+
+def actions_of(root):
+    """Each row's actions from it on; the last of its episode repeats."""
+    rows = pd.concat(map(pd.read_parquet, sorted((root / "data").rglob("*.parquet")))).sort_values("index")
+    episodes = [np.stack(group["action"].to_list()) for _, group in rows.groupby("episode_index")]
+    chunks = [
+        np.concatenate([episode[row : row + CHUNK], np.repeat(episode[-1:], max(0, row + CHUNK - len(episode)), 0)])
+        for episode in episodes
+        for row in range(len(episode))
+    ]
+    return np.stack(chunks).astype(np.float64)
+
+
+def test_chunks_are_in_units_of_the_action_also_before_statistics_are_computed(setting):
+    wanted = actions_of(setting[1])
+    low, high = (np.quantile(wanted.reshape(-1, 5), share, axis=0) for share in (0.01, 0.99))
+    for statistics in ("stored", "exact"):
+        run = resolved(setting, statistics, **{"dataset.statistics": statistics})
+        (chunks,) = sample_chunks(run)
+        assert bool(run.robots[0].missing_stats) == (statistics == "exact")
+        np.testing.assert_allclose(chunks.actions, wanted, atol=1e-5)
+        assert chunks.names == tuple(f"motor_{number}" for number in range(5))
+    np.testing.assert_allclose(chunks.values, 2 * (wanted - low) / (high - low) - 1, atol=1e-4)
+
+
+def test_each_robots_chunks_have_its_own_entries(setting, tmp_path):
+    mixture = {"members": [{"root": str(setting[0] / name), "robot": name} for name in ("narrow", "wide")]}
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mixture))
+    run = resolved(setting, "robots", **{"dataset.root": None, "dataset.mixture": f"@{tmp_path / 'mix.yaml'}"})
+    for chunks, name in zip(sample_chunks(run), ("narrow", "wide"), strict=True):
+        np.testing.assert_allclose(chunks.actions, actions_of(setting[0] / name), atol=1e-5)
+        assert chunks.values.shape[-1] == 5 and chunks.label == f"{name}: "
+
+
+def test_the_plan_counts_tokens_and_says_how_far_actions_are_off(setting):
+    run = resolved(setting, "plan")
+    (chunks,) = sample_chunks(run)
+    tokenizer = ActionTokenizer.fit(chunks.values, SPARE_WORDS - 2)
+    tokens = tokenizer.encode(chunks.values)
+    back = chunks.zero + tokenizer.decode(tokens, (CHUNK, 5)) * (chunks.one - chunks.zero)
+    apart = np.abs(back - actions_of(setting[1]))
+    counts = sorted(map(len, tokens))
+    first, *errors, last = describe_chunks(run)
+    middle, most, rows = map(
+        int, re.search(r": (\d+) a chunk of 30 entries \(at most (\d+)\) in (\d+)", first).groups()
+    )
+    assert (middle, most, rows) == (round(float(np.median(counts))), counts[-1], len(apart)) and "fitted" in last
+    assert describe_tokens(tokenizer, [chunks]) == [first, *errors]
+    text = " ".join(" ".join(errors).split())
+    for number in range(5):
+        mean, largest = re.search(rf"motor_{number} (\S+) \((\S+)\)", text).groups()
+        assert float(mean) == pytest.approx(apart[..., number].mean(), rel=0.06)
+        assert float(largest) == pytest.approx(apart[..., number].max(), rel=0.06)
+
+
+def test_a_policy_that_learns_no_tokens_reads_no_chunks(setting, monkeypatch):
+    monkeypatch.setattr("vla_finetuning.training.chunks.sample_chunks", lambda run: pytest.fail("read"))
+    assert describe_chunks(resolved(setting, "plain", **{"train.knowledge_insulation": None})) == []
