@@ -13,9 +13,9 @@ The page shows every camera at a few moments of an episode, state and action cur
 their instructions, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
 `report/dataset_look.py` says what is looked for, and how much of a large dataset is read, `report/episode_scores.py`
 what gives a reason to look at an episode; a reason is not a verdict. --skip_idle and --episode_weights print what a run
-with those of --dataset. would leave out or repeat; --train.action_tokenizer (`fit`, a folder or a Hub id) how many tokens
-chunks of actions are, and how far they are off when they come back. Of a mixture's file (docs/robots.md), the datasets are shown side by
-side on the terminal, with what does not fit.
+with those of --dataset. would leave out or repeat; --train.action_tokenizer (`fit`, a folder or a Hub id) how many
+tokens chunks of actions are, and how far off they come back. Of a mixture's file (docs/robots.md), the datasets are
+shown side by side on the terminal, with what does not fit.
 
 Exit status: 0, with warnings too; 2 when there is no such dataset or it cannot be read.
 """

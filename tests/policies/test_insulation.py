@@ -11,6 +11,7 @@ from scipy.fft import dct
 
 from tests.tiny import ACTION_DIM, make_batch, make_policy, reference
 from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.families.insulation import (
     TOKENS,
     TOKENS_MASK,
@@ -168,6 +169,25 @@ def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
     assert training == {name for name, parameter in named.items() if parameter.grad is not None}
     more = training - plain
     assert plain < training and all("language_model.norm" in name or "language_model.layers.2" in name for name in more)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_give_the_same_losses_and_gradients(policy, checkpointing, in_float64):
+    plain, options = copy.deepcopy(policy), {"attention": "sdpa", "checkpointing": checkpointing}
+    compiler = Compiler("aot_eager")
+    module, reference = make_loss(policy, compile=compiler, **options), make_loss(plain, **options)
+    for seed in range(2):
+        batch, noise, time = make_inputs(policy, seed=seed)
+        found, expected = module(batch, noise, time), reference(batch, noise, time)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+        found.backward(), expected.backward()
+        assert compiler.compilations == 5  # layers of vision, language, actions and tokens; the last keys and values
+    assert not compiler.failed
+    found, expected = gradients(policy), gradients(plain)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        scale = plain.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
+        assert (gradient - expected[name]).norm() <= 1e-9 * scale, name
 
 
 def test_too_few_words_for_the_tokens_are_refused(policy):

@@ -61,7 +61,7 @@ class InsulatedLoss(PI05Loss):
     def __init__(self, policy: PreTrainedPolicy, *, vocabulary: int, flow_weight: float, **options: Any):
         super().__init__(policy, **options)
         self._end, self._flow_weight = vocabulary, flow_weight
-        self._token_layer = self._compiled(suffix_layer)
+        self._token_layer = self._compiled(_token_layer)
 
     def prefix_of_flow(self, prefix: Prefix) -> Prefix:
         return replace(prefix, keys_values=[(key.detach(), value.detach()) for key, value in prefix.keys_values])
@@ -103,7 +103,7 @@ class InsulatedLoss(PI05Loss):
         bias = torch.cat([prefix.bias.expand(-1, -1, steps, -1), later.expand(len(hidden), 1, -1, -1)], dim=-1)
         settings = self.attention, not self._checkpointing
         for layer, (key, value) in zip(language_model.layers, prefix.keys_values, strict=True):
-            hidden = self._run(self._token_layer, layer, hidden, None, rotation, bias, key, value, *settings)
+            hidden = self._run(self._token_layer, layer, hidden, rotation, bias, key, value, *settings)
         hidden, _ = norm(language_model.norm, hidden)
         head = embedding(words) / embedding.embed_scale
         logits = F.linear(hidden, head.to(hidden.dtype)).float()
@@ -120,6 +120,11 @@ class InsulatedLoss(PI05Loss):
         images, tokens = cameras * image_tokens(self.policy.config), token_columns(self.policy.config)
         own = [Shape("tokens", tokens, images, prompt, tokens, backward=True, causal=True) for prompt in prompts]
         return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in own)]
+
+
+def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
+    """Compute a layer of the language model for action tokens: Dynamo's limit of shapes is one for each function."""
+    return suffix_layer(layer, hidden, None, *inputs)
 
 
 def _counted(batch: Mapping[str, Tensor]) -> Tensor:

@@ -95,7 +95,7 @@ class PI05Loss(LayeredLoss):
             )
         )
         self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(_prefix_layer)
-        self._suffix_layer = self._compiled(suffix_layer)
+        self._last_keys_values, self._suffix_layer = self._compiled(_last_keys_values), self._compiled(suffix_layer)
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
         """Compute what the action expert needs of images (floats, as `images` makes them) and language."""
@@ -160,7 +160,7 @@ class PI05Loss(LayeredLoss):
         for layer in language_model.layers[:-1]:
             hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention, again)
             keys_values.append((key, value))
-        keys_values.append(self._call(_last_keys_values, language_model.layers[-1], hidden, rotation))
+        keys_values.append(self._call(self._last_keys_values, language_model.layers[-1], hidden, rotation))
         return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
