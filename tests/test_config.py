@@ -169,7 +169,6 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA[:2], "--output_dir=http://b/x"], "expected a path, s3://BUCKET/FOLDER, gs:"),
         (["--resume"], "--resume: say which run"),
         ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped=0.1 does nothing without --dataset.on_error=skip"),
-        ([*DATA, "--recap.dropout=0.1"], "--recap.dropout=0.1 does nothing without --recap.labels"),
         ([*DATA, "--env.task=a"], "--env.task=a: in which environment"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),
         ([*DATA, "--env.type=pusht", "--keep_best=1,success", "--export=best"], "leave one of them out"),

@@ -45,7 +45,6 @@ def test_labels_reach_the_policys_tokens_and_the_runs_identity(tmp_path):
     plain, run = resolved(setting), labelled(setting)
     assert "Advantages   in prompts" in describe(run) and "53% of the training frames positive" in describe(run)
     assert run.rows.identity != plain.rows.identity
-    assert labelled(setting, **{"recap.dropout": 0.5}).rows.identity != run.rows.identity
     prepare = make_prepare(run.policy, run.rows)
     (rows,) = run.rows.in_stored_order().read_rows([0, 1], 2)
     tokens = prepare(rows)["observation.language.tokens"]

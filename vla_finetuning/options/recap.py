@@ -12,6 +12,8 @@ from vla_finetuning.options.mixture import members, robots
 
 # What an instruction ends with where the prompt says whether an action is better than most (RECAP, 2511.14759).
 ADVANTAGE = {True: ", Advantage: positive", False: ", Advantage: negative"}
+# Share of rows whose prompt has no label, RECAP's: what guidance (--policy.guidance) starts from.
+LABEL_DROPOUT = 0.3
 _LABELS = re.compile(rf"({'|'.join(map(re.escape, ADVANTAGE.values()))})+\Z")
 
 
@@ -29,20 +31,12 @@ class RecapOptions:
         "The labels.parquet of a run of value.py: prompts say `Advantage: positive` or `Advantage: negative` of each "
         "frame. evaluate.py --policy.advantage positive asks for the better behaviour.",
     )
-    # RECAP's; what is trained without a label is what guidance (--policy.guidance) starts from.
-    dropout: float = option(
-        0.3,
-        "Share of rows whose prompt has no label, drawn by seed and place in the stream.",
-        min=0,
-        max=1,
-        only_with="recap.labels",
-    )
 
-    def describe(self, positive_share: float, dropout: float) -> list[str]:
-        """The plan's lines. `dropout`: of this run, which may be another than the option."""
+    def describe(self, positive_share: float) -> list[str]:
+        """The plan's lines."""
         return [
             f"Advantages   in prompts, of {self.labels}: {positive_share:.0%} of the training frames positive; "
-            f"{dropout:.0%} of the rows without"
+            f"{LABEL_DROPOUT:.0%} of the rows without"
         ]
 
 

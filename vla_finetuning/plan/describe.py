@@ -53,7 +53,7 @@ def describe(run: Run) -> str:
         *_indented("Learning", policy.recipe.describe(job.steps)),
         *rows.mixing.describe(config.dataset),
         *([] if rows.weights is None else describe_weights(rows.weights)),
-        *([] if positive is None else config.recap.describe(positive, rows.label_dropout)),
+        *([] if positive is None else config.recap.describe(positive)),
         *config.ema.describe(),
         *_held_out(config, rows),
         *config.describe_checkpoints(address(job.checkpoints_dir)),

@@ -12,6 +12,7 @@ from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.mirror import as_file
 from vla_finetuning.options.programs import PRESETS, Config
+from vla_finetuning.options.recap import LABEL_DROPOUT
 from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import ChosenEpisodes
 from vla_finetuning.plan.images import with_image_size
@@ -170,5 +171,5 @@ def _with_labels(config: Config, rows: Rows) -> Rows:
     if config.recap.labels is None:
         return rows
     labels, digest = read_labels(as_file(config.recap.labels), rows.metas, rows.episodes)
-    identity = {**rows.identity, "labels": digest, "label_dropout": config.recap.dropout}
-    return replace(rows, positive=PerFrame(labels), label_dropout=config.recap.dropout, identity=identity)
+    identity = {**rows.identity, "labels": digest, "label_dropout": LABEL_DROPOUT}
+    return replace(rows, positive=PerFrame(labels), identity=identity)

@@ -67,7 +67,6 @@ class Rows:
         weights: of all frames of the dataset in the loss, float32; None where all weigh the same.
         returns: of all frames, float32, for a value function to learn; None for a policy.
         positive: whether a frame's prompt says that its advantage is positive, bool; None where prompts say nothing.
-        label_dropout: share of rows whose prompt says nothing all the same.
         rename_map: dataset key -> policy key.
         described: what is left of each dataset's training episodes, as lines; empty where all frames are.
     """
@@ -91,7 +90,6 @@ class Rows:
     weights: np.ndarray | None = None
     returns: PerFrame | None = None
     positive: PerFrame | None = None
-    label_dropout: float = 0.0
     rename_map: Mapping[str, str] = field(default_factory=dict)
     described: tuple[tuple[str, ...], ...] = ()
 

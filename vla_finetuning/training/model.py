@@ -14,7 +14,7 @@ from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LAN
 from torch import nn
 
 from util import Batch, Draws, TrainableOptimizer, take_optimizer
-from vla_finetuning.options.recap import ADVANTAGE
+from vla_finetuning.options.recap import ADVANTAGE, LABEL_DROPOUT
 from vla_finetuning.plan.record import record_attention
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.attention import choose_kernel
@@ -168,5 +168,5 @@ def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     prepare = PrepareRobots(robots, spec.robot_of, rows.camera_keys, own_widths=spec.train.pad_loss == "own")
     prepare = family_of(spec.config).prepared(prepare, spec.config)
     if rows.positive is not None:
-        prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, rows.label_dropout, spec.seed)
+        prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, LABEL_DROPOUT, spec.seed)
     return WithPosition(prepare) if spec.augments else prepare
