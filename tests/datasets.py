@@ -33,6 +33,20 @@ EXTRA_FEATURES: dict[str, dict] = {
 }
 
 
+def add_subtasks(root: Path, number_of: Callable[[int], int], texts: Sequence[str]) -> None:
+    """Give a dataset's frames subtasks, by `index` -> the number of a text, as LeRobot wrote them until 0.5."""
+    import pandas as pd
+
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"]["subtask_index"] = {"dtype": "int64", "shape": [1], "names": None}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    for path in (root / "data").rglob("*.parquet"):
+        table = pq.read_table(path)
+        column = pa.array(map(number_of, table["index"].to_pylist()), pa.int64())
+        pq.write_table(table.append_column("subtask_index", column), path)
+    pd.DataFrame({"subtask_index": range(len(texts))}, index=list(texts)).to_parquet(root / "meta/subtasks.parquet")
+
+
 def one_after_the_other(meta, episodes, describe):
     """Make a pass over files as `statistics.over_files`, without Ray."""
     return (describe(meta.fs, file) for file in files_of(meta, episodes))

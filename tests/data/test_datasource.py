@@ -19,7 +19,7 @@ from ray.data import DataContext
 import lerobot_datasource
 from lerobot_datasource import SHARE, read_lerobot
 from tests import clusters
-from tests.datasets import datasource, make_dataset
+from tests.datasets import add_subtasks, datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import safe_parquet
@@ -565,6 +565,7 @@ def test_a_part_of_an_epoch_is_cut_once_in_a_process(ray_cluster, roots, monkeyp
 def test_language_columns_pass_through_as_json(roots, tmp_path):
     """LeRobot's annotations, written as its own writer does: Arrow infers each file's types from its content."""
     from lerobot.datasets.language import language_feature_info
+    from lerobot.datasets.language_render import active_at
 
     root = shutil.copytree(roots["rollover"], tmp_path / "annotated")
     info = json.loads((root / "meta/info.json").read_text())
@@ -573,12 +574,14 @@ def test_language_columns_pass_through_as_json(roots, tmp_path):
     say = {"type": "function", "function": {"name": "say", "arguments": {"text": "here"}}}
     event = {"role": "user", "content": "what is it?", "style": "vqa", "camera": TOP, "tool_calls": None}
     lasting = {**event, "style": "plan", "camera": None, "timestamp": 0.5}
+    subtasks = [{**lasting, "style": "subtask", "content": f"move {t}", "timestamp": t} for t in (0.5, 0.25)]
+    lasting = [lasting, *subtasks]
     events = [[], [event], [{**event, "content": None, "tool_calls": [say]}, event]]
     for number, path in enumerate(sorted((root / "data").rglob("*.parquet"))):
         table = pq.read_table(path)
         column = [events[i % 3] if number else [] for i in table["index"].to_pylist()]
         table = table.append_column("language_events", pa.array(column))
-        pq.write_table(table.append_column("language_persistent", pa.array([[lasting]] * len(table))), path)
+        pq.write_table(table.append_column("language_persistent", pa.array([lasting] * len(table))), path)
     assert number > 0  # files of different types
     source = datasource([load_metadata(root)], camera_keys=[], shuffle_seed=0)
     tables = read_directly(source)
@@ -587,9 +590,25 @@ def test_language_columns_pass_through_as_json(roots, tmp_path):
     for row in pa.concat_tables(tables).to_pylist():
         for key in ("language_events", "language_persistent"):
             assert json.loads(row[key]) == reference[row["index"]][key], key
+        seconds = reference[row["index"]]["timestamp"].item()
+        subtask = active_at(seconds, persistent=reference[row["index"]]["language_persistent"], style="subtask")
+        assert row["subtask"] == ("" if subtask is None else subtask["content"])
     assert source.example()["language_events"].dtype == object
     with pytest.raises(ValueError, match="cannot window 'language_events', a language column"):
         datasource([load_metadata(root)], delta_timestamps={"language_events": [0.0]})
+
+
+def test_subtasks_are_texts_by_their_numbers(roots, tmp_path):
+    """The table that LeRobot wrote until 0.5: texts as pandas' index."""
+    root = shutil.copytree(roots["rollover"], tmp_path / "d")
+    add_subtasks(root, lambda index: index % 4 - 1, ["reach", "lift it"])
+    tables = read_directly(datasource([load_metadata(root)], camera_keys=[], columns=["subtask"], shuffle_seed=0))
+    texts = {-1: "", 0: "reach", 1: "lift it", 2: ""}  # numbers without a text have none
+    for row in pa.concat_tables(tables).to_pylist():
+        assert row["subtask"] == texts[row["index"] % 4 - 1]
+    (root / "meta/subtasks.parquet").unlink()
+    meta = load_metadata(root)
+    assert "subtask" not in meta.features and "meta/subtasks.parquet is missing" in meta.not_read[0]
 
 
 def test_text_is_text_in_every_arrow_type(roots, tmp_path):

@@ -339,19 +339,17 @@ def test_chunks_longer_than_episodes_are_said(setting):
 
 
 def test_what_a_run_does_not_read_is_said(setting, tmp_path):
-    """What LeRobot writes beside numbers and videos: annotations, subtasks, types of a later version."""
+    """What LeRobot writes beside numbers and videos: annotations, types of a later version."""
     from lerobot.datasets.language import language_feature_info
 
     root = shutil.copytree(setting[1], tmp_path / "annotated")
     path = root / "meta/info.json"
     info = json.loads(path.read_text())
     info["features"] |= language_feature_info()
-    info["features"]["subtask_index"] = {"dtype": "int64", "shape": [1], "names": None}
     info["features"]["observation.sound"] = {"dtype": "audio", "shape": [2], "names": None}
     path.write_text(json.dumps(info))
     text = describe(run_of(setting, **{"dataset.root": root}))  # no column of theirs is in the parquet files
-    assert "not read: language_persistent, language_events" in text
-    assert "not read: meta/subtasks.parquet: the texts of 'subtask_index'" in text
+    assert "not read: language_persistent, language_events, subtask" in text
     assert "not read: 'observation.sound': a feature of dtype 'audio'" in text
     info["features"]["action"]["dtype"] = "object"
     path.write_text(json.dumps(info))

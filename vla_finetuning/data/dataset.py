@@ -19,6 +19,8 @@ CAMERA_DTYPES = ("video", "image")
 NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 )
+# What the robot is at, a text, where a dataset says so.
+SUBTASK = "subtask"
 DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 
 
@@ -36,6 +38,8 @@ class Feature:
         order: of a vector, where the files have the entries of a row's (`reorder_dimensions`); None: as they have them.
         joined: of a vector made of several columns (`join_features`), those in order; else empty.
         counted: one of `COUNTED_FEATURES` that the files lack.
+        texts: of numbers that stand for texts, these; empty otherwise.
+        style: of annotations, the style whose text a row has: the one that is active at its time; empty otherwise.
     """
 
     key: str
@@ -47,6 +51,8 @@ class Feature:
     order: tuple[int, ...] | None = None
     joined: tuple[Feature, ...] = ()
     counted: bool = False
+    texts: Mapping[int, str] = field(default_factory=dict)
+    style: str = ""
 
     @property
     def columns(self) -> tuple[Feature, ...]:

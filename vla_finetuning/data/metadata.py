@@ -27,6 +27,7 @@ from vla_finetuning.data.dataset import (
     DTYPES,
     FRAME_FEATURES,
     NUMERIC_DTYPES,
+    SUBTASK,
     DatasetMetadata,
     Feature,
     shorten,
@@ -102,6 +103,7 @@ def load_metadata(
         if version in metadata_v2.VERSIONS:
             info = metadata_v2.TEMPLATES | info
         features, not_read = _parse_features(info)
+        features |= _subtasks(fs, base, features, not_read)
         fps = _parse_fps(info)
         robot_type = info.get("robot_type")
         if robot_type is not None and not isinstance(robot_type, str):
@@ -430,8 +432,6 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]
             if _is_essential(key, value):
                 raise
             not_read.append(str(error))
-    if "subtask_index" in features:
-        not_read.append("meta/subtasks.parquet: the texts of 'subtask_index', which rows have as a number")
     absent = [key for key in FRAME_FEATURES if key not in features]
     if missing := [key for key in absent if key not in COUNTED_FEATURES]:
         raise ValueError(
@@ -447,6 +447,24 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]
             f"than the {MAX_ROW_PIXELS / 1e6:.1f} that a row may have; repair the shapes, or remove cameras"
         )
     return features, not_read
+
+
+def _subtasks(
+    fs: fsspec.AbstractFileSystem, base: str, features: Mapping[str, Feature], not_read: list[str]
+) -> dict[str, Feature]:
+    """Return the feature SUBTASK of a dataset that has its texts among LeRobot 0.6.1's annotations, or by number."""
+    if SUBTASK in features:
+        return {}
+    if (annotations := features.get("language_persistent")) is not None:
+        return {SUBTASK: replace(annotations, dtype="string", style=SUBTASK)}
+    if "subtask_index" in features:
+        try:
+            texts = metadata_v3.read_subtasks(fs, base)
+        except (ValueError, FileNotFoundError) as error:
+            not_read.append(f"the texts of 'subtask_index', which rows have as a number: {error}")
+            return {}
+        return {SUBTASK: replace(features["subtask_index"], dtype="string", texts=texts)}
+    return {}
 
 
 def _is_name(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""The tables of LeRobot's format v3.0: `meta/tasks.parquet`, and the episodes in `meta/episodes/`.
+"""The tables of LeRobot's format v3.0: `meta/tasks.parquet`, `meta/subtasks.parquet`, the episodes in `meta/episodes/`.
 
 Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`. Every value is checked.
 """
@@ -15,41 +15,56 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.data.dataset import shorten
+from vla_finetuning.data.dataset import SUBTASK, shorten
 from vla_finetuning.data.episode_table import EpisodeTable
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES, MAX_INSTRUCTION, MAX_TASKS, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, check_inside
 from vla_finetuning.data.safe_parquet import Budget, freeing_footers, open_parquet, read_columns
 
 TASKS_PATH = "meta/tasks.parquet"
+SUBTASKS_PATH = "meta/subtasks.parquet"  # LeRobot until 0.5
 EPISODES_PATH = "meta/episodes"
 
 
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     """Instructions by their numbers. Raises ValueError, FileNotFoundError."""
-    check_inside(fs, base, [TASKS_PATH])
-    with open_parquet(fs, f"{base}/{TASKS_PATH}", name=TASKS_PATH) as file:
+    return _read_texts(fs, base, TASKS_PATH, "task")
+
+
+def read_subtasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
+    """Read the texts of `subtask_index` by their numbers. Raises ValueError, FileNotFoundError."""
+    texts = _read_texts(fs, base, SUBTASKS_PATH, SUBTASK)
+    if not texts:
+        raise ValueError(f"{SUBTASKS_PATH} has no text")
+    return texts
+
+
+def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) -> dict[int, str]:
+    """Read a table of texts and their numbers, `kind` and `kind`_index."""
+    check_inside(fs, base, [path])
+    number = f"{kind}_index"
+    with open_parquet(fs, f"{base}/{path}", name=path) as file:
         names = file.schema_arrow.names
         # pandas writes the texts as an index with or without a name, other writers as a plain column.
-        text_column = next((name for name in ("task", "__index_level_0__") if name in names), None)
-        if text_column is None or "task_index" not in names:
+        text_column = next((name for name in (kind, "__index_level_0__") if name in names), None)
+        if text_column is None or number not in names:
             raise ValueError(
-                f"{TASKS_PATH}: expected the columns task_index and task (or an index of texts), found {names!s:.200}"
+                f"{path}: expected the columns {number} and {kind} (or an index of texts), found {names!s:.200}"
             )
-        budget = Budget("tasks", MAX_TASKS, MAX_TASKS_BYTES)
-        table = read_columns(file, ["task_index", text_column], budget, name=TASKS_PATH)
-    indices = _int_column(table, "task_index", TASKS_PATH, low=0).tolist()
+        budget = Budget(f"{kind}s", MAX_TASKS, MAX_TASKS_BYTES)
+        table = read_columns(file, [number, text_column], budget, name=path)
+    indices = _int_column(table, number, path, low=0).tolist()
     texts = table[text_column]
     if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
-        raise ValueError(f"{TASKS_PATH}: {text_column} has type {texts.type}, expected texts")
-    tasks: dict[int, str] = {}
+        raise ValueError(f"{path}: {text_column} has type {texts.type}, expected texts")
+    by_number: dict[int, str] = {}
     for index, text in zip(indices, texts.to_pylist(), strict=True):
         if text is None:
             continue  # a row of this task is refused where it is read
-        if tasks.setdefault(index, text) != text:
-            raise ValueError(f"{TASKS_PATH}: task_index {index} is both {tasks[index]!r:.100} and {text!r:.100}")
-        _check_instruction(TASKS_PATH, index, text)
-    return tasks
+        if by_number.setdefault(index, text) != text:
+            raise ValueError(f"{path}: {number} {index} is both {by_number[index]!r:.100} and {text!r:.100}")
+        _check_instruction(path, index, text)
+    return by_number
 
 
 def _check_instruction(path: str, index: int, text: str) -> None:

@@ -21,7 +21,7 @@ from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
-from vla_finetuning.data.parquet_columns import Column, DataFile, Span, read_numbers, read_values
+from vla_finetuning.data.parquet_columns import Column, DataFile, Span, numbers, read_numbers, read_values
 from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
@@ -431,13 +431,26 @@ def _fill_texts(
 ) -> None:
     position = np.concatenate([e.position for e in members])
     rows = np.concatenate([e.part.data_row + e.frame for e in members])
+    seconds = np.concatenate([e.timestamps[e.frame - e.first] for e in members])
     for inside, column in read_values(file, feature.key, None, rows, identity):
-        values = _texts(column, feature, f"{file.name}: column {feature.key}")
-        picked = values.to_pylist()
-        # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
-        if not pa.types.is_string(values.type):
-            picked = [json.dumps(value) for value in picked]
+        label = f"{file.name}: column {feature.key}"
+        if feature.texts:
+            picked = [feature.texts.get(n, "") for n in numbers(column, np.int64, (1,), label).ravel().tolist()]
+        elif feature.style:
+            picked = [_active(*row, feature.style) for row in zip(column.to_pylist(), seconds[inside], strict=True)]
+        else:
+            values = _texts(column, feature, label)
+            picked = values.to_pylist()
+            # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
+            if not pa.types.is_string(values.type):
+                picked = [json.dumps(value) for value in picked]
         _out(columns, key, total, (), np.dtype(object))[position[inside]] = picked
+
+
+def _active(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: str) -> str:
+    """Return the newest text of a style that is not after a time, as LeRobot's `active_at`; empty: there is none."""
+    begun = [line for line in annotations or () if line["style"] == style and line["timestamp"] <= at_s]
+    return (max(begun, key=lambda line: line["timestamp"])["content"] or "") if begun else ""
 
 
 def _camera_files(

@@ -88,6 +88,7 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
             depth = "depth " if feature.is_depth else ""
             lines.append(f"             camera {key} {_size(feature.shape)} {depth}{feature.dtype}{used}")
         texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
+        texts = [key for key in texts if key not in (rows.features.columns or ())]
         lines += [f"             not read: {line}" for line in (*([", ".join(texts)] if texts else []), *meta.not_read)]
     return lines
 
