@@ -21,9 +21,11 @@ from vla_finetuning.policies.families.insulation import (
 )
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK
 from vla_finetuning.policies.trainable import choose_trainable
 
 VOCABULARY, FLOW_WEIGHT = 270, 0.7
+NO_TEXT, SOME_TEXT = (), ("text",)
 EXPERT = ("gemma_expert", "action_in_proj", "action_out_proj", "time_mlp")
 
 
@@ -50,34 +52,64 @@ def make_tokens(policy, rows=4):
     return {TOKENS: tokens, TOKENS_MASK: torch.arange(columns)[None] < counts[:, None]}
 
 
-def make_inputs(policy, **options):
+def make_text(policy, rows=4):
+    """Rows with 0, 5, 10, ... tokens of text, the last of which is that of the end, after that of the beginning."""
+    shape = rows, TEXT_COLUMNS + 1
+    tokens = torch.randint(0, policy.config.vocab_size, shape, generator=torch.Generator().manual_seed(2))
+    return {TEXT: tokens, TEXT_MASK: torch.arange(TEXT_COLUMNS)[None] < torch.arange(rows)[:, None] * 5}
+
+
+def make_inputs(policy, text=NO_TEXT, **options):
     batch, noise, time = make_batch(policy, **options)
     batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
-    return batch | make_tokens(policy, len(time)), noise.double(), time.double()
+    batch |= make_tokens(policy, len(time)) | (make_text(policy, len(time)) if text else {})
+    return batch, noise.double(), time.double()
 
 
 def family_of_tests(**options):
     return InsulatedPI05("pi05", vocabulary=VOCABULARY, flow_weight=FLOW_WEIGHT, **options)
 
 
-def make_loss(policy, **options):
+def make_loss(policy, text=None, **options):
     parts = family_of_tests().parts(policy)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(parts[name] != "unused in training")
-    return family_of_tests().make_loss(policy, **options)
+    return family_of_tests(text=text).make_loss(policy, **options)
 
 
 def plain_token_losses(policy, batch):
     """The whole sequence through LeRobot's language model, with a mask of all pairs: losses (B, F)."""
+    last = policy.config.vocab_size - 1
+    hidden = plain_hidden(policy, batch, last - F.pad(batch[TOKENS], (1, 0), value=VOCABULARY + 1)[:, :-1])
+    logits = hidden @ policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight.T
+    logits = logits[..., last - VOCABULARY : last + 1].flip(-1)  # the word of token t is the t-th from the end
+    return F.cross_entropy(logits.transpose(1, 2), batch[TOKENS], reduction="none")
+
+
+def plain_text_losses(policy, batch):
+    """As `plain_token_losses`, of text: (B, S)."""
+    hidden = plain_hidden(policy, batch, batch[TEXT][:, :-1])
+    logits = hidden @ policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight.T
+    return F.cross_entropy(logits.transpose(1, 2), batch[TEXT][:, 1:], reduction="none")
+
+
+def plain_cross_entropy(policy, batch):
+    total, count = (plain_token_losses(policy, batch) * batch[TOKENS_MASK]).sum(), batch[TOKENS_MASK].sum()
+    if TEXT in batch:
+        total = total + (plain_text_losses(policy, batch) * batch[TEXT_MASK]).sum()
+        count = count + batch[TEXT_MASK].sum()
+    return total / count
+
+
+def plain_hidden(policy, batch, inputs):
+    """What LeRobot's language model makes of words after the prefix, each of which sees those before it."""
     core = policy.model
     images, image_masks = policy._preprocess_images(batch)
     words, counts = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
     prefix, prefix_counts, prefix_blocks = core.embed_prefix(images, image_masks, words, counts)
     language_model = core.paligemma_with_expert.paligemma.model.language_model
     language_model.config._attn_implementation = "eager"  # as LeRobot has it before it samples
-    last = language_model.embed_tokens.num_embeddings - 1
-    inputs = F.pad(batch[TOKENS], (1, 0), value=VOCABULARY + 1)[:, :-1]
-    tokens = core.paligemma_with_expert.embed_language_tokens(last - inputs)
+    tokens = core.paligemma_with_expert.embed_language_tokens(inputs)
     counts = torch.cat([prefix_counts, torch.ones_like(inputs, dtype=torch.bool)], dim=1)
     blocks = torch.cat([prefix_blocks, torch.ones_like(inputs, dtype=torch.bool)], dim=1)  # each its own: causal
     mask = prepare_attention_masks_4d(make_att_2d_masks(counts, blocks))
@@ -86,9 +118,7 @@ def plain_token_losses(policy, batch):
         position_ids=torch.cumsum(counts, dim=1) - 1,
         inputs_embeds=[torch.cat([prefix, tokens], 1), None],
     )
-    logits = hidden[:, prefix.shape[1] :] @ language_model.embed_tokens.weight.T
-    logits = logits[..., last - VOCABULARY : last + 1].flip(-1)  # the word of token t is the t-th from the end
-    return F.cross_entropy(logits.transpose(1, 2), batch[TOKENS], reduction="none")
+    return hidden[:, prefix.shape[1] :]
 
 
 def gradients(policy):
@@ -97,10 +127,13 @@ def gradients(policy):
 
 @pytest.mark.parametrize("attention, checkpointing", [("eager", False), ("sdpa", True)])
 @pytest.mark.parametrize("missing", [(), ("observation.images.1",)])
-def test_loss_and_gradients_are_those_of_a_forward_for_each_part(policy, attention, checkpointing, missing, in_float64):
-    batch, noise, time = make_inputs(policy, missing=missing)
+@pytest.mark.parametrize("text", [NO_TEXT, SOME_TEXT])
+def test_loss_and_gradients_are_those_of_a_forward_for_each_part(
+    policy, attention, checkpointing, missing, text, in_float64
+):
+    batch, noise, time = make_inputs(policy, text, missing=missing)
     plain, flow = copy.deepcopy(policy), reference(policy, noise, time)
-    expected_tokens = (plain_token_losses(plain, batch) * batch[TOKENS_MASK]).sum() / batch[TOKENS_MASK].sum()
+    expected_tokens = plain_cross_entropy(plain, batch)
     expected_tokens.backward()
     expected_flow, _ = flow.forward(batch)
     (FLOW_WEIGHT * expected_flow).backward()
@@ -120,6 +153,60 @@ def test_loss_and_gradients_are_those_of_a_forward_for_each_part(policy, attenti
         assert (gradient - wanted).norm() <= 1e-9 * scale, name
 
 
+def test_who_sees_whom_is_said_by_a_loop_over_all_pairs(policy, in_float64):
+    """One forward of LeRobot's over all of them, with the places that the padding of the prompt leaves."""
+    batch, noise, time = make_inputs(policy, SOME_TEXT)
+    core = policy.model
+    images, image_masks = policy._preprocess_images(batch)
+    words, counts = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    prefix, prefix_counts, _ = core.embed_prefix(images, image_masks, words, counts)
+    last, rows = policy.config.vocab_size - 1, len(time)
+    begun = {
+        "token": last - F.pad(batch[TOKENS], (1, 0), value=VOCABULARY + 1)[:, :-1],
+        "text": batch[TEXT][:, :-1],
+    }
+    actions = F.pad(batch["action"], (0, noise.shape[2] - batch["action"].shape[2]))
+    mix = time[:, None, None]
+    suffix, _, _, condition = core.embed_suffix(mix * noise + (1 - mix) * actions, time)
+    kinds = ["prefix"] * prefix.shape[1] + ["token"] * begun["token"].shape[1]
+    kinds += ["text"] * TEXT_COLUMNS + ["action"] * suffix.shape[1]
+    place = {kind: kinds.index(kind) for kind in ("token", "text", "action")}
+    sees = torch.zeros(rows, len(kinds), len(kinds), dtype=torch.bool)
+    for row, length in enumerate(prefix_counts.tolist()):
+        for query, asks in enumerate(kinds):
+            for key, answers in enumerate(kinds):
+                if answers == "prefix":
+                    sees[row, query, key] = length[key]
+                elif asks == answers:
+                    sees[row, query, key] = asks == "action" or key <= query
+    positions = torch.cumsum(prefix_counts, dim=1) - 1
+    positions = [positions] + [
+        prefix_counts.sum(dim=1, keepdim=True) + torch.arange(kinds.count(kind)) for kind in place
+    ]
+    vlm = core.paligemma_with_expert
+    embedded = [prefix, *(vlm.embed_language_tokens(tokens) for tokens in begun.values())]
+    for part in (vlm.paligemma.model.language_model, vlm.gemma_expert.model):
+        part.config._attn_implementation = "eager"
+    (hidden, velocity), _ = vlm.forward(
+        attention_mask=prepare_attention_masks_4d(sees),
+        position_ids=torch.cat(positions, dim=1),
+        inputs_embeds=[torch.cat(embedded, dim=1), suffix],
+        adarms_cond=[None, condition],
+    )
+    logits = hidden @ vlm.paligemma.model.language_model.embed_tokens.weight.T
+    of_text = logits[:, place["text"] :].transpose(1, 2)
+    of_tokens = logits[:, place["token"] : place["text"], last - VOCABULARY : last + 1].flip(-1).transpose(1, 2)
+    loss = make_loss(policy, text="subtask")
+    seen = loss.prefix(batch)
+    for found, wanted, mask in (
+        (loss.text_losses(seen, batch), F.cross_entropy(of_text, batch[TEXT][:, 1:], reduction="none"), TEXT_MASK),
+        (loss.token_losses(seen, batch), F.cross_entropy(of_tokens, batch[TOKENS], reduction="none"), TOKENS_MASK),
+    ):
+        assert torch.allclose(found, wanted * batch[mask], rtol=1e-10) and found.any()
+    noisy = mix * noise + (1 - mix) * actions
+    assert torch.allclose(loss.velocity(noisy, time, seen), core.action_out_proj(velocity), rtol=1e-8)
+
+
 def test_no_gradient_of_the_flow_reaches_the_backbone_and_the_experts_is_plain(policy, in_float64):
     batch, noise, time = make_inputs(policy)
     batch[TOKENS_MASK] = torch.zeros_like(batch[TOKENS_MASK])
@@ -132,8 +219,9 @@ def test_no_gradient_of_the_flow_reaches_the_backbone_and_the_experts_is_plain(p
     assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
 
 
-def test_the_mean_of_a_step_is_over_all_its_tokens(policy, in_float64):
-    batch, noise, time = make_inputs(policy)
+@pytest.mark.parametrize("text", [NO_TEXT, SOME_TEXT])
+def test_the_mean_of_a_step_is_over_all_its_tokens(policy, text, in_float64):
+    batch, noise, time = make_inputs(policy, text)
     batch["row_weight"] = torch.tensor([1.0, 0.0, 0.5, 1.0], dtype=torch.float64)
     loss = make_loss(policy)
     whole = loss(batch, noise, time)
@@ -149,13 +237,15 @@ def test_the_mean_of_a_step_is_over_all_its_tokens(policy, in_float64):
 
 
 def test_rows_that_could_not_be_read_have_no_tokens(policy, in_float64):
-    batch, noise, time = make_inputs(policy)
+    batch, noise, time = make_inputs(policy, SOME_TEXT)
     loss = make_loss(policy)
     batch["is_read"] = torch.tensor([True, False, True, False])
     read = {key: value[::2] for key, value in batch.items()}
     assert loss.count(batch) == loss.count(read)
     tokens = loss.token_losses(loss.prefix(batch), batch)
     assert torch.equal(tokens[::2], loss.token_losses(loss.prefix(read), read)) and not tokens[1::2].any()
+    text = loss.text_losses(loss.prefix(batch), batch)
+    assert torch.equal(text[::2], loss.text_losses(loss.prefix(read), read)) and not text[1::2].any()
 
 
 def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):

@@ -9,7 +9,7 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 import vla
 from tests import in_process
-from tests.datasets import make_dataset
+from tests.datasets import add_subtasks, make_dataset
 from tests.in_process import Rank
 from tests.tiny import make_base
 from util import full_tensor
@@ -19,12 +19,18 @@ from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.families.insulation import TOKENS, TOKENS_MASK, InsulatedPI05
 from vla_finetuning.policies.family import Chunks
+from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, ends_of_text, with_text
 from vla_finetuning.run.push import exported_files
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.model import make_prepare
 
 SPARE_WORDS = 270
+SUBTASKS = ["reach the red bin", "go_on  "]
+# Strategies, and whether text is trained by them.
+STRATEGIES = {"ddp": True, "fsdp2": True, "fsdp2_reshard": False}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,10 @@ def setting(tmp_path_factory):
     """A folder with a dataset, a policy for it, and a tokenizer of actions."""
     folder = tmp_path_factory.mktemp("insulated")
     root = make_dataset(folder / "dataset", episodes=(12, 9, 10))
-    base = make_base(folder / "base", load_metadata(root), spare_words=SPARE_WORDS, **in_process.TINY)
+    add_subtasks(root, lambda index: index % 3 - 1, SUBTASKS)
+    meta = load_metadata(root)
+    tasks = [with_text(task, text.replace("_", " ")) for task in meta.tasks.values() for text in SUBTASKS]
+    base = make_base(folder / "base", meta, tasks=tasks, spare_words=SPARE_WORDS, **in_process.TINY)
     chunks = np.random.default_rng(0).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
     ActionTokenizer.fit(chunks, SPARE_WORDS - 2).save(folder / "tokenizer")
     return folder, root, base
@@ -41,19 +50,25 @@ def setting(tmp_path_factory):
 def resolved(setting, name, **changes):
     options = {"train.knowledge_insulation": "true", "train.action_tokenizer": setting[0] / "tokenizer"}
     options = {} if changes.pop("plain", False) else options
+    options |= {"train.text_targets": "subtask"} if changes.pop("text", False) else {}
     options |= {"batch_size": 4, "grad_accum": 1, "lr": 1e-3, "output_dir": setting[0] / name, **changes}
     return in_process.resolved(setting, **options)
 
 
 class Shard(in_process.RunRows):
-    """A rank's batches of rows that have 1 to 7 action tokens, by their position."""
+    """A rank's batches of rows that have 1 to 7 action tokens and 0 to 16 of text, by their position."""
 
     def iter_torch_batches(self, *, collate_fn, **options):
         def collate(rows):
             columns = rows[TOKENS].shape[1]
             tokens = np.stack([np.random.default_rng(p).integers(0, 200, columns) for p in rows["position"]])
             mask = np.arange(columns) <= rows["position"][:, None] % 7
-            return collate_fn({**rows, TOKENS: tokens, TOKENS_MASK: mask})
+            rows = {**rows, TOKENS: tokens, TOKENS_MASK: mask}
+            if TEXT in rows:
+                texts = [np.random.default_rng(p).integers(0, 200, TEXT_COLUMNS + 1) for p in rows["position"]]
+                mask = np.arange(TEXT_COLUMNS) < rows["position"][:, None] % 5 * 4
+                rows |= {TEXT: np.stack(texts), TEXT_MASK: mask}
+            return collate_fn(rows)
 
         return super().iter_torch_batches(collate_fn=collate, **options)
 
@@ -70,22 +85,25 @@ def apart(found, expected):
     return max(((found[name] - expected[name]).norm() / (1 + expected[name].norm())).item() for name in names)
 
 
-def test_two_micro_batches_with_unequal_tokens_are_one(setting):
-    whole = trained(resolved(setting, "whole"))
-    assert apart(trained(resolved(setting, "halves", batch_size=2, grad_accum=2)), whole) < 1e-6
+@pytest.mark.parametrize("text", [False, True])
+def test_two_micro_batches_with_unequal_tokens_are_one(setting, text):
+    whole = trained(resolved(setting, f"whole-{text}", text=text))
+    halves = resolved(setting, f"halves-{text}", text=text, batch_size=2, grad_accum=2)
+    assert apart(trained(halves), whole) < 1e-6
 
 
 def both(rank, world, setting):
-    alone, found = trained(resolved(setting, f"{rank}-alone")), {}
-    for strategy in ("ddp", "fsdp2_reshard"):
-        options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy}
-        found[strategy] = apart(trained(resolved(setting, f"{rank}-{strategy}", **options), rank, world), alone)
+    alone = {text: trained(resolved(setting, f"{rank}-alone-{text}", text=text)) for text in (False, True)}
+    found = {}
+    for strategy, text in STRATEGIES.items():
+        options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy, "text": text}
+        found[strategy] = apart(trained(resolved(setting, f"{rank}-{strategy}", **options), rank, world), alone[text])
     return found
 
 
 def test_two_workers_with_unequal_tokens_equal_one(setting):
     for found in in_process.in_ranks(both, setting, world=2):
-        assert found.keys() == {"ddp", "fsdp2_reshard"} and max(found.values()) < 1e-6, found
+        assert found.keys() == STRATEGIES.keys() and max(found.values()) < 1e-6, found
 
 
 def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
@@ -99,6 +117,48 @@ def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
     tokenizer = ActionTokenizer.load(setting[0] / "tokenizer")
     count = int(row[TOKENS_MASK].sum())
     assert row[TOKENS][0, :count].tolist() == [*tokenizer.encode(row["action"])[0], tokenizer.vocabulary]
+
+
+def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write_it(setting):
+    run, silent = resolved(setting, "texts", text=True), resolved(setting, "silent")
+    assert "(--train.mode full, insulated, writes subtask)" in describe(run)
+    assert "not read" not in describe(run) and "not read: subtask" in describe(silent)
+    longest = max(run.policy.prompts)
+    assert run.policy.flops_by_prompt[longest] > silent.policy.flops_by_prompt[longest]
+    preprocessor, _ = run.policy.processors()
+    tokenizer = tokenizer_step(preprocessor).input_tokenizer
+    prepare = make_prepare(run.policy, run.rows)
+    (rows,) = run.rows.in_stored_order().read_rows(range(6), 6)
+    texts = ["", "reach the red bin", "go on"] * 2
+    assert [" ".join(text.replace("_", " ").split()) for text in rows["subtask"]] == texts
+    unplaced, placed = prepare(rows), prepare({**rows, "position": np.arange(6)})
+
+    def written(columns):
+        lines = []
+        for tokens, mask in zip(columns[TEXT], columns[TEXT_MASK], strict=True):
+            ids = tokens[1:][mask]
+            assert not len(ids) or (tokens[0], ids[-1]) == ends_of_text(tokenizer)
+            lines.append(tokenizer.decode(ids[:-1]))
+        return lines
+
+    assert written(unplaced) == texts and written(placed) == ["", "", "go on", "", "reach the red bin", ""]
+    plain = make_prepare(silent.policy, silent.rows)
+    instructions = [with_text(task, text) for task, text in zip(rows["task"], texts, strict=True)]
+    saying = plain({**rows, "task": np.array(instructions, object)})["observation.language.tokens"]
+    nothing = plain(rows)["observation.language.tokens"]
+    assert (saying[1] != nothing[1]).any()
+    assert np.array_equal(unplaced["observation.language.tokens"], nothing)
+    expected = np.where(np.arange(6)[:, None] % 2 == 1, saying, nothing)
+    assert np.array_equal(placed["observation.language.tokens"], expected)
+    assert all(np.array_equal(placed[key], plain(rows)[key]) for key in (TOKENS, TOKENS_MASK, "action"))
+
+
+def test_a_text_that_is_too_long_is_refused(setting):
+    run = resolved(setting, "long", text=True)
+    (rows,) = run.rows.in_stored_order().read_rows([1], 1)
+    rows["subtask"] = np.array(["red " * TEXT_COLUMNS], object)
+    with pytest.raises(ValueError, match="has 32 tokens, more than 31: shorten it"):
+        make_prepare(run.policy, run.rows)(rows)
 
 
 def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(setting, tmp_path):
@@ -155,6 +215,9 @@ def test_a_policy_is_exported_with_its_tokenizer_and_later_runs_use_it(setting):
         ({"peft.method_type": "lora"}, "adapters leave as it is"),
         ({"train.action_tokenizer": "/nowhere"}, "no folder, and the Hub gives none of that name"),
         ({"plain": True, "train.flow_weight": 2}, "does nothing without"),
+        ({"plain": True, "text": True}, "--train.knowledge_insulation"),
+        ({"train.text_targets": "plan"}, "no such column of texts; it has .'subtask'."),
+        ({"text": True, "scaling.strategy": "fsdp2_reshard"}, "give fsdp2"),
     ],
 )
 def test_what_cannot_be_is_refused(setting, changes, message):

@@ -106,6 +106,17 @@ class TrainOptions(StepOptions):
         "the run's own rows before the first step; auto: that of the policy's folder if it has one, else fit.",
         only_with="train.knowledge_insulation",
     )
+    # As in PI0.5 (arXiv 2504.16054), which writes the subtask first and then acts on it.
+    text_targets: str | None = option(
+        None,
+        "With it: a column of the dataset with texts, as subtask, that the backbone learns to write, and to act on "
+        "(evaluate.py --policy.subtask true).",
+        requires={"train.knowledge_insulation": "the backbone is to learn from tokens"},
+        conflicts={
+            "scaling.strategy=fsdp2_reshard": "the head of texts is the whole embedding of words, which that strategy "
+            "gives up after each use; give fsdp2"
+        },
+    )
     # Its vision tower is four fifths of a step.
     feature_cache: str | None = option(
         None,

@@ -37,6 +37,7 @@ from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_fea
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import Robot
+from vla_finetuning.policies.text_targets import with_text
 
 Metas = Sequence[DatasetMetadata]
 
@@ -282,10 +283,12 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
                 root = group.metas[0].root
                 raise ValueError(f"--rename_map: dataset {root}: {other!r} and {key!r} would both be {name!r}")
             features[name] = max(features.get(name, feature), feature, key=lambda candidate: candidate.shape)
+    column = config.train.text_targets
     tasks = {
-        f"{member.robot}: {task}" if config.dataset.robot_in_prompt else task
+        with_text(f"{member.robot}: {task}" if config.dataset.robot_in_prompt else task, text)
         for member, meta, episodes in zip(datasets.members, datasets.metas, chosen, strict=True)
         for task in tasks_of(meta, episodes)
+        for text in ("", *(meta.features[column].texts.values() if column in meta.features else ()))
     }
     return PolicyData(features, sorted(tasks), datasets.members[0].fps or datasets.metas[0].fps)
 

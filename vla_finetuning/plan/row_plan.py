@@ -8,6 +8,7 @@ from dataclasses import replace
 from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.mirror import as_file
@@ -53,7 +54,7 @@ def plan_rows(
     stream = stream_of(config, steps)
     features = Features(
         camera_keys=match.camera_keys,
-        columns=match.dataset_keys,
+        columns=[*match.dataset_keys, *text_columns(config, metas)],
         delta_timestamps=match.delta_timestamps,
         tolerance_s=config.tolerance_s,
         padded=len(matched.robots) > 1,
@@ -116,6 +117,19 @@ def plan_rows(
         described=chosen.described,
     )
     return config, _with_labels(config, rows)
+
+
+def text_columns(config: Config, metas: Sequence[DatasetMetadata]) -> list[str]:
+    """Return the columns of texts that are read. Raises ValueError: a dataset lacks one (--train.text_targets)."""
+    column = config.train.text_targets
+    for meta in metas if column else ():
+        texts = sorted(key for key, feature in meta.features.items() if feature.dtype == "string")
+        if column not in texts:
+            raise ValueError(
+                f"--train.text_targets={column}: dataset {meta.root} has no such column of texts; it has {texts}"
+                f"{''.join(f'; not read of it: {line}' for line in meta.not_read)}"
+            )
+    return [column] if column else []
 
 
 def stream_of(config: Config, steps: int) -> tuple[int, int]:

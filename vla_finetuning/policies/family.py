@@ -294,8 +294,14 @@ class Family:
         """
         return {}
 
-    def prepared(self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig) -> Callable[[Columns], Columns]:
-        """Return what prepares rows, of what its processors do: with the columns that its loss takes besides."""
+    def prepared(
+        self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
+    ) -> Callable[[Columns], Columns]:
+        """Return what prepares rows, of what its processors do: with the columns that its loss takes besides.
+
+        Args:
+            tokenizer_step: of its processors, which has `input_tokenizer`; None where they make no tokens.
+        """
         return prepare
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> Family:

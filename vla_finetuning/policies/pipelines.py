@@ -273,6 +273,11 @@ def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
         check_tokenizer(Path(path))
 
 
+def tokenizer_step(preprocessor: PolicyProcessorPipeline) -> Any:
+    """Return the step that makes tokens of instructions, with an `input_tokenizer`; None where there is none."""
+    return next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
+
+
 def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str) -> None:
     """Refuse a policy to which an instruction is the same whatever the advantage that it ends with.
 
@@ -282,7 +287,7 @@ def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Se
         ValueError: its processors make no tokens of instructions, their tokenizer does not know the words, or an
             instruction is so long that the words are cut off.
     """
-    tokenizer: Any = next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
+    tokenizer = tokenizer_step(preprocessor)
     if tokenizer is None:
         raise ValueError(
             f"{name}: its processors make no tokens of instructions, so that it cannot be tried whether these name an "

@@ -23,6 +23,7 @@ from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss, time_without_given
+from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
@@ -166,7 +167,7 @@ def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
         robots.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening))
     prepare: Callable[[Columns], Columns]
     prepare = PrepareRobots(robots, spec.robot_of, rows.camera_keys, own_widths=spec.train.pad_loss == "own")
-    prepare = family_of(spec.config).prepared(prepare, spec.config)
     if rows.positive is not None:
         prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, LABEL_DROPOUT, spec.seed)
+    prepare = family_of(spec.config).prepared(prepare, spec.config, tokenizer_step(preprocessor))
     return WithPosition(prepare) if spec.augments else prepare

@@ -1,10 +1,11 @@
 """Knowledge insulation (arXiv 2505.23705): PI0.5's backbone learns actions as tokens, its expert learns the flow.
 
-One forward over [images, prompt] [action tokens] [noisy actions]. Action tokens see the prefix and those before them;
-noisy actions see the prefix and each other. The expert attends to keys and values of the prefix from which no gradient
-returns, so that the backbone learns from the cross-entropy of tokens alone.
+One forward over [images, prompt] [action tokens] [text] [noisy actions]. Action tokens, and those of a text
+(`text_targets`), see the prefix and those before them of their own; noisy actions see the prefix and each other. The
+expert attends to keys and values of the prefix from which no gradient returns, so that the backbone learns from the
+cross-entropy of tokens alone.
 
-Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, P prefix tokens, V their words.
+Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, S of text, P of the prefix.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
 from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import ROW_FACTORS
+from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, WithText
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
 from vla_finetuning.terminal import print_safe
 
@@ -50,17 +52,21 @@ VOCABULARY = 1024
 
 
 class InsulatedLoss(PI05Loss):
-    """Cross-entropy of action tokens, plus `flow_weight` times PI0.5's loss, whose gradient ends at the expert.
+    """Cross-entropy of actions and text as tokens, plus `flow_weight` times PI0.5's loss, which ends at the expert.
 
     The cross-entropy is a mean over the tokens of the batch, or over those of the whole step with MEAN_COUNT. Logits
-    are of the words that stand for action tokens alone; the head is tied to the embedding of words, as in PaliGemma.
+    of action tokens are of the words that stand for them alone, those of text of all words; the head is tied to the
+    embedding of words, as in PaliGemma.
 
-    Args: as for `PI05Loss`. vocabulary: number of action tokens. flow_weight: see above.
+    Args: as for `PI05Loss`. vocabulary: number of action tokens. flow_weight: see above. text: whether batches have it.
     """
 
-    def __init__(self, policy: PreTrainedPolicy, *, vocabulary: int, flow_weight: float, **options: Any):
+    def __init__(
+        self, policy: PreTrainedPolicy, *, vocabulary: int, flow_weight: float, text: bool = False, **options: Any
+    ):
         super().__init__(policy, **options)
         self._end, self._flow_weight = vocabulary, flow_weight
+        self._segments = {"tokens": token_columns(policy.config), **({"text": TEXT_COLUMNS} if text else {})}
         self._token_layer = self._compiled(_token_layer)
 
     def prefix_of_flow(self, prefix: Prefix) -> Prefix:
@@ -68,25 +74,28 @@ class InsulatedLoss(PI05Loss):
 
     def combine(self, losses: Tensor, prefix: Prefix, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
         flow = super().combine(losses, prefix, batch, draws, per_row)
-        by_token = self.token_losses(prefix, batch)
+        by_token, metrics = self.token_losses(prefix, batch), {}
+        if TEXT in batch:
+            by_text = self.text_losses(prefix, batch)
+            metrics["text_loss"] = by_text.sum() / _counted(batch, TEXT_MASK).sum()  # NaN, which is left out, of none
+            by_token = torch.cat([by_token, by_text], dim=1)
         for factor in batch.keys() & ROW_FACTORS:
             by_token = by_token * batch[factor][:, None]
         if per_row:
-            counts = _counted(batch).sum(dim=1).clamp_min(1)
+            counts = _all_counted(batch).sum(dim=1).clamp_min(1)
             return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
         total = batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
         cross_entropy = by_token.sum() / total
-        self.note({"flow_loss": flow, "token_loss": cross_entropy})
+        self.note({"flow_loss": flow, "token_loss": cross_entropy, **metrics})
         return cross_entropy + self._flow_weight * flow
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return _counted(batch).sum()
+        return _all_counted(batch).sum()
 
     def token_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the cross-entropy of each action token, float32 (B, F); 0 where there is none."""
-        targets, counts = batch[TOKENS], _counted(batch)
-        language_model = self.policy.model.paligemma_with_expert.paligemma.model.language_model
-        embedding = language_model.embed_tokens
+        targets = batch[TOKENS]
+        embedding = self._language_model.embed_tokens
         # Behind the tokens: that of the end, which is a target, and that of the beginning, which is not.
         words = (
             embedding.num_embeddings
@@ -95,7 +104,23 @@ class InsulatedLoss(PI05Loss):
             - torch.arange(self._end + 1, device=targets.device)
         )
         inputs = torch.cat([targets.new_full((len(targets), 1), self._end + 1), targets[:, :-1]], dim=1)
-        hidden = embedding(words[0] - inputs)
+        hidden = self._after(prefix, embedding(words[0] - inputs))
+        head = embedding(words) / embedding.embed_scale
+        return _losses(hidden, head, targets, _counted(batch, TOKENS_MASK))
+
+    def text_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the cross-entropy of each token of the text, float32 (B, S); 0 where there is none."""
+        embedding = self._language_model.embed_tokens
+        hidden = self._after(prefix, embedding(batch[TEXT][:, :-1]))
+        return _losses(hidden, embedding.weight, batch[TEXT][:, 1:], _counted(batch, TEXT_MASK))
+
+    @property
+    def _language_model(self) -> Any:
+        return self.policy.model.paligemma_with_expert.paligemma.model.language_model
+
+    def _after(self, prefix: Prefix, hidden: Tensor) -> Tensor:
+        """Run the language model over tokens after the prefix, each of which sees those before it: (B, N, width)."""
+        language_model = self._language_model
         hidden = hidden.to(self._prefix_dtype or hidden.dtype)
         steps = hidden.shape[1]
         rotation = self._rotation(hidden, prefix.length + torch.arange(steps, device=hidden.device))
@@ -104,22 +129,21 @@ class InsulatedLoss(PI05Loss):
         settings = self.attention, not self._checkpointing
         for layer, (key, value) in zip(language_model.layers, prefix.keys_values, strict=True):
             hidden = self._run(self._token_layer, layer, hidden, rotation, bias, key, value, *settings)
-        hidden, _ = norm(language_model.norm, hidden)
-        head = embedding(words) / embedding.embed_scale
-        logits = F.linear(hidden, head.to(hidden.dtype)).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return losses.view_as(targets).masked_fill(~counts, 0.0)
+        return norm(language_model.norm, hidden)[0]
 
     def layers(self) -> tuple[nn.Module, ...]:
-        last = self.policy.model.paligemma_with_expert.paligemma.model.language_model.layers[-1]
-        return (*super().layers(), last)
+        return (*super().layers(), self._language_model.layers[-1])
 
     def attentions(self, cameras: int, prompts: Any) -> list[tuple[nn.Module, Shape]]:
         prompts = tuple(prompts)
         language = self.policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0]
-        images, tokens = cameras * image_tokens(self.policy.config), token_columns(self.policy.config)
-        own = [Shape("tokens", tokens, images, prompt, tokens, backward=True, causal=True) for prompt in prompts]
-        return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in own)]
+        images = cameras * image_tokens(self.policy.config)
+        shapes = [
+            Shape(name, tokens, images, prompt, tokens, backward=True, causal=True)
+            for name, tokens in self._segments.items()
+            for prompt in prompts
+        ]
+        return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in shapes)]
 
 
 def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
@@ -127,9 +151,21 @@ def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
     return suffix_layer(layer, hidden, None, *inputs)
 
 
-def _counted(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return which action tokens carry a loss, bool (B, F): not those of rows that could not be read."""
-    return batch[TOKENS_MASK] & batch["is_read"][:, None] if "is_read" in batch else batch[TOKENS_MASK]
+def _losses(hidden: Tensor, head: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+    """Compute the cross-entropy of each token, float32 (B, N), of hidden (B, N, width); 0 where none counts."""
+    logits = F.linear(hidden, head.to(hidden.dtype)).float()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view_as(targets).masked_fill(~counts, 0.0)
+
+
+def _counted(batch: Mapping[str, Tensor], mask: str) -> Tensor:
+    """Return which tokens of a mask carry a loss, bool (B, N): not those of rows that could not be read."""
+    return batch[mask] & batch["is_read"][:, None] if "is_read" in batch else batch[mask]
+
+
+def _all_counted(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return which tokens of a row carry a loss, of its action and of its text: bool (B, F), or (B, F + S)."""
+    return torch.cat([_counted(batch, mask) for mask in (TOKENS_MASK, TEXT_MASK) if mask in batch], dim=1)
 
 
 @dataclass(frozen=True)
@@ -140,11 +176,13 @@ class InsulatedPI05(PI05):
         action_tokenizer: None before it is fitted to the run's rows.
         flow_weight: of PI0.5's loss, beside the cross-entropy.
         vocabulary: of the tokenizer, also of one that is yet to be fitted.
+        text: the column of rows with texts that are targets, too; None: there are none.
     """
 
     action_tokenizer: ActionTokenizer | None = None
     flow_weight: float = 1.0
     vocabulary: int = 0
+    text: str | None = None
 
     train_options = PI05.train_options | {"exact_mean"}
 
@@ -166,19 +204,34 @@ class InsulatedPI05(PI05):
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         self.check_words(policy.config)
-        return InsulatedLoss(policy, vocabulary=self.vocabulary, flow_weight=self.flow_weight, **options)
+        text = self.text is not None
+        return InsulatedLoss(policy, vocabulary=self.vocabulary, flow_weight=self.flow_weight, text=text, **options)
 
     def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
-        """Also expects action tokens int64 (B, F) and their mask bool (B, F)."""
+        """Also expects action tokens int64 (B, F) and their mask bool (B, F); with texts (B, S + 1) and (B, S)."""
         super().check_batch(batch, config)
-        shape = len(batch[ACTION]), token_columns(config)
-        for key, dtype in ((TOKENS, torch.int64), (TOKENS_MASK, torch.bool)):
+        for key, expected in self._token_inputs(config, len(batch[ACTION]), "meta").items():
             if key not in batch:
                 raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
+            dtype, shape = expected.dtype, tuple(expected.shape)
             require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
 
-    def prepared(self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig) -> Callable[[Columns], Columns]:
-        """Return what prepares rows with their action tokens, once there is a tokenizer."""
+    def _token_inputs(self, config: Any, rows: int, device: torch.device | str) -> dict[str, Tensor]:
+        shapes = {(TOKENS, TOKENS_MASK): (token_columns(config), token_columns(config))}
+        if self.text is not None:
+            shapes[TEXT, TEXT_MASK] = TEXT_COLUMNS + 1, TEXT_COLUMNS
+        inputs = {}
+        for (tokens, mask), (columns, masked) in shapes.items():
+            inputs[tokens] = torch.empty(rows, columns, dtype=torch.int64, device=device)
+            inputs[mask] = torch.empty(rows, masked, dtype=torch.bool, device=device)
+        return inputs
+
+    def prepared(
+        self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
+    ) -> Callable[[Columns], Columns]:
+        """Return what prepares rows with their texts, and with their action tokens once there is a tokenizer."""
+        if self.text is not None:
+            prepare = WithText(prepare, self.text, tokenizer_step.input_tokenizer)
         tokenizer = self.action_tokenizer
         return prepare if tokenizer is None else WithActionTokens(prepare, tokenizer, token_columns(config))
 
@@ -225,13 +278,11 @@ class InsulatedPI05(PI05):
         self, config: Any, rows: int, draws: int, device: torch.device | str
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         batch, noise, time = super().empty_inputs(config, rows, draws, device)
-        shape = rows, token_columns(config)
-        batch[TOKENS] = torch.empty(shape, dtype=torch.int64, device=device)
-        batch[TOKENS_MASK] = torch.empty(shape, dtype=torch.bool, device=device)
-        return batch, noise, time
+        return batch | self._token_inputs(config, rows, device), noise, time
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
-        return super().tokens(config, cameras, draws, prompt) + token_columns(config)
+        text = 0 if self.text is None else TEXT_COLUMNS
+        return super().tokens(config, cameras, draws, prompt) + token_columns(config) + text
 
 
 @dataclass(frozen=True)
@@ -276,6 +327,7 @@ def insulated(
         action_tokenizer=tokenizer,
         flow_weight=train.flow_weight,
         vocabulary=vocabulary if tokenizer is None else tokenizer.vocabulary,
+        text=train.text_targets,
     )
     family.check_words(config)
     return family
