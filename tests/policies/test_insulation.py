@@ -26,6 +26,7 @@ from vla_finetuning.policies.trainable import choose_trainable
 
 VOCABULARY, FLOW_WEIGHT = 270, 0.7
 NO_TEXT, SOME_TEXT = (), ("text",)
+BEGIN, END = 0, 1
 EXPERT = ("gemma_expert", "action_in_proj", "action_out_proj", "time_mlp")
 
 
@@ -205,6 +206,43 @@ def test_who_sees_whom_is_said_by_a_loop_over_all_pairs(policy, in_float64):
         assert torch.allclose(found, wanted * batch[mask], rtol=1e-10) and found.any()
     noisy = mix * noise + (1 - mix) * actions
     assert torch.allclose(loss.velocity(noisy, time, seen), core.action_out_proj(velocity), rtol=1e-8)
+
+
+@torch.no_grad()
+def test_a_text_is_written_as_without_cached_keys_and_values(policy, in_float64):
+    batch, _, _ = make_inputs(policy)
+    begin, most = 3, 6
+    embedding = policy.model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight
+    expected = torch.full((4, 1), begin)
+    for _ in range(most):
+        hidden = plain_hidden(policy, batch, expected)[:, -1]
+        expected = torch.cat([expected, (hidden @ embedding.T).argmax(dim=-1, keepdim=True)], dim=1)
+    expected = expected[:, 1:]
+    loss = PI05Loss(policy)
+    assert torch.equal(loss.write(batch, begin, -1, most), expected)
+    end = int(expected[1, 2])
+    ended = (expected == end).cumsum(dim=1) > 0
+    assert ended[1, 2:].all() and not ended.all()
+    assert torch.equal(loss.write(batch, begin, end, most), expected.masked_fill(ended, end))
+    assert loss.write({key: value[1:2] for key, value in batch.items()}, begin, end, most).shape[1] <= 3
+
+
+def test_what_was_learned_is_written(policy):
+    batch, noise, time = make_batch(policy)
+    batch |= make_tokens(policy) | make_text(policy)
+    batch[TEXT_MASK][0, 0] = True
+    targets = batch[TEXT][:, 1:]
+    targets[batch[TEXT_MASK] & ~F.pad(batch[TEXT_MASK], (0, 1))[:, 1:]] = END
+    batch[TEXT][:, 0] = BEGIN
+    loss = make_loss(policy.float(), text="subtask")
+    optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], 3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(batch, noise, time).backward()
+        optimizer.step()
+    texts = loss.write(batch, BEGIN, END, TEXT_COLUMNS)
+    mask = batch[TEXT_MASK][:, : texts.shape[1]]
+    assert torch.equal(texts, batch[TEXT][:, 1 : texts.shape[1] + 1].masked_fill(~mask, END))
 
 
 def test_no_gradient_of_the_flow_reaches_the_backbone_and_the_experts_is_plain(policy, in_float64):

@@ -10,6 +10,7 @@ from lerobot.envs import make_env_pre_post_processors
 from lerobot.envs.utils import preprocess_observation
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 
 from tests import tiny
 from tests.datasets import make_dataset
@@ -20,12 +21,14 @@ from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.loading import load_policy
-from vla_finetuning.policies.pipelines import load_processors, saved_shapes
+from vla_finetuning.policies.pipelines import load_processors, saved_shapes, tokenizer_step
 from vla_finetuning.policies.registry import FAMILIES
+from vla_finetuning.policies.text_targets import ends_of_text, with_text
 from vla_finetuning.rollouts.episodes import generator, noise
-from vla_finetuning.rollouts.player import Eyes, Player, check_advantage, check_fits
+from vla_finetuning.rollouts.player import Eyes, Player, check_advantage, check_fits, check_writes
 
 ENV = env_config("two_bins")
 KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]
@@ -412,7 +415,8 @@ def test_what_a_pretrained_configuration_declares_is_no_other_robot(masked):
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
     """A policy of random weights whose tokenizer knows the words, with one and with ten sampling steps."""
-    tasks = [f"{task}{words}" for task in INSTRUCTIONS.values() for words in ("", *ADVANTAGE.values())]
+    texts = [with_text(task, "bin red") for task in INSTRUCTIONS.values()]
+    tasks = [f"{task}{words}" for task in (*INSTRUCTIONS.values(), *texts) for words in ("", *ADVANTAGE.values())]
     folder = make_base(tmp_path_factory.mktemp("labelled") / "base", tasks)
     config = PreTrainedConfig.from_pretrained(folder)
     config.n_action_steps = 4
@@ -456,6 +460,48 @@ def test_guidance_is_linear_in_the_velocity(labelled, instructions):
     finally:
         policy.config.num_inference_steps = steps
     np.testing.assert_allclose(found, without + 2.5 * (with_label - without), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def writer(labelled, monkeypatch):
+    """The policy, and what it would write of each row by its instruction alone."""
+    policy, pre, post = labelled
+    tokenizer = tokenizer_step(pre).input_tokenizer
+    _, end = ends_of_text(tokenizer)
+    texts = ["red", "bin red", ""] * 2
+
+    def write(self, batch, begin, end, most):
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        prompts.append(tokenizer.batch_decode(batch[OBS_LANGUAGE_TOKENS], skip_special_tokens=True))
+        return torch.tensor([row + [end] * (3 - len(row)) for row in ids])
+
+    prompts = []
+    monkeypatch.setattr(PI05Loss, "write", write)
+    return labelled, texts, prompts
+
+
+def test_a_policy_acts_on_the_text_that_it_writes(writer, instructions):
+    labelled, texts, prompts = writer
+    found = chunks(labelled, instructions, subtask=True)
+    said = list(map(with_text, instructions, texts))
+    np.testing.assert_array_equal(found, chunks(labelled, said))
+    assert not np.array_equal(found, chunks(labelled, instructions))
+    (alone,) = prompts
+    assert not any("subtask" in prompt for prompt in alone)
+    # The label stays the last, as in training.
+    both = chunks(labelled, instructions, subtask=True, advantage="positive")
+    np.testing.assert_array_equal(both, chunks(labelled, [f"{text}{ADVANTAGE[True]}" for text in said]))
+
+
+def test_a_policy_that_writes_nothing_is_refused(pi05, tmp_path):
+    config = pi05[0].config
+    check_writes(tmp_path, config, subtask=False)
+    with pytest.raises(ValueError, match="has not learned to write texts.*--train.text_targets"):
+        check_writes(tmp_path, config, subtask=True)
+    (tmp_path / "robot.json").write_text('{"writes": "subtask"}')
+    check_writes(tmp_path, config, subtask=True)
+    with pytest.raises(ValueError, match="has not learned to write texts"):
+        check_writes(tmp_path, act_config(), subtask=True)
 
 
 def test_guidance_needs_a_label_and_a_velocity(pi05):

@@ -124,6 +124,7 @@ def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write
     assert "(--train.mode full, insulated, writes subtask)" in describe(run)
     assert "not read" not in describe(run) and "not read: subtask" in describe(silent)
     longest = max(run.policy.prompts)
+    assert robot_facts(run)[""]["writes"] == "subtask" and "writes" not in robot_facts(silent)[""]
     assert run.policy.flops_by_prompt[longest] > silent.policy.flops_by_prompt[longest]
     preprocessor, _ = run.policy.processors()
     tokenizer = tokenizer_step(preprocessor).input_tokenizer

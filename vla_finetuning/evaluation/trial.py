@@ -42,6 +42,7 @@ from vla_finetuning.rollouts.player import (
     check_fits,
     check_rename_map,
     check_rtc,
+    check_writes,
     opening_of,
     own_shapes,
     rtc_options,
@@ -104,6 +105,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)
     check_advantage(policy_config, config.advantage, config.guidance)
+    check_writes(folder, policy_config, config.subtask)
     controller = config.controller
     if controller == "select_action" and relative_actions(policy_config) is None:
         controller = "chunk"  # which is the same
@@ -122,11 +124,13 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         opening=opening_of(folder),
         advantage=config.advantage,
         guidance=config.guidance,
+        subtask=config.subtask,
         controller=controller,
     )
     acting_options: dict[str, Any] = (
         {} if config.advantage is None else {"advantage": config.advantage, "guidance": config.guidance}
     )
+    acting_options |= {"subtask": True} if config.subtask else {}
     acting_options |= {"controller": controller} if controller != "chunk" else {}
     acting_options |= {"latency_s": config.latency_s} if config.latency_s else {}
     about = {

@@ -9,6 +9,8 @@ from vla_finetuning.options.fields import option
 
 # Of policies whose instructions name the robot (--dataset.robot_in_prompt): what they begin with.
 ROBOT_NAME = "robot.json"
+# There: the column of texts that the policy has learned to write (--train.text_targets).
+WRITES = "writes"
 # What plays relative actions of LeRobot 0.6.1, whose processors add the state that was observed last. No step of
 # LeRobot's registry could remember a chunk's first state: the queue is the policy's, whose reset reaches no processor.
 RELATIVE_PLAYED_BY = (
@@ -73,6 +75,12 @@ class ActingOptions:
         "With --policy.advantage: how far predictions go beyond those without it (classifier-free guidance); 1: not.",
         flag="policy.guidance",
         min=0,
+    )
+    subtask: bool = option(
+        False,
+        "Of a policy that was trained with --train.text_targets: write the text at each decision, and act on the "
+        "instruction with it.",
+        flag="policy.subtask",
     )
     use_gpu: bool | None = option(
         None, "Decide on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."

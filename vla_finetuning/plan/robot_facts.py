@@ -7,6 +7,7 @@ from typing import Any
 from vla_finetuning.data.metadata import dimension_names
 from vla_finetuning.data.reader import height_width
 from vla_finetuning.data.selection import tasks_of
+from vla_finetuning.options.policy import WRITES
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.statistics import absolute_dimensions
@@ -25,7 +26,7 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
     width as recorded; `export` adds the policy's name where it stays another. `instructions`: as trained, between
     `instructions_begin_with` and `instructions_end_with`. `chunk_size`, `n_action_steps`: actions predicted, and
     executed of them. `rtc_training_max_delay`: the most first actions that were given, where it was trained so.
-    `statistics`: as --dataset.statistics.
+    `writes`: as --train.text_targets. `statistics`: as --dataset.statistics.
     """
     return {robot.name: _facts(run, robot) for robot in run.robots}
 
@@ -55,5 +56,6 @@ def _facts(run: Run, robot: Robot) -> dict[str, Any]:
         "chunk_size": len(config.action_delta_indices or [0]),
         "n_action_steps": getattr(config, "n_action_steps", 1),
         **({MAX_DELAY: delay} if (delay := getattr(config, MAX_DELAY, 0)) else {}),
+        **({WRITES: text} if (text := run.config.train.text_targets) else {}),
         "statistics": run.config.dataset.statistics,
     }

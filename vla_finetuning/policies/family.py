@@ -199,6 +199,7 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         delays: it can be trained on chunks whose first actions are given (`flow.FlowLoss`), with the option MAX_DELAY.
+        writes: its loss can `write` texts, as `pi05.PI05Loss`.
         masks_cameras: it can do without some of its cameras.
         sorts_cameras: it takes cameras in the order of their names, whatever their order in its configuration.
         takes_any: it plays with any of its cameras, and masks the others, and pads or cuts a state of any length.
@@ -229,6 +230,7 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     delays: ClassVar[bool] = False
+    writes: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
     sorts_cameras: ClassVar[bool] = False
     takes_any: ClassVar[bool] = False

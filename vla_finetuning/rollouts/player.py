@@ -5,6 +5,7 @@ Legend: N rows, T chunk, A action, H W C image.
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,15 +30,16 @@ from lerobot.utils.constants import ACTION, OBS_STATE, OBS_STR
 
 from vla_finetuning.envs.protocol import Observation, select_rows, stack
 from vla_finetuning.files import read_json
-from vla_finetuning.options.policy import ROBOT_NAME
+from vla_finetuning.options.policy import ROBOT_NAME, WRITES
 from vla_finetuning.options.recap import ADVANTAGE, without_label
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.flow import FlowLoss, continue_chunk, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
-from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors
+from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors, tokenizer_step
 from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.policies.text_targets import TEXT_COLUMNS, ends_of_text, with_text
 from vla_finetuning.rollouts.episodes import Key, LeftOver, generator, noise
 
 TASK = "task"
@@ -83,7 +85,7 @@ class PolicySource:
         trusted: whether code that comes with the folder may run.
         opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
         guidance: see `flow.guided_chunk`.
-        controller: see `Player`.
+        subtask, controller: see `Player`.
         weights: in the object store, instead of the folder's.
     """
 
@@ -97,6 +99,7 @@ class PolicySource:
     opening: str = ""
     advantage: str | None = None
     guidance: float = 1.0
+    subtask: bool = False
     controller: Controller = "chunk"
     weights: ray.ObjectRef[Packed] | None = None
 
@@ -131,6 +134,7 @@ class PolicySource:
             opening=self.opening,
             advantage=self.advantage,
             guidance=self.guidance,
+            subtask=self.subtask,
             controller=self.controller,
         )
 
@@ -139,6 +143,7 @@ class Player:
     """A policy with its processors and the environment's.
 
     Args:
+        subtask: at each decision the policy writes a text, and acts on the instruction with it (`text_targets`).
         controller: "chunk" executes chunks as they are when they are predicted. "select_action" decides at each step,
             and executes the next action of the episode's chunk as the processors make it absolute now, like LeRobot's
             loop over `select_action`; all decisions of an episode must come here. "rtc" predicts a chunk that goes on
@@ -158,6 +163,7 @@ class Player:
         opening: str = "",
         advantage: str | None = None,
         guidance: float = 1.0,
+        subtask: bool = False,
         controller: Controller = "chunk",
     ) -> None:
         self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if controller == "select_action" else None
@@ -178,6 +184,7 @@ class Player:
             loss = family_of(policy.config).make_loss(policy)
             assert isinstance(loss, FlowLoss)  # `check_advantage` refuses others
             self._loss = loss.eval()
+        self._writer: Any = family_of(policy.config).make_loss(policy).eval() if subtask else None
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
         relative = (step for step in preprocessor.steps if isinstance(step, RelativeActionsProcessorStep))
         self._relative = next((step for step in relative if step.enabled), None)
@@ -280,14 +287,15 @@ class Player:
     ) -> torch.Tensor:
         """Predict a normalised chunk for each row, (N, T, A); delay, left: as for `act_late`."""
         with torch.no_grad():
-            batch = self.prepare(observation, instructions, self._words)
+            texts = self.write(observation, instructions) if self._writer is not None else ()
+            batch = self.prepare(observation, instructions, self._words, texts)
             if self._rtc is not None:
                 prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
                 return self._continue(batch, keys, prefix, delay)
             if self._loss is None:
                 with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):  # as lerobot-eval
                     return self._predict(batch, keys)
-            plain = self.prepare(observation, instructions)
+            plain = self.prepare(observation, instructions, texts=texts)
             return guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance)
 
     def _prefix(self, left: Sequence[LeftOver], horizon: int) -> torch.Tensor:
@@ -326,11 +334,28 @@ class Player:
         }
         self._policy.load_state_dict(weights, assign=True)
 
-    def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
-        """Return what the policy sees of N rows, on its device; `words` are what instructions end with."""
+    def write(self, observation: Observation, instructions: Sequence[str]) -> list[str]:
+        """Return the text that the policy writes of each row, of those that it learned to write."""
+        tokenizer = tokenizer_step(self._pre).input_tokenizer
+        begin, end = ends_of_text(tokenizer)
+        batch = self.prepare(observation, instructions, self._words)
+        with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):
+            texts = self._writer.write(batch, begin, end, TEXT_COLUMNS).tolist()
+        words = [[*itertools.takewhile(lambda word: word != end, text)] for text in texts]
+        return [tokenizer.decode(text, skip_special_tokens=True).strip() for text in words]
+
+    def prepare(
+        self, observation: Observation, instructions: Sequence[str], words: str = "", texts: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what the policy sees of N rows, on its device.
+
+        Args:
+            words: what instructions end with. texts: what prompts say besides (`text_targets`), of each row.
+        """
         with remote_code(self._trusted), torch.no_grad():
             if self._words:  # which a client may say, too
                 instructions = list(map(without_label, instructions))
+            instructions = list(map(with_text, instructions, texts)) if texts else instructions
             tasks = [f"{self._opening}{instruction}{words}" for instruction in instructions]
             seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: tasks})
             prepared = self._pre({self._rename_map.get(key, key): value for key, value in seen.items()})
@@ -418,6 +443,15 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
         raise ValueError(
             f"--policy.guidance={guidance:g}: known for {types_that(lambda family: family.flow)}, and the policy is of "
             f"type '{config.type}'"
+        )
+
+
+def check_writes(folder: Path, config: PreTrainedConfig, subtask: bool) -> None:
+    """Refuse a text of a policy that has not learned to write any. Raises ValueError."""
+    if subtask and not (family_of(config).writes and read_json(folder / ROBOT_NAME).get(WRITES)):
+        raise ValueError(
+            f"--policy.subtask: policy {folder} has not learned to write texts: leave it out, or give one that was "
+            "trained with --train.text_targets"
         )
 
 

@@ -21,7 +21,7 @@ from vla_finetuning.mirror import as_path
 from vla_finetuning.options.programs import Config, ServeConfig
 from vla_finetuning.options.serve import ServeOptions, read_token
 from vla_finetuning.plan.base_policy import resolve_policy
-from vla_finetuning.rollouts.player import PolicySource, check_acts, check_advantage, opening_of
+from vla_finetuning.rollouts.player import PolicySource, check_acts, check_advantage, check_writes, opening_of
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.serving import lerobot, openpi
@@ -74,6 +74,7 @@ def resolve_service(config: ServeConfig) -> Service:
         assert folder is not None  # there was a path
         check_acts(policy)
         check_advantage(policy, config.advantage, config.guidance)
+        check_writes(folder, policy, config.subtask)
         interfaces[robot] = Interface.of_export(robot, folder, policy, config.rename_map)
         if not any(option.startswith("--n_action_steps=") for option in config.policy_options):
             vars(policy)["n_action_steps"] = interfaces[robot].chunk_size  # how many are executed is for clients to say
@@ -86,6 +87,7 @@ def resolve_service(config: ServeConfig) -> Service:
             opening=opening_of(folder),
             advantage=config.advantage,
             guidance=config.guidance,
+            subtask=config.subtask,
         )
     return Service(config, interfaces, sources)
 

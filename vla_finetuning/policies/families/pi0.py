@@ -58,7 +58,7 @@ class PI0(PI05):
     heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
     before_actions = 1
     # An action chunk's probability, values and guidance would need the state beside images and prompt.
-    flow = delays = False
+    flow = delays = writes = False
     train_options = PI05.train_options - {"knowledge_insulation"}
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:

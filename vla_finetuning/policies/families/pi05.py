@@ -102,6 +102,40 @@ class PI05Loss(LayeredLoss):
         with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
             return self._run_prefix(batch)
 
+    @torch.no_grad()
+    def write(self, batch: Mapping[str, Tensor], begin: int, end: int, most: int) -> Tensor:
+        """Write a text for each row of a batch, word by word the likeliest: int64 (B, N), N at most `most`.
+
+        Keys and values of what was there before are cached. The head is the embedding of words, which is what trains
+        with `text_targets`.
+
+        Args:
+            begin: the token before a text. end: the one after it, and all that follow in a row whose text has ended.
+        """
+        language_model = self.policy.model.paligemma_with_expert.paligemma.model.language_model
+        embedding = language_model.embed_tokens
+        prefix = self.prefix(self.images(batch))
+        keys_values, bias = prefix.keys_values, prefix.bias
+        word, texts = torch.full_like(prefix.length, begin), torch.empty_like(prefix.length[:, :0])
+        for number in range(most):
+            hidden = embedding(word)
+            hidden = hidden.to(self._prefix_dtype or hidden.dtype)
+            rotation, bias, seen = self._rotation(hidden, prefix.length + number), F.pad(bias, (0, 1)), []
+            for layer, (key, value) in zip(language_model.layers, keys_values, strict=True):
+                hidden, *cached = _later_layer(
+                    layer, hidden, None, rotation, bias, key, value, self.attention, again=False
+                )
+                seen.append(cached)
+            keys_values = seen
+            hidden, _ = norm(language_model.norm, hidden)
+            word = F.linear(hidden, embedding.weight.to(hidden.dtype)).float().argmax(dim=-1)
+            if number:
+                word = word.masked_fill(texts[:, -1:] == end, end)
+            texts = torch.cat([texts, word], dim=1)
+            if (word == end).all():
+                break
+        return texts
+
     def value_inputs(self, prefix: Prefix) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         return prefix.keys_values, prefix.bias
 
@@ -269,6 +303,21 @@ def suffix_layer(
         condition: of the norms of the action expert, (B*K, width); None in the language model.
         prefix_key, prefix_value: of B rows.
     """
+    return _later_layer(layer, hidden, condition, rotation, bias, prefix_key, prefix_value, attention, again)[0]
+
+
+def _later_layer(
+    layer: Any,
+    hidden: Tensor,
+    condition: Tensor | None,
+    rotation: tuple[Tensor, Tensor],
+    bias: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    attention: Kernel,
+    again: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `suffix_layer`, with all keys and values (B*K, KV heads, P + T, head_dim)."""
     normed, gate = norm(layer.input_layernorm, hidden, condition)
     normed = as_multiplied(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
@@ -276,7 +325,7 @@ def suffix_layer(
     key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
     value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
     attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
-    return _finish_layer(layer, hidden, attended, gate, condition, again)
+    return _finish_layer(layer, hidden, attended, gate, condition, again), key, value
 
 
 def norm(layer: Any, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -370,7 +419,7 @@ class PI05(Family):
         "compile_mode": "--train.compile",
         "gradient_checkpointing": "--train.activation_checkpointing",
     }
-    row_losses = flow = delays = masks_cameras = fits_images = from_config = True
+    row_losses = flow = delays = writes = masks_cameras = fits_images = from_config = True
     # The modules of the part "heads", and how many tokens the expert has before the actions.
     heads: ClassVar[tuple[str, ...]] = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
     before_actions: ClassVar[int] = 0
