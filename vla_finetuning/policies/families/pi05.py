@@ -122,10 +122,10 @@ class PI05Loss(LayeredLoss):
             hidden = hidden.to(self._prefix_dtype or hidden.dtype)
             rotation, bias, seen = self._rotation(hidden, prefix.length + number), F.pad(bias, (0, 1)), []
             for layer, (key, value) in zip(language_model.layers, keys_values, strict=True):
-                hidden, *cached = _later_layer(
+                hidden, key, value = _later_layer(
                     layer, hidden, None, rotation, bias, key, value, self.attention, again=False
                 )
-                seen.append(cached)
+                seen.append((key, value))
             keys_values = seen
             hidden, _ = norm(language_model.norm, hidden)
             word = F.linear(hidden, embedding.weight.to(hidden.dtype)).float().argmax(dim=-1)
