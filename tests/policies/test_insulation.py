@@ -274,6 +274,17 @@ def test_the_mean_of_a_step_is_over_all_its_tokens(policy, text, in_float64):
     assert torch.allclose(by_row, tokens, rtol=1e-10)
 
 
+def test_a_rows_loss_is_over_its_own_tokens(policy, in_float64):
+    batch, noise, time = make_inputs(policy, SOME_TEXT)
+    loss = make_loss(policy, text="subtask")
+    found = loss(batch, noise, time, per_row=True)
+    flow = PI05Loss(policy)(batch, noise, time, per_row=True)
+    total = (plain_token_losses(policy, batch) * batch[TOKENS_MASK]).sum(dim=1)
+    total = total + (plain_text_losses(policy, batch) * batch[TEXT_MASK]).sum(dim=1)
+    counts = batch[TOKENS_MASK].sum(dim=1) + batch[TEXT_MASK].sum(dim=1)
+    assert torch.allclose(found, total / counts + FLOW_WEIGHT * flow, rtol=1e-9)
+
+
 def test_rows_that_could_not_be_read_have_no_tokens(policy, in_float64):
     batch, noise, time = make_inputs(policy, SOME_TEXT)
     loss = make_loss(policy)
