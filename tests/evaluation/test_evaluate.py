@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from lerobot.policies.act.modeling_act import ACTPolicy
@@ -11,8 +12,10 @@ import evaluate
 import tests.arm  # noqa: F401 (an environment)
 from tests.buckets import Bucket, forget, runs_bucket
 from tests.pages import check_page
-from tests.rollouts.test_player import STATS, act_config, make_base, masked  # noqa: F401 (a fixture)
+from tests.rollouts.test_player import STATS, act_config, make_base, masked, observed  # noqa: F401 (a fixture)
+from tests.serving.servers import make_service
 from vla_finetuning import mirror
+from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
@@ -20,6 +23,7 @@ from vla_finetuning.files import write_json
 from vla_finetuning.mirror import as_path
 from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.saving import save_pretrained
+from vla_finetuning.rollouts.player import Player
 
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
 
@@ -251,6 +255,24 @@ def test_the_controller_is_of_relative_actions(folder, tmp_path):
     assert not trial.describe_controller(found(folder).source)
     with pytest.raises(ValueError, match="--eval.policy_actors=2: with --eval.controller=select_action one process"):
         found(relative, "--eval.controller=select_action", "--eval.policy_actors=2")
+
+
+def test_a_text_is_written_where_that_was_learned(tmp_path, monkeypatch):
+    base = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
+    flags = [f"--policy.path={base}", f"--output_dir={tmp_path / 'out'}", "--policy.subtask=true", *FLAGS]
+    with pytest.raises(ValueError, match="has not learned to write texts"):
+        trial.resolve_trial(parse_evaluate(flags))
+    with pytest.raises(ValueError, match="has not learned to write texts"):
+        make_service(base, "--policy.subtask=true")
+    write_json(base / "robot.json", {"writes": "subtask"})
+    resolved = trial.resolve_trial(parse_evaluate(flags))
+    assert resolved.about["policy"]["subtask"] is True
+    (served,) = make_service(base, "--policy.subtask=true").sources.values()
+    monkeypatch.setattr(Player, "write", lambda self, observation, instructions: written.append(instructions) or ["a"])
+    for source in (resolved.source, replace(served, env=resolved.env)):
+        written = []
+        source.load(1)(select_rows(observed(), [0]), ["go"], [(7, "two_bins", 0, 0)])
+        assert written == [["go"]]
 
 
 def test_flags_are_lerobot_evals():
