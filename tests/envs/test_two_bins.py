@@ -18,7 +18,7 @@ from torch import nn, tensor
 import record
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import env_config
-from vla_finetuning.envs.two_bins_scene import AXES, DWELL_FRAMES, GANTRY, INSTRUCTIONS, MAX_CM_PER_FRAME
+from vla_finetuning.envs.two_bins_scene import AXES, DWELL_FRAMES, GANTRY, INSTRUCTIONS, MANY_COLOURS, MAX_CM_PER_FRAME
 from vla_finetuning.plan.demo import demo_scenes
 
 
@@ -54,6 +54,34 @@ def test_the_demonstrator_succeeds_where_it_was_told_to_go(env):
         *_, last = run(env, seed)
         assert last[1:4] == (1.0, True, False) and last[4]["is_success"]
         assert last[4]["reached"] == env.unwrapped.task
+
+
+def test_of_many_instructions_each_names_the_bin_that_it_describes():
+    config = env_config("two_bins", ["--many_instructions=true"])
+    sides, seen = {"left": slice(0, 48), "right": slice(48, 96)}, set()
+    with gymnasium.make(two_bins.GYM_ID, **config.gym_kwargs) as env:
+        for seed in range(150):
+            first, _ = env.reset(seed=seed)
+            bare, text = env.unwrapped, env.unwrapped.task_description
+            seen.add(text)
+            # By what the camera sees: the colours of each half, and the words alone.
+            top, shown = first["pixels"]["top"], {}
+            for side, half in sides.items():
+                shown[side] = {name for name, rgb in MANY_COLOURS.items() if (top[:, half] == rgb).all(2).any()}
+            assert all(len(names) == 1 for names in shown.values()) and shown["left"] != shown["right"]
+            words = text.removeprefix("go to the ").split()
+            if words[0] == "bin":
+                side = words[1]
+                assert shown[{"left": "right", "right": "left"}[side]] == {words[4]}
+            else:
+                side = words[0] if words[0] in sides else next(s for s in sides if shown[s] == {words[0]})
+            assert shown[side] == {bare.task}
+            if seed < 20:
+                assert [*run(env, seed)][-1][4]["is_success"]
+    colours = list(MANY_COLOURS)
+    wanted = [f"go to the {name} bin" for name in [*colours, *sides]]
+    wanted += [f"go to the bin {side} of the {colour} one" for side in sides for colour in colours]
+    assert seen == set(wanted)
 
 
 def test_the_other_bin_ends_the_episode_without_success(env):

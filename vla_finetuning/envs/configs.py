@@ -57,6 +57,8 @@ class TwoBinsConfig(EnvConfig):
     render_mode: str = "rgb_array"
     # Whether an episode ends with its success; otherwise it goes on to episode_length.
     terminates: bool = True
+    # Bins of four colours, named by colour, by side or by the other bin.
+    many_instructions: bool = False
     features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(GANTRY))
     features_map: dict[str, str] = field(default_factory=lambda: _features_map(GANTRY))
 
@@ -71,6 +73,7 @@ class TwoBinsConfig(EnvConfig):
     @property
     def gym_kwargs(self) -> dict[str, Any]:
         options = {"render_mode": self.render_mode, "terminates": self.terminates}
+        options |= {"many_instructions": self.many_instructions}
         return {**options, "max_episode_steps": self.episode_length}
 
 

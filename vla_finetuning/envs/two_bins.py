@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Robot, draw_scene
+from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, MANY_COLOURS, Robot, draw_scene
 
 GYM_ID = "vla_finetuning/TwoBins-v0"
 # Within so much of the bin's middle, the gripper (4 cm wide) is wholly over the bin (15 cm wide). It need not stop: at
@@ -38,6 +38,8 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     Args:
         terminates: whether an episode ends there; otherwise it goes on to its time limit, so that success at the end is
             to have stayed.
+        many_instructions: bins have two of four colours, and the instruction names one by its colour, by its side, or
+            by the other bin (`Scene.many_instructions`).
     Attributes:
         task_description: the instruction, as LeRobot asks for it.
         rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
@@ -48,8 +50,10 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     robot: Robot = GANTRY
     metadata = {"render_modes": ["rgb_array"], "render_fps": GANTRY.fps}
 
-    def __init__(self, render_mode: str | None = None, terminates: bool = True) -> None:
-        self.render_mode, self._terminates = render_mode, terminates
+    def __init__(
+        self, render_mode: str | None = None, terminates: bool = True, many_instructions: bool = False
+    ) -> None:
+        self.render_mode, self._terminates, self._many = render_mode, terminates, many_instructions
         self.rendering, self.rendering_s = True, 0.0
         self._low, self._high = (np.array(limit, np.float32) for limit in (self.robot.low, self.robot.high))
         cameras: dict[str, spaces.Space[Any]] = {
@@ -73,12 +77,13 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         super().reset(seed=seed)
-        self._scene = draw_scene(self.np_random)
-        colours = list(INSTRUCTIONS)
-        self.task = colours[int(self.np_random.integers(len(colours)))]
-        self.task_description = INSTRUCTIONS[self.task]
+        self._scene = draw_scene(self.np_random, self._many)
+        plain = {text: colour for colour, text in INSTRUCTIONS.items()}
+        instructions = list((self._scene.many_instructions if self._many else plain).items())
+        self.task_description, self.task = instructions[int(self.np_random.integers(len(instructions)))]
         self._state = self.robot.start(self._scene)
         self._frame = 0
+        colours = [colour for colour in MANY_COLOURS if colour in (self._scene.left, self._scene.right)]
         self._frames_over, self._stayed = dict.fromkeys(colours, 0), list[str]()
         return self._observation(), self._info()
 
@@ -117,6 +122,7 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Sixteen hex digits of everything that decides what happens next."""
         scene = [self._scene.left, self._scene.right, self.task, self._frames_over, self._state.tolist()]
         scene += [] if self._terminates else [self._stayed]
+        scene += [self.task_description] if self._many else []
         return hashlib.sha256(json.dumps(scene).encode()).hexdigest()[:16]
 
     def _observation(self) -> dict[str, Any]:

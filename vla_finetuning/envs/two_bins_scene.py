@@ -23,6 +23,9 @@ DWELL_S = 0.4  # over the bin, before the episode ends
 EPISODE_S = 4.0
 
 COLOURS = {"red": (200, 40, 40), "blue": (40, 70, 200), "table": (170, 165, 150), "gripper": (30, 30, 30)}
+# Of bins where there are many instructions.
+MANY_COLOURS = {"red": COLOURS["red"], "blue": COLOURS["blue"], "green": (50, 150, 70), "yellow": (225, 195, 50)}
+COLOURS |= MANY_COLOURS
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,29 @@ class Scene:
     right: str
     start: tuple[float, float, float]
 
+    @property
+    def many_instructions(self) -> dict[str, str]:
+        """Return all that can be said of the scene, by colour, side or the other bin -> the colour of the bin."""
+        named = {f"go to the {colour} bin": colour for colour in (self.left, self.right)}
+        sides = {"go to the left bin": self.left, "go to the right bin": self.right}
+        others = {f"go to the bin left of the {self.right} one": self.left}
+        return named | sides | others | {f"go to the bin right of the {self.left} one": self.right}
+
     def place(self, colour: str) -> tuple[float, float, float]:
         """Return where the gripper is over the bin of a colour, in cm."""
         return BINS["left" if self.left == colour else "right"]
 
 
-def draw_scene(rng: np.random.Generator) -> Scene:
-    """A scene at random: which bin is red, and the gripper anywhere on the robot's side of the table."""
-    left, right = ("red", "blue") if rng.random() < 0.5 else ("blue", "red")
+def draw_scene(rng: np.random.Generator, many_colours: bool = False) -> Scene:
+    """A scene at random: which bin is red, and the gripper anywhere on the robot's side of the table.
+
+    Args:
+        many_colours: draw both bins' colours, two of the four of `MANY_COLOURS`.
+    """
+    if many_colours:
+        left, right = map(str, rng.permutation(list(MANY_COLOURS))[:2])
+    else:
+        left, right = ("red", "blue") if rng.random() < 0.5 else ("blue", "red")
     x, y, z = rng.uniform((-20.0, 4.0, 8.0), (20.0, 14.0, 16.0))
     return Scene(left, right, (float(x), float(y), float(z)))
 
