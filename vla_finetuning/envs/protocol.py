@@ -25,6 +25,7 @@ import pkgutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, cast
 
 import gymnasium
@@ -125,14 +126,14 @@ def leaves(observation: Any, key: str = "") -> list[tuple[str, np.ndarray]]:
     return [(key, np.asarray(observation))]
 
 
-def load_module(name: str) -> None:
-    """Import the module of an environment. Raises ValueError where it cannot be imported here."""
+def load_module(name: str, label: str = "") -> ModuleType:
+    """Import the module of an environment. Raises ValueError, beginning with `label`, where it cannot be imported."""
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"{name}, which has the environment, cannot be imported on {socket.gethostname()} ({error}): install it "
-            "(pip install -e FOLDER), or name its folder in PYTHONPATH, on every node that simulates"
+            f"{label or f'{name}, which has the environment,'} cannot be imported on {socket.gethostname()} ({error}): "
+            "install it (pip install -e FOLDER), or name its folder in PYTHONPATH, on every node that simulates"
         ) from error
 
 
@@ -142,12 +143,6 @@ def load_package(name: str) -> None:
     Raises:
         ValueError: it cannot be imported here.
     """
-    try:
-        package = importlib.import_module(name)
-        for module in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{name}."):
-            importlib.import_module(module.name)
-    except ImportError as error:
-        raise ValueError(
-            f"--env.discover_packages_path={name}: cannot be imported on {socket.gethostname()} ({error}): install it "
-            "(pip install -e FOLDER), or name its folder in PYTHONPATH, on every node that simulates"
-        ) from error
+    label = f"--env.discover_packages_path={name}:"
+    for module in pkgutil.iter_modules(getattr(load_module(name, label), "__path__", ()), f"{name}."):
+        load_module(module.name, label)

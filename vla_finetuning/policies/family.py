@@ -192,6 +192,7 @@ class Family:
         offline: LeRobot builds its network from its configuration and `without_downloads`, so that names and shapes of
             weights are known before training; so it is of all that are built `from_config`.
 
+        own_loss: what `make_loss` makes where LeRobot's `forward` computes the loss.
         modes: the parts (`parts`) that train, by `--train.mode`; where empty, only `full` is known, and trains what the
             policy's own configuration leaves trainable.
         train_options: those of TRAIN_OPTIONS that its loss can compute.
@@ -224,6 +225,7 @@ class Family:
     sized_by_images: bool = False
     offline: bool = False
 
+    own_loss: ClassVar[type[PolicyLoss]] = PolicyLoss
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()
     without_effect: ClassVar[Mapping[str, str]] = {}
@@ -288,7 +290,7 @@ class Family:
         options = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
         if unknown := [name for name, enabled in options.items() if enabled]:
             raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
-        return PolicyLoss(policy, images=images)
+        return self.own_loss(policy, images=images)
 
     def training_state(self) -> dict[str, Tensor]:
         """Return what its loss adds to the state of the policy, by name, to be read into: saved and resumed, not

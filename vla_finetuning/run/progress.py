@@ -292,16 +292,10 @@ class _Follower:
                 # The first steps after a start also wait for the data engine to fill.
                 step_s = line["step_s"] - line.get("data_wait_s", 0.0) * self._starting
                 left_s = (steps - reported.step) * step_s
-                print_safe(f"step {reported.step}/{steps}  {line_text}, {_minutes(left_s)} left")
+                print_safe(f"step {reported.step}/{steps}  {line_text}, {tqdm.format_interval(left_s)} left")
             self._starting = False
 
 
 def _say(text: str) -> None:
     with tqdm.external_write_mode():
         print_safe(text)
-
-
-def _minutes(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

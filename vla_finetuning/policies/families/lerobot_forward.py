@@ -48,6 +48,7 @@ class ACTLoss(PolicyLoss):
 class ACT(Family):
     """ACT and types that derive from it."""
 
+    own_loss = ACTLoss
     train_options = frozenset({"exact_mean"})
 
     def remembers(self, config: Any) -> str:
@@ -57,9 +58,6 @@ class ACT(Family):
             f"with temporal_ensemble_coeff={config.temporal_ensemble_coeff:g} averages the chunks of past steps "
             "(--policy.temporal_ensemble_coeff=null: without)"
         )
-
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return ACTLoss(policy, images=super().make_loss(policy, **options).images)
 
 
 # ---- policies that remember past steps ------------------------------------------------------------------------------
@@ -122,15 +120,13 @@ class VQBeTLoss(PolicyLoss):
 class VQBeT(Queued):
     """VQ-BeT and types that derive from it."""
 
+    own_loss = VQBeTLoss
     no_adapters = (
         "its first steps (n_vqvae_training_steps) train a codebook and nothing else, and adapters leave that frozen"
     )
 
     def training_state(self) -> dict[str, Tensor]:
         return {f"{MODULE}.{COUNT}": torch.tensor(0)}
-
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return VQBeTLoss(policy, images=super().make_loss(policy, **options).images)
 
 
 # ---- EVO1 -----------------------------------------------------------------------------------------------------------
@@ -167,10 +163,8 @@ class FastWAMLoss(PolicyLoss):
 class FastWAM(Family):
     """FastWAM and types that derive from it."""
 
+    own_loss = FastWAMLoss
     sorts_cameras = True
-
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return FastWAMLoss(policy, images=super().make_loss(policy, **options).images)
 
 
 # ---- MolmoAct2 ------------------------------------------------------------------------------------------------------

@@ -93,11 +93,9 @@ class PI0FASTLoss(PolicyLoss):
 class PI0FAST(Family):
     """PI0-FAST and types that derive from it."""
 
+    own_loss = PI0FASTLoss
     fits_images = True
     train_options = frozenset({"exact_mean"})
-
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return PI0FASTLoss(policy, images=super().make_loss(policy, **options).images)
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `from_pretrained` of these policies does; it is PI0.5's with other rules."""
