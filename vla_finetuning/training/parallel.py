@@ -75,6 +75,7 @@ def spread(
             loss,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=25,  # DDP's own, of the first bucket too
             # Rank 0's, before every forward, where training changes some; others are constants.
             broadcast_buffers=isinstance(loss, PolicyLoss) and bool(saved_buffers(loss.policy)),
             find_unused_parameters=find_unused_parameters,
