@@ -9,6 +9,7 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 from __future__ import annotations
 
+import builtins
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -225,7 +226,7 @@ class Family:
     sized_by_images: bool = False
     offline: bool = False
 
-    own_loss: ClassVar[type[PolicyLoss]] = PolicyLoss
+    own_loss: ClassVar[builtins.type[PolicyLoss]] = PolicyLoss  # not the field
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()
     without_effect: ClassVar[Mapping[str, str]] = {}

@@ -16,6 +16,8 @@ from vla_finetuning.policies.family import Family
 
 # An attribute of a configuration that is no option of the policy, and in no file.
 CHOSEN = "_family"
+# Packages whose types tests compare with lerobot-train.
+PROVEN = ("lerobot", "vla_finetuning")
 
 FAMILIES: dict[str, Family] = {
     family.type: family
@@ -38,9 +40,13 @@ def train_as(config: PreTrainedConfig, family: Family) -> None:
 
 
 def family_of_class(config_class: type, policy_type: str) -> Family:
-    """Return the family of a policy by its configuration's class and the name of its type."""
+    """Return the family of a policy by its configuration's class and the name of its type.
+
+    A type of another package is of no family of what it derives from: its policy may have a forward of its own.
+    """
     names = {cls: name for name, cls in PreTrainedConfig.get_known_choices().items()}
-    candidates = (FAMILIES.get(names.get(base, "")) for base in config_class.__mro__)
+    bases = config_class.__mro__ if _package(config_class) in PROVEN else [config_class]
+    candidates = (FAMILIES.get(names.get(base, "")) for base in bases)
     # A type that is unknown here gets what lerobot-train gives every type: float32, and instructions as text.
     return next(filter(None, candidates), Family(policy_type, in_float32=True, reads_texts=True))
 
@@ -76,9 +82,11 @@ def require_trained(policy_type: Any, source: str) -> None:
 
 def describe_unproven(config: PreTrainedConfig) -> str:
     """Say, for the plan, that no test compares a type with lerobot-train, and what trains it; "" where one does."""
-    family = family_of_class(type(config), config.type)
-    package = type(config).__module__.partition(".")[0]
-    if family.as_lerobot and package in ("lerobot", "vla_finetuning"):
+    package = _package(type(config))
+    if family_of_class(type(config), config.type).as_lerobot and package in PROVEN:
         return ""
-    trained = "by its own forward" if family.type == config.type else f"as the '{family.type}' that it derives from"
-    return f"unproven here: it is trained {trained}, and no test compares that with lerobot-train (type of {package})"
+    return f"unproven here: it is trained by its own forward, which no test compares with lerobot-train ({package})"
+
+
+def _package(config_class: type) -> str:
+    return config_class.__module__.partition(".")[0]

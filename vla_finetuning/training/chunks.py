@@ -115,4 +115,4 @@ def _estimated(robot: Robot, rows: Rows, actions: np.ndarray) -> Robot:
     stats = {name: np.quantile(values, share, axis=0) for name, share in quantiles.items()}
     stats |= {"mean": values.mean(axis=0), "std": values.std(axis=0)}
     needed = required_stats(robot.config, {ACTION: robot.config.output_features[ACTION]})
-    return replace(robot, stats=usable({**(robot.stats or {}), ACTION: stats}, needed))
+    return replace(robot, stats=usable(dict(robot.stats or {}) | {ACTION: stats}, needed))
