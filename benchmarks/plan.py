@@ -18,6 +18,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,8 +195,8 @@ def main() -> None:
         for number in range(options.members):
             make(folder / f"dataset-{number:03d}", options.episodes // options.members, number)
         for stage in STAGES:
-            with multiprocessing.get_context("spawn").Pool(1) as process:  # of its own, for its memory
-                results[stage] = found = process.apply(measure, (stage, folder))
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # of its own, for its memory
+                results[stage] = found = process.submit(measure, stage, folder).result()
             rows.append((stage, f"{found['seconds']:.2f}", f"{found['cpu_s']:.2f}", f"{found['peak_mb']:.0f}"))
     print("\n".join(format_table(rows)))
     if options.json:
