@@ -1,4 +1,4 @@
-"""Open-loop errors against a loop written by hand over LeRobot's own calls."""
+"""Open-loop errors: what is shown and compared. Their values: test_evaluation_json.py."""
 
 import copy
 import json
@@ -83,65 +83,9 @@ def test_a_policy_that_learns_from_what_follows_is_shown_the_present():
         assert without_future(batch, deltas) is batch
 
 
-def by_hand(loaded, replace_task, only=TASKS):
-    """Row by row, step by step, dimension by dimension; `replace_task` maps a row's instruction to the one to give."""
-    policy, preprocessor, postprocessor = loaded
-    squared, absolute, count = 0.0, np.zeros(ACTION), 0
-    for batch in make_batches():
-        for i in range(len(batch["index"])):
-            if batch["task"][i] not in only:
-                continue
-            if replace_task is None:
-                chunk = np.tile(MEAN, (CHUNK, 1))
-            else:
-                row = {"task": [replace_task(batch["task"][i])]}
-                row["observation.state"] = torch.from_numpy(batch["observation.state"][i : i + 1])
-                for key in ("observation.images.top", "observation.images.wrist"):
-                    row[key] = torch.from_numpy(batch[key][i : i + 1]).permute(0, 3, 1, 2) / 255
-                chunk = postprocessor(policy.predict_action_chunk(preprocessor(row)))[0].numpy()
-            for t in range(CHUNK):
-                if batch["action_is_pad"][i, t]:
-                    continue
-                count += 1
-                for d in range(ACTION):
-                    difference = float(chunk[t, d]) - float(batch["action"][i, t, d])
-                    squared += difference**2
-                    absolute[d] += abs(difference)
-    return {"mse": squared / count / ACTION, "mae": list(absolute / count)}
-
-
 def evaluate(loaded, batches=None, **options):
     options = {"mean_action": MEAN, "other_instruction": other_instructions(TASKS), **options}
     return open_loop_errors(*loaded, make_batches() if batches is None else batches, **options)
-
-
-def test_errors_are_those_of_a_loop_by_hand(loaded, without_noise):
-    errors = evaluate(loaded)
-    assert json.loads(json.dumps(errors)) == errors
-    other = {TASKS[0]: TASKS[1], TASKS[1]: TASKS[0]}
-    expected = {
-        "mean_action": by_hand(loaded, None),
-        "policy": by_hand(loaded, lambda task: task),
-        "other_instruction": by_hand(loaded, other.__getitem__),
-    }
-    assert errors.pop("frames") == ROWS
-    by_task, examples = errors.pop("by_task"), errors.pop("examples")
-    assert errors.keys() == expected.keys()
-    for name in expected:
-        assert errors[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-4), name
-        assert errors[name]["mae"] == pytest.approx(expected[name]["mae"], rel=1e-4), name
-    assert errors["policy"]["mse"] != pytest.approx(errors["other_instruction"]["mse"], rel=1e-3)
-
-    assert {task: of_task["frames"] for task, of_task in by_task.items()} == {TASKS[0]: 4, TASKS[1]: 3}
-    for task in TASKS:
-        for name, replace_task in (("mean_action", None), ("policy", lambda task: task)):
-            alone = by_hand(loaded, replace_task, only=[task])
-            assert by_task[task][name]["mse"] == pytest.approx(alone["mse"], rel=1e-4)
-            assert by_task[task][name]["mae"] == pytest.approx(alone["mae"], rel=1e-4)
-    for example, batch in zip(examples, make_batches(), strict=True):
-        assert example["task"] == batch["task"][0] and example["is_pad"] == batch["action_is_pad"][0].tolist()
-        assert example["recorded"] == batch["action"][0].tolist()
-        assert np.shape(example["predicted"]) == (CHUNK, ACTION)
 
 
 @pytest.fixture(scope="module")

@@ -386,10 +386,6 @@ def probe(folder, page, width):
     return path
 
 
-def test_the_console_of_the_page_is_heard(browser, tmp_path):
-    assert any("M nan nan" in line for line in browser(probe(tmp_path, b'<svg><path d="M nan nan"/></svg>', 500))[1])
-
-
 class Heard(Handler):
     def do_GET(self):
         self.server.paths.append(self.path)
