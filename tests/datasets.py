@@ -56,7 +56,7 @@ def make_dataset(root: Path, **options: Any) -> Path:
     """Write a dataset as `write_dataset` does. Equal ones are written once in a process, and copied."""
     written = _written() / hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()
     if not written.exists():
-        write_dataset(written, **options)
+        write_dataset(written.with_suffix(".begun"), **options).rename(written)
     return Path(shutil.copytree(written, root))
 
 
