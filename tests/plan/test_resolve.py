@@ -14,6 +14,7 @@ import torch
 
 from lerobot_datasource import LeRobotDatasource
 from tests.datasets import make_dataset
+from tests.plan.test_names import rename_files
 from tests.tiny import make_base
 from tests.training import test_as_lerobot as as_lerobot
 from vla_finetuning.data.disk_cache import has_capacity
@@ -319,20 +320,8 @@ def other_names(second):
     """The second dataset, whose camera and state are called otherwise."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    root = shutil.copytree(second, second.with_name("other_names"))
-    renamed = {"observation.images.top": "observation.images.head", "observation.state": "observation.joints"}
-    for path in [root / "meta/info.json", root / "meta/stats.json"]:
-        text = path.read_text()
-        for key, name in renamed.items():
-            text = text.replace(f'"{key}"', f'"{name}"')
-        path.write_text(text)
-    for path in root.rglob("*.parquet"):
-        table = pq.read_table(path)
-        columns = table.column_names
-        for key, name in renamed.items():
-            columns = [column.replace(key, name) for column in columns]
-        pq.write_table(table.rename_columns(columns), path)
-    (root / "videos/observation.images.top").rename(root / "videos/observation.images.head")
+    names = {"observation.images.top": "observation.images.head", "observation.state": "observation.joints"}
+    root = rename_files(shutil.copytree(second, second.with_name("other_names")), names)
     assert len(LeRobotDataset("local/other", root=root, video_backend="pyav")[3]["observation.joints"]) == 4
     return root
 
