@@ -1,6 +1,7 @@
 """The packages of the code, and which may import which: imports run one way, and nowhere in a circle."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ci.house import PACKAGE, imports, modules, reachable
+from ci import house
+from ci.house import PACKAGE, modules, reachable
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,6 +81,11 @@ MAY_IMPORT = {
 }
 # The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.
 FREE_STANDING = {f"{PACKAGE}.policies.tiny_pi05": set()}
+
+
+@functools.cache
+def imports(root):
+    return list(house.imports(root))
 
 
 def within(module, units):

@@ -23,7 +23,7 @@ from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.run import cluster
 
-FRAMES, AT_ONCE, SEED, CHUNK = 12, 5, 5, 6
+FRAMES, AT_ONCE, SEED, CHUNK = 11, 5, 5, 6
 LABELS = {
     "trained": "trained",
     "untrained": "before training",
