@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -24,40 +24,15 @@ from vla_finetuning.rollouts.scheduler import Policy, Scheduler, Seat
 from vla_finetuning.rollouts.stage import Decision
 from vla_finetuning.run.failures import root_cause
 
+if TYPE_CHECKING:
+    from vla_finetuning.rollouts.player import Player, PolicySource
+
 # Policy servers that may die before the evaluation gives up.
 SERVER_DEATHS = 3
 # Two processes share a CPU: while one waits for decisions, the other simulates or decides.
 STAGE_CPUS = SERVER_CPUS = 0.5
 # Policy servers on CPUs: so many at most, with so many bytes of weights in all, and so many episodes for each at least.
 MOST_SERVERS, SERVERS_BYTES, SERVER_EPISODES = 4, 2 * 2**30, 10
-
-
-class Player(Protocol):
-    """Decides: (observation of N rows, N instructions, N keys of random numbers) to actions (N, T, A)."""
-
-    def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray: ...
-
-    def act_late(
-        self,
-        observation: Observation,
-        instructions: Sequence[str],
-        keys: Sequence[Key],
-        delay: int,
-        left: Sequence[LeftOver] | None,
-    ) -> tuple[list[np.ndarray], list[LeftOver]]:
-        """Decide for chunks that arrive late; only of conditions with a `delay`."""
-        ...
-
-
-class Source(Protocol):
-    """Where a process gets a player from; can be pickled."""
-
-    @property
-    def weights_bytes(self) -> int: ...
-
-    def load(self, threads: int) -> Player:
-        """threads: for what it computes on CPUs."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +58,7 @@ class PolicyServer:
         threads: for what is computed on CPUs; of those of the machine at most.
     """
 
-    def __init__(self, sources: Mapping[str, Source], batch_size: int, exact: bool, threads: int = 1) -> None:
+    def __init__(self, sources: Mapping[str, PolicySource], batch_size: int, exact: bool, threads: int = 1) -> None:
         self._sources, self._batch_size, self._exact = sources, batch_size, exact
         self._threads = min(threads, os.cpu_count() or 1)
         self._players: dict[str, Player] = {}
@@ -141,7 +116,7 @@ class PolicyServers(Policy):
     def __init__(
         self,
         conditions: Mapping[str, Condition],
-        sources: Mapping[str, Source],
+        sources: Mapping[str, PolicySource],
         options: EvalOptions,
         *,
         servers: int,
@@ -244,7 +219,7 @@ class Cast:
 def play(
     episodes: Sequence[Episode],
     conditions: Mapping[str, Condition],
-    sources: Mapping[str, Source],
+    sources: Mapping[str, PolicySource],
     makers: Mapping[str, Maker],
     options: EvalOptions,
     *,
