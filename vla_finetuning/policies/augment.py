@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -31,15 +31,6 @@ DRAWS = 256
 CROP, DEGREES, LEAST_DEGREES = 0.95, 5.0, 0.1
 BRIGHTNESS, CONTRAST, SATURATION = (0.7, 1.3), (0.6, 1.4), (0.5, 1.5)
 WRIST = "wrist"
-
-
-class Step(Protocol):
-    """Part of an augmentation: images float32 (B, 3, H, W) and `draws` numbers (B, draws) from [0, 1) to images."""
-
-    @property
-    def draws(self) -> int: ...
-
-    def __call__(self, images: Tensor, numbers: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -101,6 +92,10 @@ class Subset:
                 applied = rank[:, i] == turn if turn is not None else rank[:, i] < self.count
                 images = torch.where(applied[:, None, None, None], step(images, step_numbers[i]), images)
         return images
+
+
+# Part of an augmentation: images float32 (B, 3, H, W) and `draws` numbers (B, draws) from [0, 1) to images.
+Step = Uniform | InTurn | Subset
 
 
 # ---- what is drawn --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import contextlib
 import faulthandler
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,16 +243,13 @@ class _Slot:
         return self._env.has_wrapper_attr("state_hash") or looked(self._env)
 
 
-class _limit:
-    """The process ends, with its stacks on standard error, if the block takes longer than so many seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        faulthandler.dump_traceback_later(self._seconds, exit=True)
-
-    def __exit__(self, *exception: object) -> None:
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """End the process, with its stacks on standard error, if the block takes longer than so many seconds."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
         faulthandler.cancel_dump_traceback_later()
 
 
