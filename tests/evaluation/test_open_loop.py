@@ -176,12 +176,6 @@ def test_batches_draw_different_noise(loaded, monkeypatch):
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_the_number_of_denoising_steps_can_be_chosen(loaded, without_noise):
-    own = loaded[0].config.num_inference_steps
-    assert evaluate(loaded, num_steps=own)["policy"] == evaluate(loaded)["policy"]
-    assert evaluate(loaded, num_steps=1)["policy"] != evaluate(loaded)["policy"]
-
-
 def test_whole_numbers_are_seen_as_in_training(loaded, without_noise):
     """As float32; LeRobot's normaliser would cast its statistics to theirs, which are no whole numbers."""
     policy, _, postprocessor = loaded

@@ -63,7 +63,6 @@ def open_loop_errors(
     mean_action: np.ndarray,
     other_instruction: Mapping[str, str] | None = None,
     seed: int = 0,
-    num_steps: int | None = None,
     at_once: int | None = None,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
@@ -82,7 +81,6 @@ def open_loop_errors(
         mean_action: (A,), predicted by the constant policy: the mean of the dataset's statistics.
         other_instruction: what to say instead of each instruction (`other_instructions`); None or empty: not tried.
         seed: of the noise.
-        num_steps: of the denoising, for policies that denoise; None is the policy's own.
         at_once: rows that PI0.5 predicts for at once, at most; changes nothing but rounding. None: a whole batch.
         autocast: what to predict under; None: the weights' own precision.
     Returns:
@@ -95,7 +93,6 @@ def open_loop_errors(
         ValueError: no frames; longer or wider chunks than recorded; an instruction that `other_instruction` lacks.
     """
     device = next(policy.parameters()).device
-    options = {} if num_steps is None else {"num_steps": num_steps}
     sums = {name: _ErrorSum() for name in ("mean_action", "policy", "other_instruction")}
     by_task: dict[str, dict[str, _ErrorSum]] = {}
     examples = []
@@ -111,7 +108,7 @@ def open_loop_errors(
             for name, tasks in spoken.items():
                 observation = _observation(preprocessor, present, tasks, device)
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                    chunk = _predict(policy, observation, (seed, number), options, at_once)
+                    chunk = _predict(policy, observation, (seed, number), at_once)
                 predicted = postprocessor(chunk.float()).double().cpu().numpy()
                 predicted_steps = _from_now(policy.config.action_delta_indices, predicted.shape[1])
                 recorded = np.asarray(batch[ACTION], np.float64)[:, predicted_steps]
@@ -201,11 +198,7 @@ def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def _predict(
-    policy: PreTrainedPolicy,
-    observation: dict[str, Any],
-    seed: tuple[int, int],
-    options: dict[str, Any],
-    at_once: int | None,
+    policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int], at_once: int | None
 ) -> torch.Tensor:
     """`predict_action_chunk` (N, T, A), normalised, with noise drawn from a seed; for so many rows at once."""
     device = next(policy.parameters()).device
@@ -213,7 +206,7 @@ def _predict(
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
         family = family_of(policy.config)
         if at_once is None or family.chunk_draws != "noise":
-            return family.predict_chunk(policy, observation, **options)
+            return family.predict_chunk(policy, observation)
         rows, config = len(observation[OBS_LANGUAGE_TOKENS]), policy.config
         # For all rows together, as the policy itself would.
         noise = policy.model.sample_noise((rows, config.chunk_size, config.max_action_dim), device)
@@ -222,7 +215,7 @@ def _predict(
         for first in range(0, rows, at_once):
             part = slice(first, first + at_once)
             inputs = {key: value[part] for key, value in tensors.items()}
-            chunks.append(policy.predict_action_chunk(inputs, noise=noise[part], **options))
+            chunks.append(policy.predict_action_chunk(inputs, noise=noise[part]))
         return torch.cat(chunks)
 
 

@@ -372,14 +372,14 @@ class Family:
         steps = getattr(config, "n_obs_steps", 1)
         return f"with n_obs_steps={steps} looks at past observations too" if steps != 1 else ""
 
-    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **options: Any) -> Tensor:
+    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any]) -> Tensor:
         """The actions from the present on by LeRobot's own code, (N, T, A), normalised.
 
         Args:
             observation: N rows as the preprocessor makes them, (N, ...), or (N, n_obs_steps, ...) where the policy has
-                windows of observations. options: of `predict_action_chunk`.
+                windows of observations.
         """
-        return policy.predict_action_chunk(observation, **options)
+        return policy.predict_action_chunk(observation)
 
     def env_processors(self, config: PreTrainedConfig, env: Any, later_steps: Collection[str] = ()) -> tuple[Any, Any]:
         """Return what stands between an environment and the policy's own processors: of observations, and of actions.

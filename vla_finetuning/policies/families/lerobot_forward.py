@@ -70,7 +70,7 @@ class Queued(Family):
         """With one step too: its queues are filled here from windows alone."""
         return super().remembers(config) or f"with n_obs_steps={config.n_obs_steps} predicts from a queue of past steps"
 
-    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **options: Any) -> Tensor:
+    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any]) -> Tensor:
         """Show the policy the window, one step after the other, as an episode's steps, and have it predict."""
         owner: Any = policy
         owner.reset()
@@ -81,7 +81,7 @@ class Queued(Family):
             seen[OBS_IMAGES] = torch.stack([observation[key] for key in cameras], dim=-4)
         for step in range(observation[OBS_STATE].shape[1]):
             owner._queues = populate_queues(owner._queues, {key: window[:, step] for key, window in seen.items()})
-        return owner.predict_action_chunk({**observation, **seen}, **options)
+        return owner.predict_action_chunk({**observation, **seen})
 
 
 # ---- VQ-BeT ---------------------------------------------------------------------------------------------------------
