@@ -15,21 +15,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import record
 import vla
-from benchmarks.recap import FIRST_EVALUATED, Stage
+from benchmarks.stages import FIRST_EVALUATED, Stage, parse_settings, run_stages, stages_parser
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.files import write_json
 from vla_finetuning.plan.demo import DEMO_CACHE, prepare_base, prepare_dataset
-from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.folder import EVALUATIONS, FINISHED_NAME
-from vla_finetuning.terminal import print_safe, print_safe_text
+from vla_finetuning.terminal import print_safe_text
 
 # Flags of each policy.
 ARMS: dict[str, dict[str, Any]] = {
@@ -39,45 +37,40 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--folder", type=Path, default=Path("outputs/insulation"), help="of all runs")
-    arguments.add_argument("--seeds", type=int, default=5, help="how many: of order of rows, noise and scenes")
-    arguments.add_argument("--steps", type=int, default=900, help="of each policy")
-    arguments.add_argument("--every", type=int, default=150, help="steps between checkpoints that play")
-    arguments.add_argument("--eval_episodes", type=int, default=200, help="of each checkpoint")
-    arguments.add_argument("--many_instructions", action="store_true", help="more colours, and more to understand")
-    return arguments
-
-
 def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
     """Yield a seed's stages in their order."""
     root, many = prepare_dataset(DEMO_CACHE).absolute(), str(options.many_instructions).lower()
     if options.many_instructions:
         flags = {"env.type": "two_bins", "env.many_instructions": many, "episodes": 400}
-        root = options.folder.absolute() / "demonstrations"
-        yield Stage("demonstrations", record.main, flags | {"root": root}, root)
+        root = options.folder / "demonstrations"
+        yield Stage(record.main, flags | {"root": root}, root)
     meta = load_metadata(root)
-    data = {"features": meta.features, "tasks": sorted(meta.tasks.values()), "fps": meta.fps}
+    data: dict[str, Any] = {"features": meta.features, "tasks": sorted(meta.tasks.values()), "fps": meta.fps}
     base = prepare_base(DEMO_CACHE, **data, insulated=True).absolute()
     shared = {"preset": "demo", "dataset.root": root, "dataset.eval_split": 0, "policy.path": base}
     shared |= {"resume": "auto", "seed": seed, "steps": options.steps, "scaling.use_gpu": "false"}
     shared |= {"env.type": "two_bins", "env.episode_length": 30, "env.many_instructions": many}
     shared |= {"save_freq": options.every, "env_eval_freq": options.every, "eval.n_episodes": options.eval_episodes}
     for arm, flags in ARMS.items():
-        folder = options.folder.absolute() / f"seed{seed}" / arm
-        yield Stage(f"seed {seed}, {arm}", vla.main, shared | flags | {"output_dir": folder}, folder / FINISHED_NAME)
+        folder = options.folder / f"seed{seed}" / arm
+        yield Stage(vla.main, shared | flags | {"output_dir": folder}, folder / FINISHED_NAME)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    cluster.connect()
+    """Run what is not done, and print success by steps. Returns the exit status: see the module."""
+    parser = stages_parser(
+        __doc__,
+        "outputs/insulation",
+        seeds=(5, "how many: of order of rows, noise and scenes"),
+        steps=(900, "of each policy"),
+        every=(150, "steps between checkpoints that play"),
+        eval_episodes=(200, "of each checkpoint"),
+    )
+    parser.add_argument("--many_instructions", action="store_true", help="more colours, and more to understand")
+    options = parse_settings(parser, argv)
     seeds = [FIRST_EVALUATED * (1 + number) for number in range(options.seeds)]  # no two of them share a scene
-    for stage in (stage for seed in seeds for stage in stages(options, seed)):
-        if not stage.done.exists():
-            print_safe(f"Stage        {stage.name}")
-            if status := stage.program([f"--{flag}={value}" for flag, value in stage.flags.items()]):
-                return status
+    if status := run_stages(stage for seed in seeds for stage in stages(options, seed)):
+        return status
     scores, lines = {}, [f"Success of {options.seeds} seeds by steps (95 % interval)"]
     for arm in ARMS:
         for step in sorted({*range(options.every, options.steps, options.every), options.steps}):

@@ -3,7 +3,8 @@
     python -m benchmarks.rtc --seeds 5
 
 For each seed vla.py trains the demo twice, as it is and with --policy.rtc_training_max_delay. `late` plays the first
-with chunks that arrive late, `guided` by LeRobot's real-time chunking; `trained` plays the second, whose chunks go on
+with chunks that arrive late, `guided` by LeRobot's real-time chunking to what is left of the last chunk, `default` by
+LeRobot's default, also to zeros where less than 10 actions are left; `trained` plays the second, whose chunks go on
 from the actions that are executed meanwhile. All play the same scenes; intervals are over scenes, not over seeds. The
 same command goes on where it was broken off. Exit status: 0 done, otherwise that of the program that failed.
 """
@@ -25,8 +26,13 @@ from vla_finetuning.terminal import print_safe_text
 
 # The demo's gantry takes 10 actions a second and a chunk has 10, of which 5 are executed.
 LATENCIES_S, MAX_DELAY, EXECUTED = (0.0, 0.1, 0.2, 0.3), 3, 5
-# By their names: whether the policy was trained for a delay, and the controller.
-ARMS = {"late": (False, "chunk"), "guided": (False, "rtc"), "trained": (True, "rtc")}
+# By their names: whether the policy was trained for a delay, and flags of evaluate.py.
+ARMS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "late": (False, {}),
+    "guided": (False, {"eval.controller": "rtc"}),
+    "default": (False, {"eval.controller": "rtc", "policy.rtc_config.execution_horizon": 10}),
+    "trained": (True, {"eval.controller": "rtc"}),
+}
 
 
 def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
@@ -39,8 +45,7 @@ def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
     for arm, (delayed, controller) in ARMS.items():
         policy = folder / ("delayed" if delayed else "plain") / "pretrained_model"
         flags = {"policy.n_action_steps": EXECUTED, "eval.latency_s": ",".join(map(str, LATENCIES_S))}
-        flags |= {"eval.controller": controller}
-        yield play_two_bins(folder / arm, policy, options.eval_episodes, flags)
+        yield play_two_bins(folder / arm, policy, options.eval_episodes, flags | controller)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import insulation
+from benchmarks import insulation, stages
 from vla_finetuning.options.command_line import RECORD, VLA
 from vla_finetuning.run.folder import FINISHED_NAME
 
@@ -14,7 +14,7 @@ from vla_finetuning.run.folder import FINISHED_NAME
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
     """Programs that only parse their flags, and leave their last file unless they are to fail."""
-    monkeypatch.setattr(insulation.cluster, "connect", lambda: None)
+    monkeypatch.setattr(stages.cluster, "connect", lambda: None)
     monkeypatch.setattr(insulation, "prepare_dataset", lambda cache: tmp_path / "demonstrations")
     monkeypatch.setattr(insulation, "load_metadata", lambda root: SimpleNamespace(features={}, tasks={}, fps=10))
     monkeypatch.setattr(insulation, "prepare_base", lambda *_, **__: tmp_path / "base")
