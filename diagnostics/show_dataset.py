@@ -30,17 +30,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from lerobot.utils.constants import ACTION
 from tqdm import tqdm
 
-from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import frame_ranges_of, movement_keys, table, told_weights
-from vla_finetuning.data.metadata import DatasetMetadata, dimension_names, load_metadata
-from vla_finetuning.data.options import Features, Reading, Selection
-from vla_finetuning.data.plan import evenly_spaced
+from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
 from vla_finetuning.mirror import as_file
 from vla_finetuning.options.mixture import read_mixture
@@ -49,15 +44,12 @@ from vla_finetuning.plan import look as run_look
 from vla_finetuning.plan.labels import show_labels
 from vla_finetuning.plan.mixture_look import look_at_mixture
 from vla_finetuning.plan.names import with_names
-from vla_finetuning.policies.action_tokens import ActionTokenizer, fetch_tokenizer
-from vla_finetuning.policies.families.insulation import VOCABULARY, describe_tokens
-from vla_finetuning.policies.family import Chunks
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
 from vla_finetuning.terminal import escape_warnings, escaped, print_safe, print_safe_error
-from vla_finetuning.training.chunks import LOOK_EPISODES, LOOK_ROWS
+from vla_finetuning.training.chunks import describe_tokens_of
 
 # As a run's options say it.
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
@@ -82,22 +74,6 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
     keys, everything = movement_keys(meta), meta.episode_index
     left = frame_ranges_of(meta, everything, keys=keys, skip_idle=skip_idle, weight=weight)
     return [*([] if weight is None else [told_weights(weight)]), *table(meta, everything, left)]
-
-
-def told_tokens(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:
-    """Return lines about chunks of actions as tokens, of some episodes, normalised by their own 1 % and 99 %."""
-    windows = {ACTION: [step / meta.fps for step in range(chunk_size)]}
-    features = Features(camera_keys=[], columns=[ACTION], delta_timestamps=windows)
-    some = [evenly_spaced(meta.num_episodes, LOOK_EPISODES)]
-    source = LeRobotDatasource([meta], Selection(episodes=some), features, reading=Reading(check_files=False))
-    positions = evenly_spaced(source.plan.rows_per_epoch, LOOK_ROWS)
-    (batch,) = source.read_rows(positions.tolist(), len(positions))
-    low, high = np.quantile(batch[ACTION].astype(np.float64), (0.01, 0.99), axis=(0, 1))
-    zero, half = (low + high) / 2, np.where(high > low, (high - low) / 2, 1)
-    chunks = Chunks((batch[ACTION] - zero) / half, zero, zero + half, tuple(dimension_names(meta, ACTION)))
-    if name == "fit":
-        return describe_tokens(ActionTokenizer.fit(chunks.values, VOCABULARY), [chunks])
-    return describe_tokens(ActionTokenizer.load(fetch_tokenizer(name)), [chunks])
 
 
 def show_mixture(file: str, rename_map: dict[str, str]) -> None:
@@ -129,7 +105,7 @@ def show_dataset(options: argparse.Namespace) -> None:
         if options.exclude_to:
             write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
     selection = told_selection(meta, options.skip_idle, options.episode_weights)
-    tokens = told_tokens(meta, options.action_tokenizer, options.chunk_size) if options.action_tokenizer else []
+    tokens = describe_tokens_of(meta, options.action_tokenizer, options.chunk_size) if options.action_tokenizer else []
     labels = None if options.labels is None else show_labels(options.labels, meta)
     page = write_dataset_page(look, options.output, scores, selection, labels)
     print_safe(*(f"warning [{finding.kind}] {finding.text}" for finding in look.findings))

@@ -11,14 +11,17 @@ from lerobot.lerobot_types import TransitionKey
 from lerobot.processor import UnnormalizerProcessorStep
 from lerobot.utils.constants import ACTION
 
-from lerobot_datasource import read_source
+from lerobot_datasource import LeRobotDatasource, read_source
 from vla_finetuning.columns import ROBOT
-from vla_finetuning.data.metadata import dimension_names
+from vla_finetuning.data.metadata import DatasetMetadata, dimension_names
+from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.robot_statistics import with_placeholders
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import usable
+from vla_finetuning.policies.action_tokens import ActionTokenizer, fetch_tokenizer
+from vla_finetuning.policies.families.insulation import VOCABULARY, describe_tokens
 from vla_finetuning.policies.family import Chunks
 from vla_finetuning.policies.processors import required_stats
 from vla_finetuning.policies.registry import family_of, train_as
@@ -78,6 +81,26 @@ def fit_to_rows(run: Run) -> Run:
 def describe_chunks(run: Run) -> list[str]:
     """Return the plan's lines of what the policy's family makes of action chunks, by a sample of the run's rows."""
     return family_of(run.policy.config).describe_chunks(lambda: sample_chunks(run))
+
+
+def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:
+    """Return lines on a dataset's action chunks as tokens: of a few episodes, normalised by their own 1 and 99 %.
+
+    Args:
+        name: as --train.action_tokenizer.
+    """
+    windows = {ACTION: [step / meta.fps for step in range(chunk_size)]}
+    features = Features(camera_keys=[], columns=[ACTION], delta_timestamps=windows)
+    some = [evenly_spaced(meta.num_episodes, LOOK_EPISODES)]
+    source = LeRobotDatasource([meta], Selection(episodes=some), features, reading=Reading(check_files=False))
+    positions = evenly_spaced(source.plan.rows_per_epoch, LOOK_ROWS)
+    (batch,) = source.read_rows(positions.tolist(), len(positions))
+    low, high = np.quantile(batch[ACTION].astype(np.float64), (0.01, 0.99), axis=(0, 1))
+    zero, half = (low + high) / 2, np.where(high > low, (high - low) / 2, 1)
+    chunks = Chunks((batch[ACTION] - zero) / half, zero, zero + half, tuple(dimension_names(meta, ACTION)))
+    if name == "fit":
+        return describe_tokens(ActionTokenizer.fit(chunks.values, VOCABULARY), [chunks])
+    return describe_tokens(ActionTokenizer.load(fetch_tokenizer(name)), [chunks])
 
 
 def _without_cameras(rows: Rows) -> Rows:
