@@ -9,7 +9,6 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 from __future__ import annotations
 
-import builtins
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -175,6 +174,9 @@ class Chunks:
         return self.zero + self.values[..., : len(self.zero)] * (self.one - self.zero)
 
 
+LossClass = type[PolicyLoss]
+
+
 @dataclass(frozen=True)
 class Family:
     """A policy type, and types whose configuration derives from its configuration.
@@ -226,7 +228,7 @@ class Family:
     sized_by_images: bool = False
     offline: bool = False
 
-    own_loss: ClassVar[builtins.type[PolicyLoss]] = PolicyLoss  # not the field
+    own_loss: ClassVar[LossClass] = PolicyLoss
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()
     without_effect: ClassVar[Mapping[str, str]] = {}
