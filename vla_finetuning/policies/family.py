@@ -338,16 +338,13 @@ class Family:
     def check_batch(self, batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
         """Check the shapes of the first batch of a run as it is about to enter the loss.
 
-        Expects cameras uint8 (B, H, W, 3), or float32 (B, 3, H, W) and in [0, 1] unless the policy normalises images,
-        or their features where the loss takes those; `action` float32 (B, T, A) with the policy's T and A, finite; of
-        policies that take them, tokens int64 (B, L) and their mask bool (B, L), and the state float32 (B, S).
-
         Raises:
             ValueError: there is no camera, or a chunk has another number of actions.
         """
         deltas = config.action_delta_indices
         shape = (len(batch[ACTION]), *([] if deltas is None else [len(deltas)]))
-        require(batch, ACTION, tuple(batch[ACTION].shape[:-1]) == shape, f"{shape}, and its dimensions")
+        if (found := tuple(batch[ACTION].shape[:-1])) != shape:
+            raise ValueError(f"a chunk of actions is {found}, expected {shape}, and its dimensions")
         if config.image_features and not batch.keys() & config.image_features.keys():
             raise ValueError(
                 f"the batch has none of the policy's cameras {list(config.image_features)}: {sorted(batch)}"
@@ -450,9 +447,3 @@ def parts_by_prefix(policy: PreTrainedPolicy, prefixes: Iterable[tuple[str, str]
             raise ValueError(f"parameter {name!r} is in no known part of a '{policy.name}'; is this LeRobot 0.6.1?")
         parts[name] = part
     return parts
-
-
-def require(batch: Mapping[str, Tensor], key: str, fits: bool, expected: str) -> None:
-    """Raise ValueError where a column of a batch is not as expected, in words."""
-    if not fits:
-        raise ValueError(f"{key} is {batch[key].dtype} {tuple(batch[key].shape)}, expected {expected}")

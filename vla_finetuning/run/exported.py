@@ -14,9 +14,8 @@ from vla_finetuning.options.job import CONFIG_NAME, JobOptions
 from vla_finetuning.options.mixture import members, robots
 from vla_finetuning.options.programs import Config, ValueConfig
 
-POLICY_DIR, ADAPTER_DIR, REPORT_NAME = "pretrained_model", "adapter", "report.html"
+POLICY_DIR, REPORT_NAME = "pretrained_model", "report.html"
 LABELS_NAME = "labels.parquet"
-RESULTS = (POLICY_DIR, ADAPTER_DIR, LABELS_NAME)
 WEIGHTS_NAME, PROCESSOR_NAMES = "model.safetensors", ("policy_preprocessor.json", "policy_postprocessor.json")
 
 

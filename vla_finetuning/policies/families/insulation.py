@@ -35,7 +35,7 @@ from vla_finetuning.policies.action_tokens import (
 )
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
-from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss, require
+from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss
 from vla_finetuning.policies.flow import ROW_FACTORS
 from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, WithText
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
@@ -206,15 +206,6 @@ class InsulatedPI05(PI05):
         self.check_words(policy.config)
         text = self.text is not None
         return InsulatedLoss(policy, vocabulary=self.vocabulary, flow_weight=self.flow_weight, text=text, **options)
-
-    def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
-        """Also expects action tokens int64 (B, F) and their mask bool (B, F); with texts (B, S + 1) and (B, S)."""
-        super().check_batch(batch, config)
-        for key, expected in self._token_inputs(config, len(batch[ACTION]), "meta").items():
-            if key not in batch:
-                raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
-            dtype, shape = expected.dtype, tuple(expected.shape)
-            require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
 
     def _token_inputs(self, config: Any, rows: int, device: torch.device | str) -> dict[str, Tensor]:
         shapes = {(TOKENS, TOKENS_MASK): (token_columns(config), token_columns(config))}
