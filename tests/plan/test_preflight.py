@@ -319,6 +319,7 @@ def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monke
 
 def test_the_demo_starts_its_own_folder_over(setting, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vla_finetuning.plan.demo.prepare_dataset", lambda _: str(setting[1]))
     (tmp_path / "outputs" / "demo").mkdir(parents=True)
     (tmp_path / "outputs" / "demo" / "report.html").touch()
     assert not examine(parse_args(["--preset=demo"])).finished
