@@ -739,7 +739,7 @@ def test_a_good_batch_passes():
     "changes, message",
     [
         ({"action": torch.zeros(4, 3)}, r"a chunk of actions is \(4,\), expected \(4, 6\), and its dimensions"),
-        ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1, 3\), expected \(4, 6\)"),
+        ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1\), expected \(4, 6\)"),
         ({"observation.images.0": None, "observation.images.1": None}, r"none of the policy's cameras"),
     ],
 )
