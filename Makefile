@@ -61,7 +61,7 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy, measures of the layout
 
 docs: $(STAMP) ## write docs/flags.md and docs/lerobot_train.md from their tables
 	$(PYTHON) -m vla_finetuning.options.command_line > docs/flags.md
-	$(PYTHON) -m vla_finetuning.lerobot_train > docs/lerobot_train.md
+	$(PYTHON) -m vla_finetuning.options.lerobot_train > docs/lerobot_train.md
 
 format: $(STAMP) ## what ruff can mend by itself
 	$(PYTHON) -m ruff check --fix .

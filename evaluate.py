@@ -20,8 +20,8 @@ if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from vla_finetuning.buckets.mirror import address, as_path, synced
 from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
-from vla_finetuning.mirror import address, as_path, synced
 from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.page import write_trial_page

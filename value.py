@@ -27,7 +27,7 @@ from functools import partial
 import ray
 
 import vla
-from vla_finetuning.mirror import address
+from vla_finetuning.buckets.mirror import address
 from vla_finetuning.plan.look import look_at_rows
 from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run

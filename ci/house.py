@@ -18,12 +18,12 @@ PACKAGE = "vla_finetuning"
 # Figure: the most that it may be, and whether that is reached: then more is an error, else "not yet".
 TARGETS = {
     "lines of the library": (31_000, False),
-    "lines of diagnostics and benchmarks": (5_000, True),
+    "lines of diagnostics and benchmarks": (5_000, False),
     "lines of tests": (30_000, False),
     "lines of train in vla.py": (60, True),
     "names imported by vla.py": (40, True),
     "flags of vla.py": (115, True),
-    "floors of imports": (9, False),
+    "floors of imports": (9, True),
     "floors of imports in data/": (6, True),
     "floors of imports in policies/": (8, True),
     "packages in a circle": (0, True),

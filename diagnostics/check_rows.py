@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vla_finetuning.mirror import address, as_path, contents, pull
+from vla_finetuning.buckets.mirror import address, as_path, contents, pull
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import Run, resolve
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress

@@ -32,12 +32,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vla_finetuning.buckets.mirror import as_file
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import frame_ranges_of, movement_keys, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
-from vla_finetuning.mirror import as_file
 from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import look as run_look

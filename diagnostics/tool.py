@@ -24,7 +24,7 @@ from torch import Tensor
 import vla
 from diagnostics.report import Record, Report, page
 from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TrainableOptimizer
-from vla_finetuning.mirror import address, as_path, mirror_of, pull, push, remove
+from vla_finetuning.buckets.mirror import address, as_path, mirror_of, pull, push, remove
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
 from vla_finetuning.plan.robot_statistics import with_placeholders

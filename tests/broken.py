@@ -16,8 +16,8 @@ import vla
 from tests import clusters, planted
 from tests.datasets import make_dataset
 from tests.tiny import make_base
+from vla_finetuning.buckets.mirror import fetched
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.mirror import fetched
 from vla_finetuning.run.folder import attempts
 
 STEPS, SAVE_FREQ = 20, 4

@@ -10,8 +10,8 @@ import pytest
 from obstore.store import MemoryStore
 
 from tests.loopback import Faults, Proxy, s3_server, serving
-from vla_finetuning import mirror
-from vla_finetuning.store import Store, split_address
+from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets.store import Store, split_address
 
 SECRET = "canary-secret-access-key"
 

@@ -17,7 +17,7 @@ import torch
 
 import vla
 from tests.planted_data import DataFault, FaultyPrepare, attempt_of, note
-from vla_finetuning.mirror import pull
+from vla_finetuning.buckets.mirror import pull
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.run import checkpoint
 from vla_finetuning.training import state

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from vla_finetuning.buckets.mirror import file_of_process, files_of_processes, pull, push
 from vla_finetuning.files import append_line, read_lines
-from vla_finetuning.mirror import file_of_process, files_of_processes, pull, push
 from vla_finetuning.run.folder import ATTEMPTS_NAME, attempts
 from vla_finetuning.training.stream import LazyPickle
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each unit may import of the project, besides itself. A unit is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
-GROUND = {f"{PACKAGE}.{name}" for name in ("cards", "columns", "environment", "files", "mirror", "store", "terminal")}
+GROUND = {f"{PACKAGE}.{name}" for name in ("buckets", "cards", "columns", "environment", "files", "terminal")}
 # All but the command line, which programs alone read.
 GROUND |= {f"{PACKAGE}.options.{path.stem}" for path in (ROOT / PACKAGE / "options").glob("*.py")} - {
     f"{PACKAGE}.options.command_line"
@@ -42,17 +42,16 @@ COMMAND_LINE = f"{PACKAGE}.options.command_line"
 PROGRAMS = {*TRAINING, *EVALUATION, *REPORT, COMMAND_LINE, f"{PACKAGE}.program", f"{PACKAGE}.start"}
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
-    f"{PACKAGE}.store": set(),
-    f"{PACKAGE}.mirror": {f"{PACKAGE}.store"},
+    f"{PACKAGE}.buckets": set(),
     f"{PACKAGE}.cards": set(),
     f"{PACKAGE}.columns": set(),
     f"{PACKAGE}.environment": set(),
-    f"{PACKAGE}.options": {f"{PACKAGE}.{name}" for name in ("cards", "environment", "files", "mirror", "store")},
+    f"{PACKAGE}.options": {f"{PACKAGE}.{name}" for name in ("buckets", "cards", "environment", "files")},
     f"{PACKAGE}.options.fields": set(),
-    f"{PACKAGE}.options.command_line": {*GROUND, f"{PACKAGE}.lerobot_train"},
+    f"{PACKAGE}.options.command_line": {*GROUND, f"{PACKAGE}.options.command_line"},
+    f"{PACKAGE}.options.lerobot_train": {f"{PACKAGE}.terminal"},
     f"{PACKAGE}.files": set(),
     f"{PACKAGE}.terminal": set(),
-    f"{PACKAGE}.lerobot_train": {f"{PACKAGE}.terminal"},
     f"{PACKAGE}.lerobot_options": GROUND,
     f"{PACKAGE}.data": DATA,
     "lerobot_datasource": DATA,

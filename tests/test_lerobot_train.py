@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from lerobot.configs.train import TrainPipelineConfig
 
-from vla_finetuning.lerobot_train import ANSWERED, TAKEN, answer, page
 from vla_finetuning.options.command_line import PROGRAMS, VLA, parse_args
+from vla_finetuning.options.lerobot_train import ANSWERED, TAKEN, answer, page
 
 
 def options(kind, prefix=""):

@@ -14,10 +14,9 @@ import pytest
 
 from tests.buckets import Bucket, forget, other_process, runs_bucket
 from tests.loopback import GoogleStorage, serving
-from vla_finetuning import mirror
-from vla_finetuning import store as store_module
-from vla_finetuning.files import append_line, read_json, read_lines, write_json
-from vla_finetuning.mirror import (
+from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets import store as store_module
+from vla_finetuning.buckets.mirror import (
     address,
     as_path,
     contents,
@@ -30,8 +29,9 @@ from vla_finetuning.mirror import (
     remove,
     sizes,
 )
+from vla_finetuning.buckets.store import ChangedError, StorageError, within
+from vla_finetuning.files import append_line, read_json, read_lines, write_json
 from vla_finetuning.run.attempts import attempts, start_attempt
-from vla_finetuning.store import ChangedError, StorageError, within
 from vla_finetuning.training.export import _made_for
 
 
@@ -264,7 +264,7 @@ def test_a_folder_is_fetched_once_for_those_who_read_it_together(url, faults, tm
 
 KILLED = """
 import os, signal, sys
-from vla_finetuning import mirror
+from vla_finetuning.buckets import mirror
 mirror.tempfile.tempdir = sys.argv[1]
 with mirror.fetched(mirror.as_path(sys.argv[2])) as folder:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.buckets import runs_bucket
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, serving
-from vla_finetuning import store as store_module
-from vla_finetuning.store import PATIENCE_S, ChangedError, StorageError, Store, split_address, within
+from vla_finetuning.buckets import store as store_module
+from vla_finetuning.buckets.store import PATIENCE_S, ChangedError, StorageError, Store, split_address, within
 
 
 @pytest.fixture(scope="module")

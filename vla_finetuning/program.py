@@ -13,7 +13,8 @@ import ray
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
-from vla_finetuning.mirror import address
+from vla_finetuning.buckets.mirror import address
+from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.options.command_line import Program, asks_for_help
 from vla_finetuning.plan.preflight import Examined, examine
 from vla_finetuning.plan.record import record_run
@@ -25,7 +26,6 @@ from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import finish, own_folder, prepare_folder
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.push import push_all
-from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text
 
 # Does what was prepared, on a cluster that it joins or starts, and returns the exit status.

@@ -29,7 +29,7 @@ from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, r
 from tests.datasets import datasource, make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from tests.tiny import make_base
-from vla_finetuning import store
+from vla_finetuning.buckets import store
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows

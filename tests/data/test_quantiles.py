@@ -9,13 +9,13 @@ import pytest
 
 from tests.datasets import all_rows, edit_rows, make_dataset, one_after_the_other
 from tests.plan import test_frames as idling
+from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data import quantiles, statistics
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import load_metadata, reorder_dimensions
 from vla_finetuning.data.quantiles import QUANTILES, Source, exact_stats, outside, sample_rows
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
 from vla_finetuning.data.statistics import STATISTICS
-from vla_finetuning.store import StorageError
 
 EPISODES = (12, 7, 15, 1, 10, 9)
 KEYS = ["action", "observation.state", "observation.counter", "next.reward"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.buckets import MemoryBucket
 from tests.loopback import Faults, GoogleStorage, Proxy, s3_server, serving
-from vla_finetuning import store as store_module
+from vla_finetuning.buckets import store as store_module
 from vla_finetuning.data import storage
 from vla_finetuning.data.disk_cache import disk_cache
 from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect

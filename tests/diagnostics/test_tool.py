@@ -12,7 +12,7 @@ from diagnostics.step_report import Settings
 from diagnostics.tool import host_batches, scratch_run
 from tests import in_process
 from tests.buckets import Bucket, runs_bucket
-from vla_finetuning.mirror import address
+from vla_finetuning.buckets.mirror import address
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.run import cluster
 from vla_finetuning.training.stream import RankSchedule

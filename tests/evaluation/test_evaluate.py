@@ -14,13 +14,13 @@ from tests.buckets import Bucket, forget, runs_bucket
 from tests.pages import check_page
 from tests.rollouts.test_player import STATS, act_config, make_base, masked, observed  # noqa: F401 (a fixture)
 from tests.serving.servers import make_service
-from vla_finetuning import mirror
+from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import write_json
-from vla_finetuning.mirror import as_path
 from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.rollouts.player import Player

@@ -16,8 +16,8 @@ from filelock import FileLock
 import vla
 from tests.datasets import make_dataset
 from tests.tiny import make_base
+from vla_finetuning.buckets.mirror import remove
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.mirror import remove
 from vla_finetuning.options.command_line import parse_args, parse_grpo, parse_value
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import GrpoConfig

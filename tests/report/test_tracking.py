@@ -14,14 +14,14 @@ from typing import get_args
 import pytest
 
 from tests.buckets import Bucket, forget, runs_bucket
-from vla_finetuning import mirror
+from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets.mirror import as_path, fetched, pull, push, synced
+from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.files import append_line, read_lines, write_json, write_whole
-from vla_finetuning.mirror import as_path, fetched, pull, push, synced
 from vla_finetuning.options.job import TrackerName
 from vla_finetuning.options.programs import Config
 from vla_finetuning.report import tracking
 from vla_finetuning.report.tracking import PACKAGES, Follower, track
-from vla_finetuning.store import StorageError
 
 PROJECT = "curves"
 EVALUATION = {
@@ -215,7 +215,7 @@ PROGRAM = """
 import json, sys
 from tests.report import test_tracking
 from tests.report.test_tracking import PROJECT
-from vla_finetuning.mirror import as_path, fetched, synced
+from vla_finetuning.buckets.mirror import as_path, fetched, synced
 
 folder, what, tracker, read_back = sys.argv[1:]
 with synced(as_path(folder)):

@@ -13,11 +13,11 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from tests.buckets import forget, runs_bucket
 from tests.in_process import tasks_here
 from tests.rl.test_learning import make_base, resolved, train_as
-from vla_finetuning import mirror
+from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets.mirror import as_path, pull, push
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.files import read_lines
-from vla_finetuning.mirror import as_path, pull, push
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
 from vla_finetuning.rollouts.player import Eyes

@@ -17,9 +17,9 @@ from tests.buckets import Bucket, forget, runs_bucket
 from tests.datasets import all_rows, make_dataset
 from tests.in_process import RunRows, tasks_here, train
 from tests.tiny import make_base
-from vla_finetuning import mirror
+from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets.mirror import address, as_file, as_path, push
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.mirror import address, as_file, as_path, push
 from vla_finetuning.options.command_line import parse_args, parse_value
 from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.labels import read_labels, show_labels

@@ -13,10 +13,11 @@ import torch
 
 from tests.buckets import Bucket, forget, other_process, runs_bucket
 from tests.in_process import Rank
-from vla_finetuning import mirror, store
+from vla_finetuning.buckets import mirror, store
+from vla_finetuning.buckets.mirror import address, as_path, pull, push
+from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.files import append_line, read_lines
-from vla_finetuning.mirror import address, as_path, pull, push
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
@@ -32,7 +33,6 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.folder import checkpoint_to_resume
 from vla_finetuning.run.recovery import recover_local_checkpoints
-from vla_finetuning.store import StorageError, StoreAwayError, within
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 
 START = Progress(step=0, rows=0, stream={"seed": 0}, base={"digest": "x"}, mode="full", global_batch_size=8)

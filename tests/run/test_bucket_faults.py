@@ -18,9 +18,9 @@ from tests.broken import assert_same_weights, make_setting, resumed_from, run_wi
 from tests.buckets import SECRET, Bucket, forget, runs_bucket
 from tests.planted import Fault
 from tests.tiny import make_base
+from vla_finetuning.buckets.mirror import as_path, pull
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_json, read_lines
-from vla_finetuning.mirror import as_path, pull
 from vla_finetuning.run.attempts import attempts
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.lease import LOCK_NAME

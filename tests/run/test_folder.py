@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from vla_finetuning.mirror import remove
+from vla_finetuning.buckets.mirror import remove
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.scaling import ScalingOptions

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.buckets import Bucket, forget, runs_bucket
-from vla_finetuning import store
-from vla_finetuning.mirror import address, as_path
+from vla_finetuning.buckets import store
+from vla_finetuning.buckets.mirror import address, as_path
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
 from vla_finetuning.run import lease
@@ -78,7 +78,8 @@ def test_two_drivers_at_once(folder):
 def test_a_killed_driver_loses_its_lease(folder, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_S", 2.0)
     code = (
-        "import sys, time; from vla_finetuning.mirror import as_path; from vla_finetuning.run.lease import drive\n"
+        "import sys, time; from vla_finetuning.buckets.mirror import as_path\n"
+        "from vla_finetuning.run.lease import drive\n"
         "with drive(as_path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, address(folder)]

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from vla_finetuning.store import StorageError
+from vla_finetuning.buckets.store import StorageError
 
 # LeRobot's writer adds these to every dataset; GR00T's datasets lack some, which are then counted.
 FRAME_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")

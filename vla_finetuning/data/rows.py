@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
+from vla_finetuning.buckets.mirror import file_of_process, push
 from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, numbers, read_numbers, read_values
@@ -28,7 +29,6 @@ from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity
 from vla_finetuning.data.videos import CameraFile, Wanted, read_frames
 from vla_finetuning.files import append_line
-from vla_finetuning.mirror import file_of_process, push
 
 logger = logging.getLogger(__name__)
 

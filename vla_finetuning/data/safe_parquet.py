@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data.dataset import naming_file
 from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
 from vla_finetuning.files import refuse_pointer
-from vla_finetuning.store import StorageError
 
 # The entry of a footer that Arrow makes a schema of, with its extension types; one as long, that it ignores.
 _ARROW_SCHEMA, _NO_SCHEMA = b"ARROW:schema", b"no-one:reads"

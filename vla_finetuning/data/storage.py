@@ -21,9 +21,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.buckets.store import PROTOCOLS, ChangedError, Content, Failure, StorageError, Store, split_address
 from vla_finetuning.data.disk_cache import DiskCache, disk_cache
 from vla_finetuning.environment import CACHE_GB, Timeouts
-from vla_finetuning.store import PROTOCOLS, ChangedError, Content, Failure, StorageError, Store, split_address
 
 # Objects are fetched and cached in blocks of so many bytes. A segment of a shuffled window is less.
 BLOCK_BYTES = 2**17

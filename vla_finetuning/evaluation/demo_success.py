@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vla_finetuning.buckets.mirror import fetched_for_good
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.side_by_side import SideBySide
-from vla_finetuning.mirror import fetched_for_good
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.loading import load_policy_config

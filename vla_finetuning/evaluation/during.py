@@ -25,13 +25,13 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.data import ExecutionOptions, ExecutionResources
 from tqdm import tqdm
 
+from vla_finetuning.buckets.mirror import address, remove
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
 from vla_finetuning.evaluation.episodes import Book, OtherEvaluationError, read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import append_line, read_lines, write_whole
-from vla_finetuning.mirror import address, remove
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.plan.resolve import Run

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from vla_finetuning.buckets.mirror import address, pull
 from vla_finetuning.files import append_line, drop_half_line, read_json, read_lines, write_json, write_whole
-from vla_finetuning.mirror import address, pull
 from vla_finetuning.rollouts.episodes import Episode, name_of, pack_actions, unpack_actions
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"

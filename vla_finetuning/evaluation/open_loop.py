@@ -20,6 +20,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.buckets.mirror import fetched_for_good, push
 from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Reading, Selection
@@ -27,7 +28,6 @@ from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.evaluation.robot_tools import MOST_STEPS, compare_tools
 from vla_finetuning.files import write_json
-from vla_finetuning.mirror import fetched_for_good, push
 from vla_finetuning.plan.resolve import Run, select_robot
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import relative_actions

@@ -19,12 +19,12 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
+from vla_finetuning.buckets.mirror import address, as_path
 from vla_finetuning.envs.configs import DISCOVER, check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.mirror import address, as_path
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config, EvaluateConfig

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vla_finetuning.buckets.mirror import as_file, as_path, pull
 from vla_finetuning.files import MAX_JSON_BYTES, read_regular
-from vla_finetuning.lerobot_train import answer
-from vla_finetuning.mirror import as_file, as_path, pull
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import Option, check, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.options.job import CONFIG_NAME, OF_A_START
+from vla_finetuning.options.lerobot_train import answer
 from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import (
     GRPO_PRESETS,

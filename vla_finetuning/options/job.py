@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vla_finetuning.mirror import as_path
+from vla_finetuning.buckets.mirror import as_path
+from vla_finetuning.buckets.store import split_address
 from vla_finetuning.options.fields import option
-from vla_finetuning.store import split_address
 
 CONFIG_NAME = "config.json"
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vla_finetuning.buckets.mirror import address
 from vla_finetuning.data.disk_cache import describe_numbers, has_capacity
 from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
-from vla_finetuning.mirror import address
 from vla_finetuning.options.dataset import describe_image_size
 from vla_finetuning.options.environment import describe_trial
 from vla_finetuning.options.mixture import members

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vla_finetuning.mirror import address
+from vla_finetuning.buckets.mirror import address
 from vla_finetuning.options.job import JobOptions
 from vla_finetuning.options.mixture import robots
 from vla_finetuning.options.programs import Config, ValueConfig

@@ -8,10 +8,10 @@ from dataclasses import replace
 from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.buckets.mirror import as_file
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
-from vla_finetuning.mirror import as_file
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.recap import LABEL_DROPOUT
 from vla_finetuning.plan.datasets import Datasets

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
+from vla_finetuning.buckets.mirror import as_path, contents, fetched_for_good
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import read_foreign_json, refuse_pointer
 from vla_finetuning.lerobot_options import make_config
-from vla_finetuning.mirror import as_path, contents, fetched_for_good
 from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.registry import family_of, family_of_class, find_type

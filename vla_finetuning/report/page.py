@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from vla_finetuning.buckets.mirror import address, as_path, pull, synced
+from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines, write_whole
-from vla_finetuning.mirror import address, as_path, pull, synced
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented, config_of
@@ -51,7 +52,6 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.run.polling import polling
-from vla_finetuning.store import StorageError
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
 
 POLL_S = 2.0

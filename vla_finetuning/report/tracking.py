@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
+from vla_finetuning.buckets.mirror import address, as_path, mirror_of, synced
 from vla_finetuning.files import read_json, read_lines, write_json
-from vla_finetuning.mirror import address, as_path, mirror_of, synced
 from vla_finetuning.options.fields import leaves
 from vla_finetuning.options.job import CONFIG_NAME, TrackerName
 from vla_finetuning.options.programs import Config

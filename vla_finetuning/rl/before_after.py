@@ -9,10 +9,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from vla_finetuning.buckets.mirror import fetched_for_good
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.side_by_side import SideBySide
-from vla_finetuning.mirror import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.episodes import Condition

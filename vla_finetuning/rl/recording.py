@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vla_finetuning.buckets.mirror import address, contents, pull, remove
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.files import read_lines, write_whole
-from vla_finetuning.mirror import address, contents, pull, remove
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.episodes import PlayedEpisode, pack_actions, unpack_actions
 from vla_finetuning.rollouts.player import Eyes

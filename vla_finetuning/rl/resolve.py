@@ -14,6 +14,7 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
+from vla_finetuning.buckets.mirror import address
 from vla_finetuning.envs.configs import (
     check_drawn,
     drawn_for,
@@ -24,7 +25,6 @@ from vla_finetuning.envs.configs import (
     task_makers,
 )
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
-from vla_finetuning.mirror import address
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import GrpoConfig

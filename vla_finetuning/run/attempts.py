@@ -11,9 +11,9 @@ import json
 import uuid
 from pathlib import Path
 
+from vla_finetuning.buckets.mirror import address, pull, push, remote
+from vla_finetuning.buckets.store import ChangedError
 from vla_finetuning.files import append_line, drop_half_line, read_lines
-from vla_finetuning.mirror import address, pull, push, remote
-from vla_finetuning.store import ChangedError
 
 ATTEMPTS_NAME = "attempts.jsonl"
 

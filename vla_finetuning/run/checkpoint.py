@@ -43,8 +43,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from vla_finetuning.buckets.mirror import address, fetched, mirror_of, node_folder, pull, remote, remove, sizes
+from vla_finetuning.buckets.store import ChangedError
 from vla_finetuning.files import let_others_read, write_json
-from vla_finetuning.mirror import address, fetched, mirror_of, node_folder, pull, remote, remove, sizes
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, is_newest, resumed_at
 from vla_finetuning.run.manifest import (
@@ -62,7 +63,6 @@ from vla_finetuning.run.manifest import (
     parsed,
     step_of,
 )
-from vla_finetuning.store import ChangedError
 
 if TYPE_CHECKING:
     import torch

@@ -33,8 +33,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from vla_finetuning.buckets.mirror import address, contents, mirror_of
 from vla_finetuning.environment import Timeouts
-from vla_finetuning.mirror import address, contents, mirror_of
 from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
 from vla_finetuning.terminal import print_safe
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from vla_finetuning.buckets.mirror import address, pull, sizes
 from vla_finetuning.files import read_foreign_json
-from vla_finetuning.mirror import address, pull, sizes
 from vla_finetuning.options.job import CONFIG_NAME, JobOptions
 from vla_finetuning.options.mixture import members, robots
 from vla_finetuning.options.programs import Config, ValueConfig

@@ -15,10 +15,10 @@ from typing import Any
 import ray.train
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 
+from vla_finetuning.buckets.mirror import file_of_process, pull, push
+from vla_finetuning.buckets.store import PATIENCE_S, StorageError, StoreAwayError, within
 from vla_finetuning.files import append_line
-from vla_finetuning.mirror import file_of_process, pull, push
 from vla_finetuning.run.folder import ATTEMPTS_NAME, LOG_NAME, attempts
-from vla_finetuning.store import PATIENCE_S, StorageError, StoreAwayError, within
 from vla_finetuning.terminal import escaped
 
 # What this program's own checks raise: bad input, a file that is gone, a run that does not learn, a store that is away

@@ -49,8 +49,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.files import read_json, read_lines, write_json
-from vla_finetuning.mirror import (
+from vla_finetuning.buckets.mirror import (
     address,
     contents,
     files_of_processes,
@@ -61,6 +60,8 @@ from vla_finetuning.mirror import (
     remove,
     synced,
 )
+from vla_finetuning.buckets.store import ChangedError, StorageError, limit_retries
+from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.options.fields import leaves, options_of
 from vla_finetuning.options.job import CONFIG_NAME, OF_A_START, JobOptions
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
@@ -75,7 +76,6 @@ from vla_finetuning.run.checkpoint import (
     require_space,
 )
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
-from vla_finetuning.store import ChangedError, StorageError, limit_retries
 from vla_finetuning.terminal import print_safe
 
 __all__ = ["ATTEMPTS_NAME", "attempts", "start_attempt"]

@@ -23,8 +23,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vla_finetuning.mirror import address, remote
-from vla_finetuning.store import ChangedError
+from vla_finetuning.buckets.mirror import address, remote
+from vla_finetuning.buckets.store import ChangedError
 from vla_finetuning.terminal import print_safe, print_safe_error
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
+from vla_finetuning.buckets.mirror import address, file_of_process, files_of_processes, pull
 from vla_finetuning.files import append_line, line_writer, read_json, read_lines, write_whole
-from vla_finetuning.mirror import address, file_of_process, files_of_processes, pull
 from vla_finetuning.run.folder import (
     FIRST_STEP_NAME,
     LOG_NAME,

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vla_finetuning.buckets.mirror import address, as_path, fetched, pull
 from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
-from vla_finetuning.mirror import address, as_path, fetched, pull
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME

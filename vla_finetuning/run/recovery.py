@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vla_finetuning.buckets.mirror import keep_unsent, send_kept
+from vla_finetuning.buckets.store import within
 from vla_finetuning.files import write_json
-from vla_finetuning.mirror import keep_unsent, send_kept
 from vla_finetuning.run.attempts import is_newest
 from vla_finetuning.run.checkpoint import (
     check_resumable,
@@ -29,7 +30,6 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, file_digest, manifest, parsed
-from vla_finetuning.store import within
 from vla_finetuning.terminal import print_safe
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.schema import ReplicaState
 
+from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.environment import Timeouts
-from vla_finetuning.mirror import as_path
 from vla_finetuning.options.programs import Config, ServeConfig
 from vla_finetuning.options.serve import ServeOptions, read_token
 from vla_finetuning.plan.base_policy import resolve_policy

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from util import enable_expandable_segments, enable_gpu_perf_flags
-from vla_finetuning.mirror import at_the_top, keep_synced, pull
+from vla_finetuning.buckets.mirror import at_the_top, keep_synced, pull
 from vla_finetuning.run.attempts import is_newest
 from vla_finetuning.run.checkpoint import Progress, check_resumable, load_progress
 from vla_finetuning.run.folder import checkpoint_to_resume, start_attempt

@@ -20,7 +20,8 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 from util import TrainableOptimizer
-from vla_finetuning.mirror import address, mirror_of, push
+from vla_finetuning.buckets.mirror import address, mirror_of, push
+from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
 from vla_finetuning.run.attempts import is_newest
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
@@ -42,7 +43,6 @@ from vla_finetuning.run.checkpoint import (
 from vla_finetuning.run.folder import checkpoint_written
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.recovery import keep_manifest, keep_small_files
-from vla_finetuning.store import StorageError, StoreAwayError, within
 from vla_finetuning.training.parallel import first_replica, is_sharded, shard_of
 from vla_finetuning.training.worker import Worker
 

@@ -13,8 +13,8 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
+from vla_finetuning.buckets.mirror import address, mirror_of, push, release, remove
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.mirror import address, mirror_of, push, release, remove
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.policy import ROBOT_NAME

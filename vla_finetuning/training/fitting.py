@@ -13,7 +13,8 @@ from ray.data import ExecutionOptions
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from vla_finetuning.mirror import mirror_of, push
+from vla_finetuning.buckets.mirror import mirror_of, push
+from vla_finetuning.buckets.store import StoreAwayError, limit_retries
 from vla_finetuning.plan.launch import join_cluster
 from vla_finetuning.plan.resolve import Run, with_stats
 from vla_finetuning.plan.statistics import hold_statistics
@@ -24,7 +25,6 @@ from vla_finetuning.run.folder import checkpoint_to_resume, stopping_on_signals
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import Line, follow_progress, step_line
 from vla_finetuning.run.recovery import recover_local_checkpoints
-from vla_finetuning.store import StoreAwayError, limit_retries
 from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.chunks import fit_to_rows
 

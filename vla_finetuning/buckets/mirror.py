@@ -31,7 +31,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from typing import Any, NamedTuple
 
-from vla_finetuning.store import PIECE_BYTES, ChangedError, Content, Store, limited_patience, split_address, within
+from vla_finetuning.buckets.store import (
+    PIECE_BYTES,
+    ChangedError,
+    Content,
+    Store,
+    limited_patience,
+    split_address,
+    within,
+)
 
 logger = logging.getLogger(__name__)
 

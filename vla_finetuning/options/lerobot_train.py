@@ -1,6 +1,6 @@
 """Every flag of `lerobot-train`, and what this program makes of it.
 
-    python -m vla_finetuning.lerobot_train > docs/lerobot_train.md
+    python -m vla_finetuning.options.lerobot_train > docs/lerobot_train.md
 
 A flag is taken with the same name and meaning, or refused with what does the same here, or why nothing does; none is
 ignored. `tests/test_lerobot_train.py` walks the options of LeRobot 0.6.1 and holds this table against them.
@@ -68,7 +68,7 @@ def page() -> str:
     rows += [f"| `--{flag}` | {said} |" for flag, said in ANSWERED.items()]
     return "\n".join(
         [
-            "<!-- Written by `python -m vla_finetuning.lerobot_train`. -->",
+            "<!-- Written by `python -m vla_finetuning.options.lerobot_train`. -->",
             "",
             "# The flags of lerobot-train",
             "",

@@ -1,0 +1,1 @@
+"""Files in object stores, and local copies of folders in them."""
