@@ -100,6 +100,7 @@ def known_flags():
         path.read_text() for folder in ("benchmarks", "diagnostics") for path in (ROOT / folder).glob("*.py")
     )
     known = set(re.findall(r'(?:"--|options\.add\(")(\w+)"', programs)) | set(re.findall(r'"(\w+_json)"', programs))
+    known |= set(re.findall(r"^        (\w+)=\(\d+, ", programs, flags=re.M))  # of `stages_parser`
     known |= set().union(*(program.flags for program in PROGRAMS))
     return known | {"help", "compare", "robot"}  # the last of run/push.py
 

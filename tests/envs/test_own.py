@@ -171,7 +171,7 @@ def test_installed_plugins_register_themselves(tmp_path):
         [sys.executable, "-c", check, tmp_path], capture_output=True, text=True,
         env={"PYTHONPATH": f"{tmp_path}:{DOCS.parents[1]}", "HF_HUB_OFFLINE": "1"}, check=False,
     )  # fmt: skip
-    assert run.stdout.split() == ["Mine", "my_act", "act"], run.stderr
+    assert run.stdout.split() == ["Mine", "my_act", "my_act"], run.stderr
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,5 @@ def test_lerobot_loads_what_is_exported_and_is_told_different_things(dataset, tm
         )
         rows = next(run.rows.source(stream=(0, run.rows.last_row)).read_rows([0, 1, 2], 3))
         told = {"go to the red bin": "blue", "go to the blue bin": "red"}
-        found = open_loop_errors(
-            policy, before, after, [rows], mean_action=np.zeros(3), other_instruction=told, num_steps=None
-        )
+        found = open_loop_errors(policy, before, after, [rows], mean_action=np.zeros(3), other_instruction=told)
     assert 0 < found["policy"]["mse"] != found["other_instruction"]["mse"] > 0

@@ -89,7 +89,7 @@ def apart(found, expected):
 def test_two_micro_batches_with_unequal_tokens_are_one(setting, text):
     whole = trained(resolved(setting, f"whole-{text}", text=text))
     halves = resolved(setting, f"halves-{text}", text=text, batch_size=2, grad_accum=2)
-    assert apart(trained(halves), whole) < 1e-6
+    assert apart(trained(halves), whole) < 5e-6
 
 
 def both(rank, world, setting):
@@ -103,7 +103,7 @@ def both(rank, world, setting):
 
 def test_two_workers_with_unequal_tokens_equal_one(setting):
     for found in in_process.in_ranks(both, setting, world=2):
-        assert found.keys() == STRATEGIES.keys() and max(found.values()) < 1e-6, found
+        assert found.keys() == STRATEGIES.keys() and max(found.values()) < 5e-6, found
 
 
 def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
