@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import av
 import numpy as np
 import pytest
 import ray
@@ -155,6 +156,14 @@ def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
     failed.set_exception(TimeoutError("of training itself"))
     with pytest.raises(TimeoutError, match="of training itself"):
         cluster.wait_for(failed, wanting())
+
+
+def test_a_decoder_is_missed(monkeypatch, tmp_path):
+    monkeypatch.setattr(av, "codecs_available", {"h264", "hevc", "av1"})  # FFmpeg's own av1 needs a GPU
+    (lack,) = probe(NEEDS, gpus=0, temp_dir=str(tmp_path))
+    assert "cannot decode AV1 (libdav1d or libaom-av1)" in lack
+    monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed, or its libraries are not found
+    assert "PyAV does not load" in probe(NEEDS, gpus=0, temp_dir=str(tmp_path))[0]
 
 
 @pytest.mark.parametrize(
