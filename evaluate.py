@@ -24,7 +24,6 @@ from vla_finetuning.buckets.mirror import address, as_path, synced
 from vla_finetuning.evaluation.trial import compare_folders, record_trial, resolve_trial, run_trial
 from vla_finetuning.options.command_line import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
-from vla_finetuning.report.page import write_trial_page
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import print_safe, print_safe_text
 
@@ -46,6 +45,8 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
 
     def work() -> int:
         cluster.connect()
+        from vla_finetuning.report.page import write_trial_page  # not above: a comparison needs no matplotlib
+
         with synced(trial.output_dir):
             outcome = run_trial(trial)
             write_trial_page(trial.output_dir, trial.about, outcome.by_latency, outcome.films)

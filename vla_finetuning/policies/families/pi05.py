@@ -286,24 +286,9 @@ def _last_keys_values(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor
     return _keys_values(layer.self_attn, normed, rotation)
 
 
-def suffix_layer(
-    layer: Any,
-    hidden: Tensor,
-    condition: Tensor | None,
-    rotation: tuple[Tensor, Tensor],
-    bias: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    attention: Kernel,
-    again: bool,
-) -> Tensor:
-    """Compute a layer for tokens after the prefix: hidden (B*K, T, width) to hidden, attending to it and each other.
-
-    Args:
-        condition: of the norms of the action expert, (B*K, width); None in the language model.
-        prefix_key, prefix_value: of B rows.
-    """
-    return _later_layer(layer, hidden, condition, rotation, bias, prefix_key, prefix_value, attention, again)[0]
+def suffix_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
+    """Compute the first result of `_later_layer`."""
+    return _later_layer(layer, hidden, *inputs)[0]
 
 
 def _later_layer(
@@ -317,7 +302,14 @@ def _later_layer(
     attention: Kernel,
     again: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `suffix_layer`, with all keys and values (B*K, KV heads, P + T, head_dim)."""
+    """Compute a layer for tokens after the prefix: hidden (B*K, T, width) to hidden, attending to it and each other.
+
+    Args:
+        condition: of the norms of the action expert, (B*K, width); None in the language model.
+        prefix_key, prefix_value: of B rows.
+    Returns:
+        hidden, and all keys and values (B*K, KV heads, P + T, head_dim).
+    """
     normed, gate = norm(layer.input_layernorm, hidden, condition)
     normed = as_multiplied(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
