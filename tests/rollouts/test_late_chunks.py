@@ -15,11 +15,12 @@ from lerobot.utils.feature_utils import hw_to_dataset_features
 
 from tests.rollouts.test_player import ENV, STATS, act, act_config, make_base, observed, pi05  # noqa: F401 (a fixture)
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS
+from vla_finetuning.evaluation.trial import flags_of_rtc
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import continue_chunk
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rollouts.episodes import noise
-from vla_finetuning.rollouts.player import Player, check_delay, check_rtc
+from vla_finetuning.rollouts.player import Player, check_delay, check_rtc, rtc_options
 
 TASK, CHUNK, FPS = next(iter(INSTRUCTIONS.values())), 10, 10.0
 MOTORS = [f"{number}.pos" for number in range(3)]
@@ -259,3 +260,12 @@ def test_real_time_chunking_is_of_policies_that_have_it(tmp_path):
     config.rtc_config = RTCConfig(execution_horizon=11)
     with pytest.raises(ValueError, match="--policy.rtc_config.execution_horizon=11: more than a chunk has"):
         check_rtc(config, 1.0)
+
+
+def test_the_flags_of_lerobot_rollout_are_those_of_the_evaluation(tmp_path):
+    config = load_policy_config(make_base(tmp_path / "base", [TASK]))
+    config.n_action_steps = config.chunk_size - 4
+    assert flags_of_rtc(config) == "--inference.queue_threshold=4 --inference.rtc.execution_horizon=4"
+    config.rtc_config = RTCConfig(enabled=False, max_guidance_weight=5.0)  # as another controller may have left it
+    assert flags_of_rtc(config) == "--inference.queue_threshold=4 --inference.rtc.max_guidance_weight=5.0"
+    assert rtc_options(config).enabled

@@ -10,13 +10,14 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.envs.configs import EnvConfig
+from lerobot.policies.rtc import RTCConfig
 from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, as_path
@@ -264,8 +265,10 @@ def describe_controller(source: PolicySource) -> list[str]:
 
 def flags_of_rtc(config: Any) -> str:
     """Return flags with which lerobot-rollout guides and replaces chunks as they are here."""
-    threshold, horizon = config.chunk_size - config.n_action_steps, rtc_options(config).execution_horizon
-    return f"--inference.queue_threshold={threshold} --inference.rtc.execution_horizon={horizon}"
+    options, defaults = (asdict(which) for which in (rtc_options(config), RTCConfig()))
+    changed = {f"rtc.{name}": value for name, value in options.items() if value != defaults[name]}
+    flags = {"queue_threshold": config.chunk_size - config.n_action_steps, **changed}
+    return " ".join(f"--inference.{name}={getattr(value, 'value', value)}" for name, value in flags.items())
 
 
 class _Progress:

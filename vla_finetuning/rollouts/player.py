@@ -485,7 +485,7 @@ def rtc_options(config: PreTrainedConfig) -> RTCConfig:
     """
     settings: Any = config
     if settings.rtc_config is not None:
-        return settings.rtc_config
+        return replace(settings.rtc_config, enabled=True)
     left = max(1, settings.chunk_size - settings.n_action_steps)
     return RTCConfig(execution_horizon=min(RTCConfig().execution_horizon, left))
 
