@@ -1,13 +1,16 @@
-"""Measure what knowledge insulation is worth: success of the demo against steps, with and without it.
+"""Measure what knowledge insulation is worth: success in two bins against steps, with and without it.
 
     python -m benchmarks.insulation --seeds 5
 
-For each seed vla.py trains the demo three times, from the same weights and on the same rows: the whole policy by its
-flow (`full`), the action expert alone (`expert`), and the backbone on action tokens beside the expert (`insulated`).
-Checkpoints play, those of a seed in the same scenes, which no demonstration has; intervals are over scenes, not seeds.
-The learning rate falls over all --steps: a checkpoint before the last is no run of its own. `obeyed`: of the episodes
-that reached a bin, in so many it was the named one. With --many_instructions record.py records bins of four colours
-first, named by colour, side or the other bin. The same command goes on where it was broken off. Exit status: as vla.py.
+record.py records demonstrations in two bins of four colours and two shapes, which the instruction names by colour, by
+side, by shape or by the other bin. For each seed vla.py trains four policies from the same weights on the same rows:
+the whole policy by its flow (`full`), the action expert alone (`expert`), the backbone on action tokens beside the
+expert (`insulated`), and that with the demonstrator's subtask, which names the bin by its colour (`subtask`).
+Checkpoints play from the instruction alone, those of a seed in the same scenes, which no demonstration has. The last
+one of `subtask` plays again and writes its subtask first (`writing`). Intervals are over scenes, not seeds. The
+learning rate falls over all --steps: a checkpoint before the last is no run of its own. `obeyed`: of the episodes that
+reached a bin, in so many it was the named one. The same command goes on where it was broken off. Exit status: as
+vla.py.
 """
 
 from __future__ import annotations
@@ -15,45 +18,68 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import evaluate
 import record
 import vla
 from benchmarks.stages import FIRST_EVALUATED, Stage, parse_settings, run_stages, stages_parser
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.envs.two_bins import TwoBins
+from vla_finetuning.envs.two_bins_scene import MANY_COLOURS
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.files import write_json
-from vla_finetuning.plan.demo import DEMO_CACHE, prepare_base, prepare_dataset
+from vla_finetuning.plan.demo import DEMO_CACHE, prepare_base
+from vla_finetuning.policies.text_targets import with_text
 from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.exported import POLICY_DIR
 from vla_finetuning.run.folder import EVALUATIONS, FINISHED_NAME
 from vla_finetuning.terminal import print_safe_text
 
+INSULATED = {"train.mode": "full", "train.knowledge_insulation": "true"}
 # Flags of each policy.
 ARMS: dict[str, dict[str, Any]] = {
     "full": {"train.mode": "full"},
     "expert": {"train.mode": "expert"},
-    "insulated": {"train.mode": "full", "train.knowledge_insulation": "true"},
+    "insulated": INSULATED,
+    "subtask": {**INSULATED, "train.text_targets": "subtask"},
 }
+ENVIRONMENT = {"env.type": "two_bins", "env.many_instructions": "true"}
 
 
 def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
     """Yield a seed's stages in their order."""
-    root, many = prepare_dataset(DEMO_CACHE).absolute(), str(options.many_instructions).lower()
-    if options.many_instructions:
-        flags = {"env.type": "two_bins", "env.many_instructions": many, "episodes": 400}
-        root = options.folder / "demonstrations"
-        yield Stage(record.main, flags | {"root": root}, root)
+    root = options.folder / "demonstrations"
+    yield Stage(record.main, {**ENVIRONMENT, "root": root, "episodes": options.demonstrations}, root)
     meta = load_metadata(root)
-    data: dict[str, Any] = {"features": meta.features, "tasks": sorted(meta.tasks.values()), "fps": meta.fps}
-    base = prepare_base(DEMO_CACHE, **data, insulated=True).absolute()
-    shared = {"preset": "demo", "dataset.root": root, "dataset.eval_split": 0, "policy.path": base}
-    shared |= {"resume": "auto", "seed": seed, "steps": options.steps, "scaling.use_gpu": "false"}
-    shared |= {"env.type": "two_bins", "env.episode_length": 30, "env.many_instructions": many}
-    shared |= {"save_freq": options.every, "env_eval_freq": options.every, "eval.n_episodes": options.eval_episodes}
+    tasks = sorted(meta.tasks.values())
+    longest = max(tasks, key=lambda task: len(task.split()))
+    tasks += [with_text(longest, text) for colour in MANY_COLOURS for text in TwoBins.subtasks(colour)]
+    base = prepare_base(DEMO_CACHE, features=meta.features, tasks=tasks, fps=meta.fps, insulated=True).absolute()
+    played = {**ENVIRONMENT, "env.episode_length": 30, "eval.n_episodes": options.eval_episodes, "seed": seed}
+    shared = {"preset": "demo", "dataset.root": root, "dataset.eval_split": 0, "policy.path": base, **played}
+    shared |= {
+        "scaling.use_gpu": "false",
+        "resume": "auto",
+        "steps": options.steps,
+        "save_freq": options.every,
+        "env_eval_freq": options.every,
+    }
     for arm, flags in ARMS.items():
         folder = options.folder / f"seed{seed}" / arm
         yield Stage(vla.main, shared | flags | {"output_dir": folder}, folder / FINISHED_NAME)
+    writing = options.folder / f"seed{seed}" / "writing"
+    flags = {**played, "policy.path": folder / POLICY_DIR, "policy.subtask": "true", "output_dir": writing}
+    yield Stage(evaluate.main, flags, writing / "report.html")
+
+
+def success(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return the score of evaluations together, how many episodes reached a bin, and how many the named one."""
+    played = [line for folder in folders for line in read_evaluation(folder)[1]]
+    reached = [line for line in played if line["error"] is None and line["info"]["reached"]]
+    return {**score(played), "obeyed": sum(line["success_once"] for line in reached), "reached": len(reached)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,26 +88,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         __doc__,
         "outputs/insulation",
         seeds=(5, "how many: of order of rows, noise and scenes"),
-        steps=(900, "of each policy"),
-        every=(150, "steps between checkpoints that play"),
+        demonstrations=(400, "that record.py plays"),
+        steps=(1500, "of each policy"),
+        every=(300, "steps between checkpoints that play"),
         eval_episodes=(200, "of each checkpoint"),
     )
-    parser.add_argument("--many_instructions", action="store_true", help="more colours, and more to understand")
     options = parse_settings(parser, argv)
     seeds = [FIRST_EVALUATED * (1 + number) for number in range(options.seeds)]  # no two of them share a scene
     if status := run_stages(stage for seed in seeds for stage in stages(options, seed)):
         return status
-    scores, lines = {}, [f"Success of {options.seeds} seeds by steps (95 % interval)"]
-    for arm in ARMS:
-        for step in sorted({*range(options.every, options.steps, options.every), options.steps}):
-            folders = [options.folder / f"seed{n}" / arm / EVALUATIONS / f"{PREFIX}{step:08d}" for n in seeds]
-            played = [line for folder in folders for line in read_evaluation(folder)[1]]
-            reached = [line for line in played if line["error"] is None and line["info"]["reached"]]
-            obeyed = sum(line["success_once"] for line in reached)
-            scores[f"{arm} {step}"] = {**score(played), "obeyed": obeyed, "reached": len(reached)}
-            lines.append(f"  {arm:10}{step:5}  {share(score(played))}; obeyed in {obeyed} of {len(reached)}")
-    write_json(options.folder / "insulation.json", {"seeds": options.seeds, "success": scores})
-    print_safe_text("\n".join(lines))
+    steps = sorted({*range(options.every, options.steps, options.every), options.steps})
+    runs = [options.folder / f"seed{seed}" for seed in seeds]
+    scores = {
+        f"{arm} {step}": success([run / arm / EVALUATIONS / f"{PREFIX}{step:08d}" for run in runs])
+        for arm in ARMS
+        for step in steps
+    }
+    scores[f"writing {options.steps}"] = success([run / "writing" for run in runs])
+    settings = {name: value for name, value in vars(options).items() if name != "folder"}
+    write_json(options.folder / "insulation.json", {**settings, "success": scores})
+    lines = [f"  {name:15}  {share(s)}; obeyed in {s['obeyed']} of {s['reached']}" for name, s in scores.items()]
+    print_safe_text("\n".join([f"Success of {options.seeds} seeds by steps (95 % interval)", *lines]))
     return 0
 
 

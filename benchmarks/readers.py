@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import itertools
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -112,7 +113,8 @@ def decoder_alone(root: Path, cores: int) -> float | None:
     if not videos:
         return None
     cameras = len({Path(v).parent.parent.name for v in videos})
-    with concurrent.futures.ProcessPoolExecutor(cores) as pool:
+    spawn = multiprocessing.get_context("spawn")  # a fork of Ray's threads has crashed this process
+    with concurrent.futures.ProcessPoolExecutor(cores, spawn) as pool:
         list(pool.map(decode_file, videos[:cores]))  # starts the processes
         start = time.perf_counter()
         frames = sum(pool.map(decode_file, videos))

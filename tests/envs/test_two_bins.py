@@ -19,7 +19,12 @@ import record
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.two_bins_scene import AXES, DWELL_FRAMES, GANTRY, INSTRUCTIONS, MANY_COLOURS, MAX_CM_PER_FRAME
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.demo import demo_scenes
+from vla_finetuning.plan.matching import policy_data
+
+INSULATED = ["--train.mode=full", "--train.knowledge_insulation=true"]
 
 
 @pytest.fixture
@@ -64,22 +69,31 @@ def test_of_many_instructions_each_names_the_bin_that_it_describes():
             first, _ = env.reset(seed=seed)
             bare, text = env.unwrapped, env.unwrapped.task_description
             seen.add(text)
-            # By what the camera sees: the colours of each half, and the words alone.
-            top, shown = first["pixels"]["top"], {}
+            # By what the camera sees: colour and shape of each half, and the words alone. A square fills its corners.
+            top, shown, shapes = first["pixels"]["top"], {}, {}
             for side, half in sides.items():
-                shown[side] = {name for name, rgb in MANY_COLOURS.items() if (top[:, half] == rgb).all(2).any()}
+                covered = {name: (top[:, half] == rgb).all(2) for name, rgb in MANY_COLOURS.items()}
+                shown[side] = {name for name, mask in covered.items() if mask.any()}
+                rows, columns = np.nonzero(covered[next(iter(shown[side]))])
+                corner = covered[next(iter(shown[side]))][rows.min(), columns.min()]
+                shapes[side] = "square" if corner else "round"
             assert all(len(names) == 1 for names in shown.values()) and shown["left"] != shown["right"]
             words = text.removeprefix("go to the ").split()
             if words[0] == "bin":
                 side = words[1]
                 assert shown[{"left": "right", "right": "left"}[side]] == {words[4]}
+            elif words[0] in ("square", "round"):
+                (side,) = (s for s in sides if shapes[s] == words[0])
             else:
                 side = words[0] if words[0] in sides else next(s for s in sides if shown[s] == {words[0]})
             assert shown[side] == {bare.task}
+            assert bare.subtask == f"move to the {bare.task} bin"
             if seed < 20:
+                said = [bare.subtask for *_, info in run(env, seed) if not info["is_success"]]
+                assert set(said[:-2]) == {f"move to the {bare.task} bin", f"stay over the {bare.task} bin"}
                 assert [*run(env, seed)][-1][4]["is_success"]
     colours = list(MANY_COLOURS)
-    wanted = [f"go to the {name} bin" for name in [*colours, *sides]]
+    wanted = [f"go to the {name} bin" for name in [*colours, *sides, "square", "round"]]
     wanted += [f"go to the bin {side} of the {colour} one" for side in sides for colour in colours]
     assert seen == set(wanted)
 
@@ -282,7 +296,7 @@ def check_rows(dataset, make, seeds):
             first, last = (int(dataset.meta.episodes[f"dataset_{end}_index"][episode]) for end in ("from", "to"))
             played, films = defaultdict(list), defaultdict(list)
             for row in map(dataset.__getitem__, range(first, last)):
-                assert row["task"] == env.unwrapped.task_description
+                assert (row["task"], row["subtask"]) == (env.unwrapped.task_description, env.unwrapped.subtask)
                 np.testing.assert_allclose(row["observation.state"], seen["agent_pos"], atol=1e-4)
                 for name, image in seen["pixels"].items():
                     played[name].append(image.astype(float))
@@ -300,11 +314,23 @@ def check_rows(dataset, make, seeds):
 @pytest.mark.ray
 def test_recorded_episodes_are_what_gymnasium_shows(ray_cluster, tmp_path, capsys):
     root = tmp_path / "data"
-    assert record.main(["--env.type=two_bins", "--episodes=2", f"--root={root}"]) == 0
+    flags = ["--env.type=two_bins", "--env.many_instructions=true", "--episodes=2", f"--root={root}"]
+    assert record.main(flags) == 0
     assert "2 of 2  two_bins" in capsys.readouterr().out
     dataset = LeRobotDataset("recorded/data", root=root, video_backend="pyav")
     assert dataset.meta.robot_type == "tabletop_gantry" and dataset.fps == GANTRY.fps
     assert dataset.meta.total_episodes == 2
     assert dataset.meta.names["action"] == dataset.meta.names["observation.state"] == AXES
     seeds = [lambda env, seed=seed: env.reset(seed=seed)[0] for seed in (100000, 100001)]
-    check_rows(dataset, lambda: gymnasium.make(two_bins.GYM_ID), seeds)
+    check_rows(dataset, lambda: gymnasium.make(two_bins.GYM_ID, many_instructions=True), seeds)
+
+    # The demo's policy has words for all that it is to write.
+    config = parse_args([f"--dataset.root={root}", "--preset=demo", "--train.text_targets=subtask", *INSULATED])
+    _, datasets = find_datasets(config)
+    tasks, texts = (
+        set(dataset.meta.tasks.index),
+        {row["subtask"] for row in map(dataset.__getitem__, range(len(dataset)))},
+    )
+    data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
+    assert len(texts) == 4 and {task.partition(", Subtask: ")[2] for task in data.tasks} == texts | {""}
+    assert {task.partition(", Subtask: ")[0] for task in data.tasks} == tasks

@@ -154,11 +154,15 @@ def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write
     assert all(np.array_equal(placed[key], plain(rows)[key]) for key in (TOKENS, TOKENS_MASK, "action"))
 
 
-def test_a_text_that_is_too_long_is_refused(setting):
+@pytest.mark.parametrize(("text", "error"), [
+    ("red " * TEXT_COLUMNS, "has 32 tokens, more than 31: shorten it"),
+    ("reach the purple bin", "the policy's tokenizer lacks a word of 'reach the purple bin': name a policy"),
+], ids=["too long", "of an unknown word"])  # fmt: skip
+def test_a_text_that_cannot_be_written_is_refused(setting, text, error):
     run = resolved(setting, "long", text=True)
     (rows,) = run.rows.in_stored_order().read_rows([1], 1)
-    rows["subtask"] = np.array(["red " * TEXT_COLUMNS], object)
-    with pytest.raises(ValueError, match="has 32 tokens, more than 31: shorten it"):
+    rows["subtask"] = np.array([text], object)
+    with pytest.raises(ValueError, match=error):
         make_prepare(run.policy, run.rows)(rows)
 
 

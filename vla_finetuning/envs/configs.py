@@ -57,7 +57,7 @@ class TwoBinsConfig(EnvConfig):
     render_mode: str = "rgb_array"
     # Whether an episode ends with its success; otherwise it goes on to episode_length.
     terminates: bool = True
-    # Bins of four colours, named by colour, by side or by the other bin.
+    # Bins of four colours, square or round, named by colour, by side, by shape or by the other bin.
     many_instructions: bool = False
     features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(GANTRY))
     features_map: dict[str, str] = field(default_factory=lambda: _features_map(GANTRY))

@@ -10,6 +10,7 @@ that while it is played. These attributes are optional; without them an environm
     rendering_s       float, settable: seconds spent rendering
     initial_states    int, the length of its list of initial states; `unwrapped.init_state_id` chooses one
     expert_action()   (A,), what a scripted expert does next, for record.py
+    subtask           str, what it is at in this frame, for record.py
     robot_type        str, and dimension_names {LeRobot's key: names of its dimensions}, for recorded datasets
 
 Its configuration is a LeRobot `EnvConfig`; `configs.task_makers` makes environments of it.

@@ -38,8 +38,8 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     Args:
         terminates: whether an episode ends there; otherwise it goes on to its time limit, so that success at the end is
             to have stayed.
-        many_instructions: bins have two of four colours, and the instruction names one by its colour, by its side, or
-            by the other bin (`Scene.many_instructions`).
+        many_instructions: bins have two of four colours and are square or round, and the instruction names one by its
+            colour, its side, its shape, or the other bin (`Scene.many_instructions`).
     Attributes:
         task_description: the instruction, as LeRobot asks for it.
         rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
@@ -72,6 +72,17 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     @property
     def robot_type(self) -> str:
         return self.robot.robot_type
+
+    @property
+    def subtask(self) -> str:
+        """What the demonstrator is at in this frame: which bin is meant, by its colour, and whether it is there."""
+        before, after = self.subtasks(self.task)
+        return after if self._frames_over[self.task] else before
+
+    @staticmethod
+    def subtasks(colour: str) -> tuple[str, str]:
+        """Return what the demonstrator is at before and after it is over the bin of a colour."""
+        return f"move to the {colour} bin", f"stay over the {colour} bin"
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -122,7 +133,7 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Sixteen hex digits of everything that decides what happens next."""
         scene = [self._scene.left, self._scene.right, self.task, self._frames_over, self._state.tolist()]
         scene += [] if self._terminates else [self._stayed]
-        scene += [self.task_description] if self._many else []
+        scene += [self.task_description, self._scene.left_shape, self._scene.right_shape] if self._many else []
         return hashlib.sha256(json.dumps(scene).encode()).hexdigest()[:16]
 
     def _observation(self) -> dict[str, Any]:

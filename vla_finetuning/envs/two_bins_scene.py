@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,23 +27,28 @@ COLOURS = {"red": (200, 40, 40), "blue": (40, 70, 200), "table": (170, 165, 150)
 # Of bins where there are many instructions.
 MANY_COLOURS = {"red": COLOURS["red"], "blue": COLOURS["blue"], "green": (50, 150, 70), "yellow": (225, 195, 50)}
 COLOURS |= MANY_COLOURS
+SHAPES = ("square", "round")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What an episode's cameras see before the robot moves: the colour of each bin, and the gripper's position."""
+    """What an episode's cameras see before the robot moves: each bin's colour and shape, and the gripper's position."""
 
     left: str
     right: str
     start: tuple[float, float, float]
+    left_shape: str = SHAPES[0]
+    right_shape: str = SHAPES[0]
 
     @property
     def many_instructions(self) -> dict[str, str]:
-        """Return all that can be said of the scene, by colour, side or the other bin -> the colour of the bin."""
+        """Return all that can be said of the scene, by colour, side, shape or the other bin -> that bin's colour."""
         named = {f"go to the {colour} bin": colour for colour in (self.left, self.right)}
         sides = {"go to the left bin": self.left, "go to the right bin": self.right}
+        shapes = {f"go to the {self.left_shape} bin": self.left, f"go to the {self.right_shape} bin": self.right}
         others = {f"go to the bin left of the {self.right} one": self.left}
-        return named | sides | others | {f"go to the bin right of the {self.left} one": self.right}
+        others |= {f"go to the bin right of the {self.left} one": self.right}
+        return named | sides | (shapes if self.left_shape != self.right_shape else {}) | others
 
     def place(self, colour: str) -> tuple[float, float, float]:
         """Return where the gripper is over the bin of a colour, in cm."""
@@ -53,14 +59,16 @@ def draw_scene(rng: np.random.Generator, many_colours: bool = False) -> Scene:
     """A scene at random: which bin is red, and the gripper anywhere on the robot's side of the table.
 
     Args:
-        many_colours: draw both bins' colours, two of the four of `MANY_COLOURS`.
+        many_colours: draw both bins' colours, two of the four of `MANY_COLOURS`, and their shapes.
     """
+    shapes: Sequence[str] = ()
     if many_colours:
         left, right = map(str, rng.permutation(list(MANY_COLOURS))[:2])
+        shapes = [str(shape) for shape in rng.choice(SHAPES, 2)]
     else:
         left, right = ("red", "blue") if rng.random() < 0.5 else ("blue", "red")
     x, y, z = rng.uniform((-20.0, 4.0, 8.0), (20.0, 14.0, 16.0))
-    return Scene(left, right, (float(x), float(y), float(z)))
+    return Scene(left, right, (float(x), float(y), float(z)), *shapes)
 
 
 @dataclass(frozen=True)
@@ -146,37 +154,54 @@ def render(scene: Scene, position: np.ndarray) -> dict[str, np.ndarray]:
     """The three cameras' images of the gripper at `position`, uint8 (H, W, 3) each.
 
     The top camera looks down on the table, the front camera along it (the gripper appears at its height), the wrist
-    camera straight down from the gripper and sees only what is near.
+    camera straight down from the gripper and sees only what is near. A round bin is round from above alone.
     """
     x, y, z = (float(value) for value in position)
-    table = squares_above(scene)
-    front = [(bin_x, bin_z + 4.0, BIN_HALF_WIDTH, getattr(scene, side)) for side, (bin_x, _, bin_z) in BINS.items()]
+    table = bins_above(scene)
+    front = [
+        Patch(bin_x, bin_z + 4.0, BIN_HALF_WIDTH, getattr(scene, side)) for side, (bin_x, _, bin_z) in BINS.items()
+    ]
     near = (x - WRIST_HALF_VIEW, x + WRIST_HALF_VIEW), (y - WRIST_HALF_VIEW, y + WRIST_HALF_VIEW)
     return {
-        "top": draw(CAMERAS["top"], TABLE_X, TABLE_Y, [*table, (x, y, GRIPPER_HALF_WIDTH, "gripper")]),
-        "front": draw(CAMERAS["front"], TABLE_X, TABLE_Z, [*front, (x, z, GRIPPER_HALF_WIDTH, "gripper")]),
+        "top": draw(CAMERAS["top"], TABLE_X, TABLE_Y, [*table, Patch(x, y, GRIPPER_HALF_WIDTH, "gripper")]),
+        "front": draw(CAMERAS["front"], TABLE_X, TABLE_Z, [*front, Patch(x, z, GRIPPER_HALF_WIDTH, "gripper")]),
         "wrist": draw(CAMERAS["wrist"], *near, table),
     }
 
 
-def squares_above(scene: Scene) -> list[tuple[float, float, float, str]]:
-    """The bins as seen from above, for `draw`: x, y and half width in cm, colour."""
-    return [(x, y, BIN_HALF_WIDTH, getattr(scene, side)) for side, (x, y, _) in BINS.items()]
+class Patch(NamedTuple):
+    """What `draw` draws: its centre and half its width in cm, one of `COLOURS` and one of `SHAPES`."""
+
+    across: float
+    up: float
+    half_width: float
+    colour: str
+    shape: str = SHAPES[0]
+
+
+def bins_above(scene: Scene) -> list[Patch]:
+    """Return the bins as seen from above."""
+    return [
+        Patch(x, y, BIN_HALF_WIDTH, getattr(scene, side), getattr(scene, f"{side}_shape"))
+        for side, (x, y, _) in BINS.items()
+    ]
 
 
 def draw(
-    size: tuple[int, int],
-    horizontal: tuple[float, float],
-    vertical: tuple[float, float],
-    squares: list[tuple[float, float, float, str]],
+    size: tuple[int, int], horizontal: tuple[float, float], vertical: tuple[float, float], patches: Sequence[Patch]
 ) -> np.ndarray:
-    """Squares (centre, half width, colour), later ones in front, on the table's colour; uint8 (H, W, 3)."""
+    """Draw patches, later ones in front, on the table's colour; uint8 (H, W, 3)."""
     height, width = size
     columns = np.linspace(*horizontal, width)
     rows = np.linspace(*vertical, height)[::-1]
     image = np.full((height, width, 3), COLOURS["table"], np.uint8)
-    for across, up, half, colour in squares:
-        image[np.ix_(np.abs(rows - up) <= half, np.abs(columns - across) <= half)] = COLOURS[colour]
+    for across, up, half, colour, shape in patches:
+        away_up, away_across = np.abs(rows - up)[:, None], np.abs(columns - across)
+        if shape == "round":
+            covered = away_up**2 + away_across**2 <= half**2
+        else:
+            covered = (away_up <= half) & (away_across <= half)
+        image[covered] = COLOURS[colour]
     return image
 
 

@@ -16,7 +16,9 @@ from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import ACTION, OBS_PREFIX
 
+from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
+from vla_finetuning.data.options import Features
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import Config
@@ -37,7 +39,7 @@ from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_fea
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import Robot
-from vla_finetuning.policies.text_targets import with_text
+from vla_finetuning.policies.text_targets import one_line, with_text
 
 Metas = Sequence[DatasetMetadata]
 
@@ -283,14 +285,27 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
                 root = group.metas[0].root
                 raise ValueError(f"--rename_map: dataset {root}: {other!r} and {key!r} would both be {name!r}")
             features[name] = max(features.get(name, feature), feature, key=lambda candidate: candidate.shape)
-    column = config.train.text_targets
     tasks = {
-        with_text(f"{member.robot}: {task}" if config.dataset.robot_in_prompt else task, text)
+        f"{member.robot}: {task}" if config.dataset.robot_in_prompt else task
         for member, meta, episodes in zip(datasets.members, datasets.metas, chosen, strict=True)
         for task in tasks_of(meta, episodes)
-        for text in ("", *(meta.features[column].texts.values() if column in meta.features else ()))
     }
+    if (column := config.train.text_targets) and tasks:
+        longest = max(sorted(tasks), key=lambda task: len(task.split()))
+        tasks |= {with_text(longest, text) for meta in datasets.metas for text in _texts_in(meta, column)}
     return PolicyData(features, sorted(tasks), datasets.members[0].fps or datasets.metas[0].fps)
+
+
+def _texts_in(meta: DatasetMetadata, column: str) -> set[str]:
+    """Return the texts of a column; where metadata do not list them all rows are read, without their images."""
+    if (feature := meta.features.get(column)) is None:
+        return set()
+    texts: Iterable[str | None] = feature.texts.values()
+    if not feature.texts:
+        source = LeRobotDatasource([meta], features=Features(camera_keys=[], columns=[column]))
+        rows = source.plan.rows_per_epoch
+        texts = source.read_rows(list(range(rows)), rows)[0][column]
+    return {one_line(text) for text in texts}
 
 
 def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> FeatureMatch:

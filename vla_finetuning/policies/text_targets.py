@@ -28,6 +28,11 @@ def with_text(instruction: str, text: str) -> str:
     return f"{instruction}, Subtask: {text}" if text else instruction
 
 
+def one_line(text: str | None) -> str:
+    """Return a text of a dataset as it is trained on: words between single spaces, none of them with underscores."""
+    return " ".join((text or "").replace("_", " ").split())
+
+
 def ends_of_text(tokenizer: Any) -> tuple[int, int]:
     """Return the tokens before and after a text; padding, of a tokenizer that has none for that."""
     begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -49,8 +54,8 @@ class WithText:
     tokenizer: Any
 
     def __call__(self, batch: Columns) -> Columns:
-        """Raise ValueError for a text that is too long."""
-        texts = [" ".join((text or "").replace("_", " ").split()) for text in batch[self.column]]
+        """Raise ValueError for a text that is too long, or has a word that the tokenizer lacks."""
+        texts = [one_line(text) for text in batch[self.column]]
         says = batch["position"] % 2 == 1 if "position" in batch else np.zeros(len(texts), bool)
         task = [
             with_text(task, text) if say else task for task, text, say in zip(batch[TASK], texts, says, strict=True)
@@ -69,6 +74,11 @@ class WithText:
                 raise ValueError(
                     f"--train.text_targets={self.column}: {text!r:.200} has {len(ids) - 2} tokens, more than "
                     f"{TEXT_COLUMNS - 1}: shorten it in the dataset"
+                )
+            if self.tokenizer.unk_token_id in ids[1:-1]:
+                raise ValueError(
+                    f"--train.text_targets={self.column}: the policy's tokenizer lacks a word of {text!r:.200}: name a "
+                    "policy whose tokenizer has it"
                 )
             tokens[row, : len(ids)], mask[row, : len(ids) - 1] = ids, True
         return {**prepared, TEXT: tokens, TEXT_MASK: mask}

@@ -13,6 +13,7 @@ import numpy as np
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION
 
+from vla_finetuning.data.dataset import SUBTASK
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, is_own, task_makers
 from vla_finetuning.envs.protocol import Maker, choose_initial_state
 from vla_finetuning.options.programs import RecordConfig
@@ -39,6 +40,8 @@ def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any]
     while not over:
         action = env.get_wrapper_attr("expert_action")()
         frame = {name: action if name == ACTION else _read(seen, key) for key, name in names.items()}
+        if env.has_wrapper_attr(SUBTASK):
+            frame[SUBTASK] = env.get_wrapper_attr(SUBTASK)
         frames.append({**frame, "task": env.get_wrapper_attr("task_description")})
         seen, _, terminated, truncated, info = env.step(action)
         over, success = terminated or truncated, info["is_success"]

@@ -112,7 +112,9 @@ def _attribute(env: gymnasium.Env[Any, Any], name: str) -> Any:
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
 
 
-def _feature(value: np.ndarray, names: Sequence[str] | None) -> dict[str, Any]:
+def _feature(value: np.ndarray | str, names: Sequence[str] | None) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"dtype": "string", "shape": (1,), "names": None}
     if value.ndim == 3:
         return {"dtype": "video", "shape": value.shape, "names": ["height", "width", "channels"]}
     return {"dtype": str(value.dtype), "shape": value.shape, "names": None if names is None else list(names)}
