@@ -163,7 +163,9 @@ class Store:
                 data = self.range(key, start, end, content.tag, patience_s)
                 if len(data) != end - start:
                     raise StorageError(f"{self._url(key)}: {len(data)} bytes, expected {end - start}")
-                os.pwrite(descriptor, data, start)
+                written = 0
+                while written < len(data):  # less than all where the disk ends within
+                    written += os.pwrite(descriptor, data[written:], start + written)
 
             for _ in _pieces().map(receive, range(0, content.size, PIECE_BYTES)):
                 pass

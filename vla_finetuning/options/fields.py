@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+# Of numbers listed by ranges: more is a slip, and fills the memory.
+MAX_NUMBERS = 10_000_000
 NAMED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -280,13 +282,16 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def whole_numbers(text: str) -> list[int]:
-    """`0,1,5:8` is 0, 1, 5, 6, 7."""
+    """`0,1,5:8` is 0, 1, 5, 6, 7. Raises ValueError, for a range without a number too."""
     numbers: list[int] = []
     for part in text.split(","):
         first, colon, last = part.strip().partition(":")
         if not (first.isdigit() and (last.isdigit() if colon else True)):
             raise ValueError
-        numbers += range(int(first), int(last)) if colon else [int(first)]
+        some = range(int(first), int(last) if colon else int(first) + 1)
+        if not 0 < len(some) <= MAX_NUMBERS:
+            raise ValueError
+        numbers += some
     return numbers
 
 

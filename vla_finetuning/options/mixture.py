@@ -26,6 +26,7 @@ from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import as_kind, did_you_mean, form_of, whole_numbers
 
 FLAG = "--dataset.mixture"
+NUMBERS = ("episodes", "exclude_episodes")
 # Of a file: a member with a hundred listed episodes takes a kilobyte.
 MAX_FILE_BYTES, MAX_DEPTH = 4 * 2**20, 5
 # Of a dataset's frames, to which its weight is in proportion.
@@ -153,7 +154,7 @@ def _member(root: str, options: Mapping[str, Any], label: str) -> Member:
         if key not in names:
             raise ValueError(f"{label}: {key!r:.100} is no option of a member{did_you_mean(str(key), names)}")
         try:
-            if key in ("episodes", "exclude_episodes") and isinstance(value, str):
+            if key in NUMBERS and isinstance(value, str):
                 value = whole_numbers(value)
             values[key] = as_kind(_KINDS[key], value)
         except ValueError:
@@ -209,7 +210,8 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         options = _entries(item, line)
         values = dict(default)
         for key, value in options.items():
-            values[key] = construct(value)
+            numbers = key in NUMBERS and isinstance(value, yaml.ScalarNode) and not value.tag.endswith(":null")
+            values[key] = value.value if numbers else construct(value)  # YAML reads 20:30 as a number of base 60
             if key != "root":
                 _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
         yield line(item), values
