@@ -288,7 +288,7 @@ class LeRobotDatasource(Datasource):
             elif key in ("dataset_index", "position"):
                 row[key] = np.zeros(1, np.int32 if key == "dataset_index" else np.int64)
             elif feature is None or feature.dtype in ("string", "language"):
-                row[key] = np.array(["a"], object)
+                row[key] = np.array(["a" if key == "task" else ""], object)
             elif feature.dtype in CAMERA_DTYPES:
                 shape, dtype = frame_of(feature, self._image_size)
                 row[key] = np.zeros((1, *window, *shape), dtype)

@@ -334,3 +334,10 @@ def test_recorded_episodes_are_what_gymnasium_shows(ray_cluster, tmp_path, capsy
     data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
     assert len(texts) == 4 and {task.partition(", Subtask: ")[2] for task in data.tasks} == texts | {""}
     assert {task.partition(", Subtask: ")[0] for task in data.tasks} == tasks
+    (first,) = texts & {row["subtask"] for row in [dataset[0]]}
+    data = policy_data(config, datasets, [np.array([0])])
+    assert {task.partition(", Subtask: ")[2] for task in data.tasks} == {
+        "",
+        first,
+        first.replace("move to", "stay over"),
+    }

@@ -460,11 +460,11 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
 
 
 def test_a_file_says_what_flags_say(tmp_path):
-    ranges = "    episodes: 10:13\n    exclude_episodes: 7\n"  # of which YAML makes 613 and a number
+    ranges = "    episodes: [3, 10:13]\n    exclude_episodes: 7\n"  # of which YAML makes 613 and a number
     text = f"members:\n  - root: b\n    episodes: 0:3,7\n    tasks: [pick*]\n  - root: a\n{ranges}"
     (tmp_path / "mix.yaml").write_text(text)
     a, b = members(read_mixture(str(tmp_path / "mix.yaml")))
-    assert (a.episodes, a.exclude_episodes) == ([10, 11, 12], [7])
+    assert (a.episodes, a.exclude_episodes) == ([3, 10, 11, 12], [7])
     assert (a.root, b.root) == (str(tmp_path / "a"), str(tmp_path / "b"))
     assert (b.episodes, b.tasks, b.weight) == ([0, 1, 2, 7], ["pick*"], 1.0)
 

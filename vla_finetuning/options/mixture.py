@@ -210,8 +210,10 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         options = _entries(item, line)
         values = dict(default)
         for key, value in options.items():
-            numbers = key in NUMBERS and isinstance(value, yaml.ScalarNode) and not value.tag.endswith(":null")
-            values[key] = value.value if numbers else construct(value)  # YAML reads 20:30 as a number of base 60
+            values[key] = construct(value)
+            if key in NUMBERS and values[key] is not None:  # as they are written: YAML reads 20:30 as of base 60
+                written = value.value if isinstance(value.value, list) else [value]
+                values[key] = ",".join(str(item.value) for item in written)
             if key != "root":
                 _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
         yield line(item), values

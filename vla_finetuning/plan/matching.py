@@ -18,7 +18,7 @@ from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
-from vla_finetuning.data.options import Features
+from vla_finetuning.data.options import Features, Selection
 from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.options.mixture import Member
 from vla_finetuning.options.programs import Config
@@ -292,19 +292,21 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
     }
     if (column := config.train.text_targets) and tasks:
         longest = max(sorted(tasks), key=lambda task: len(task.split()))
-        tasks |= {with_text(longest, text) for meta in datasets.metas for text in _texts_in(meta, column)}
+        listed = zip(datasets.metas, chosen, strict=True)
+        tasks |= {with_text(longest, text) for meta, some in listed for text in _texts_in(meta, some, column)}
     return PolicyData(features, sorted(tasks), datasets.members[0].fps or datasets.metas[0].fps)
 
 
-def _texts_in(meta: DatasetMetadata, column: str) -> set[str]:
-    """Return the texts of a column; where metadata do not list them all rows are read, without their images."""
+def _texts_in(meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[str]:
+    """Return the texts of a column; where metadata do not list them the episodes are read, without images."""
     if (feature := meta.features.get(column)) is None:
         return set()
     texts: Iterable[str | None] = feature.texts.values()
     if not feature.texts:
-        source = LeRobotDatasource([meta], features=Features(camera_keys=[], columns=[column]))
+        source = LeRobotDatasource([meta], Selection([episodes]), Features(camera_keys=[], columns=[column]))
         rows = source.plan.rows_per_epoch
-        texts = source.read_rows(list(range(rows)), rows)[0][column]
+        (batch,) = source.read_rows(list(range(rows)), rows)
+        texts = batch[column]
     return {one_line(text) for text in texts}
 
 
