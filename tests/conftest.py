@@ -127,6 +127,31 @@ def no_ray_cluster():
     clusters.stop()
 
 
+@pytest.fixture(scope="module")
+def faults():
+    """What is done to requests to the bucket `runs`, which is there for this module."""
+    from tests.buckets import runs_bucket
+
+    with runs_bucket() as faults:
+        yield faults
+
+
+@pytest.fixture
+def bucket_url(faults, request, tmp_path, monkeypatch):
+    """Return a run's address. Requests are repeated at once, and this node's disk is the test's."""
+    from tests.buckets import forget
+    from vla_finetuning.buckets import store
+
+    faults.choose, faults.ignored, faults.delay_s = lambda request: None, (), 0.0
+    faults.requests.clear()
+    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    forget()
+    yield f"s3://runs/{request.node.name}/run"
+    faults.choose = lambda request: None
+    forget()
+
+
 @pytest.fixture(params=[0o022, 0o027], ids=["umask 022", "umask 027"])
 def assert_usual_permissions(request):
     """Sets the umask, and checks that a folder, and everything in it, has the permissions that the umask gives."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.buckets import Bucket, forget, other_process, runs_bucket
+from tests.buckets import Bucket, forget, other_process
 from tests.loopback import GoogleStorage, serving
 from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets import store as store_module
@@ -35,23 +35,9 @@ from vla_finetuning.run.attempts import attempts, start_attempt
 from vla_finetuning.training.export import _made_for
 
 
-@pytest.fixture(scope="module")
-def faults():
-    with runs_bucket() as faults:
-        yield faults
-
-
 @pytest.fixture
-def url(faults, request, tmp_path, monkeypatch):
-    """Return a run's address. Requests are repeated at once, and this node's disk is the test's."""
-    faults.choose, faults.delay_s = lambda request: None, 0.0
-    faults.requests.clear()
-    monkeypatch.setattr(store_module, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
-    forget()
-    yield f"s3://runs/{request.node.name}/run"
-    faults.choose = lambda request: None
-    forget()
+def url(bucket_url):
+    return bucket_url
 
 
 def test_a_path_has_its_address(url):

@@ -7,30 +7,14 @@ from http.server import ThreadingHTTPServer
 import boto3
 import pytest
 
-from tests.buckets import runs_bucket
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, serving
 from vla_finetuning.buckets import store as store_module
 from vla_finetuning.buckets.store import PATIENCE_S, ChangedError, StorageError, Store, split_address, within
 
 
-@pytest.fixture(scope="module")
-def faults():
-    with runs_bucket() as faults:
-        yield faults
-
-
 @pytest.fixture
-def bucket(faults):
-    faults.choose, faults.delay_s = lambda request: None, 0.0
-    faults.requests.clear()
-    yield Store("s3", "runs")
-    faults.choose = lambda request: None
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """Hardly a pause between attempts."""
-    monkeypatch.setattr(store_module, "FIRST_PAUSE_S", 0.01)
+def bucket(bucket_url):
+    return Store("s3", "runs")
 
 
 def test_an_empty_bucket_exists(faults):
@@ -93,7 +77,7 @@ def test_objects_are_whole_in_googles_store(tmp_path, monkeypatch):
             store.download(key, found, back)
 
 
-def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, faults, tmp_path, impatient, monkeypatch):
+def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, faults, tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)  # S3 takes no less
     file, back = tmp_path / "file", tmp_path / "back"
     file.write_bytes(os.urandom(12 * 2**20))
@@ -125,7 +109,7 @@ def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, fa
     assert uploads == []
 
 
-def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monkeypatch, impatient):
+def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monkeypatch, bucket_url):
     """Piece by piece; a store that does not answer is given up in the time that was said, and nothing is there."""
     (tmp_path / "runs").mkdir()
     faults = Faults()
@@ -152,7 +136,7 @@ def test_a_store_that_lists_no_uploads_is_a_warning(bucket, faults, caplog):
     assert "s3://runs/run: uploads that were begun and not completed stay: " in caplog.text
 
 
-def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults, impatient):
+def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults):
     bucket.delete(["a", "b"])
     tag = bucket.put("a", b"1", tag="")
     for data, only in ((b"2", tag), (b"new", "")):
@@ -164,7 +148,7 @@ def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults, impatient):
         assert [r.method for r in faults.requests].count("PUT") == 2
 
 
-def test_a_store_that_is_away_for_a_while(bucket, faults, impatient):
+def test_a_store_that_is_away_for_a_while(bucket, faults):
     bucket.put("a", b"1")
     back_at = time.monotonic() + 0.5
     faults.choose = lambda request: (
@@ -174,7 +158,7 @@ def test_a_store_that_is_away_for_a_while(bucket, faults, impatient):
     assert bucket.get("a")[0] == b"2"
 
 
-def test_a_store_that_is_away_for_good(bucket, faults, impatient):
+def test_a_store_that_is_away_for_good(bucket, faults):
     faults.choose = lambda request: "503"
     message = r"s3://runs/a: the store does not answer .*check the network"
     with pytest.raises(StorageError, match=message), within(0.5):
@@ -191,7 +175,7 @@ def test_a_store_that_refuses_is_not_asked_again(bucket, faults):
     assert len(faults.requests) == 1 and "canary-secret" not in str(error.value)
 
 
-def test_credentials_that_expire_are_looked_for_anew(bucket, faults, impatient, monkeypatch):
+def test_credentials_that_expire_are_looked_for_anew(bucket, faults, monkeypatch):
     bucket.put("a", b"1")
     used = bucket._clients[PATIENCE_S, False]
     faults.choose = lambda request: "expired" if request.attempt == 1 and request.method == "PUT" else None
@@ -209,7 +193,7 @@ class AnotherRegion(Handler):
         self.answer(200, b"1", {"ETag": '"1"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT", "Content-Length": "1"})
 
 
-def test_a_bucket_in_another_region_is_found(faults, impatient, monkeypatch):
+def test_a_bucket_in_another_region_is_found(bucket_url, monkeypatch):
     monkeypatch.setattr(store_module, "bucket_region", {"far": "eu-west-1"}.get)
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), AnotherRegion)) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)

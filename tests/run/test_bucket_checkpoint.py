@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.buckets import Bucket, forget, other_process, runs_bucket
+from tests.buckets import Bucket, forget, other_process
 from tests.in_process import Rank
-from vla_finetuning.buckets import mirror, store
+from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets.mirror import address, as_path, pull, push
 from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
 from vla_finetuning.environment import Timeouts
@@ -38,22 +38,10 @@ from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 START = Progress(step=0, rows=0, stream={"seed": 0}, base={"digest": "x"}, mode="full", global_batch_size=8)
 
 
-@pytest.fixture(scope="module")
-def faults():
-    with runs_bucket() as faults:
-        yield faults
-
-
 @pytest.fixture
-def run(faults, request, tmp_path, monkeypatch):
-    """Return this process's copy of a run's folder. Requests are repeated at once; this node's disk is the test's."""
-    faults.choose, faults.delay_s = lambda request: None, 0.0
-    faults.requests.clear()
-    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
-    on_node(tmp_path, monkeypatch)
-    yield as_path(f"s3://runs/{request.node.name}/run")
-    faults.choose = lambda request: None
-    forget()
+def run(bucket_url):
+    """Return this process's copy of a run's folder."""
+    return as_path(bucket_url)
 
 
 def on_node(folder, monkeypatch):

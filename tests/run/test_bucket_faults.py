@@ -15,7 +15,7 @@ import vla
 from diagnostics import check_rows
 from tests import broken, clusters
 from tests.broken import assert_same_weights, make_setting, resumed_from, run_with, weights
-from tests.buckets import SECRET, Bucket, forget, runs_bucket
+from tests.buckets import SECRET, Bucket, forget
 from tests.planted import Fault
 from tests.tiny import make_base
 from vla_finetuning.buckets.mirror import as_path, pull
@@ -29,12 +29,6 @@ STEPS = 12
 short_folder = broken.short_folder
 flags = partial(broken.flags, **{"steps": STEPS, "scaling.max_failures": 1})
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def faults():
-    with runs_bucket() as faults:
-        yield faults
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.buckets import Bucket, forget, runs_bucket
-from vla_finetuning.buckets import store
+from tests.buckets import Bucket
 from vla_finetuning.buckets.mirror import address, as_path
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.programs import Config
@@ -22,22 +21,11 @@ from vla_finetuning.run.lease import drive, is_lost
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def faults():
-    with runs_bucket() as faults:
-        yield faults
-
-
 @pytest.fixture
-def folder(faults, request, monkeypatch):
-    faults.choose, faults.ignored = lambda request: None, ()
-    faults.requests.clear()
+def folder(bucket_url, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_S", 0.2)
     monkeypatch.setattr(lease, "LOOK_S", 0.1)
-    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.01)
-    yield as_path(f"s3://runs/{request.node.name}/run")
-    faults.choose = lambda request: None
-    forget()
+    return as_path(bucket_url)
 
 
 def test_a_second_driver_is_refused_while_the_first_lives(folder):
