@@ -32,6 +32,7 @@ from vla_finetuning.buckets.mirror import (
 from vla_finetuning.buckets.store import ChangedError, StorageError, within
 from vla_finetuning.files import append_line, read_json, read_lines, write_json
 from vla_finetuning.run.attempts import attempts, start_attempt
+from vla_finetuning.run.exported import exported_robots, policy_problem
 from vla_finetuning.training.export import _made_for
 
 
@@ -86,6 +87,23 @@ def test_only_what_changed_is_sent_and_fetched(url, faults):
         ("GET", "b"),
     ]
     assert (other / "b").read_text() == "more"
+
+
+def test_where_only_the_top_is_asked_for_nothing_below_is_listed(url, faults):
+    other, bucket = as_path(url), Bucket(url)
+    for name in ("stop", "evaluations/a.json"):
+        bucket.write(name, b"1")
+    pull(other)
+    bucket.delete("stop", "evaluations/a.json")
+    for name in ("metrics.jsonl", "evaluations/b.json"):
+        bucket.write(name, b"2")
+    faults.requests.clear()
+    pull(other, at_the_top=True)
+    assert {str(file.relative_to(other)) for file in other.rglob("*.*")} == {"metrics.jsonl", "evaluations/a.json"}
+    listing, fetched_file = faults.requests
+    assert "delimiter" in listing.url and fetched_file.path.endswith("/metrics.jsonl") and not (other / "stop").exists()
+    pull(other)
+    assert {str(file.relative_to(other)) for file in other.rglob("*.*")} == {"metrics.jsonl", "evaluations/b.json"}
 
 
 def test_large_files_are_fetched_on_request(url, monkeypatch):
@@ -275,7 +293,7 @@ def test_what_a_killed_process_has_fetched_is_fetched_again(url, tmp_path):
 
 def test_a_name_that_leads_out_of_the_folder_is_refused(url, monkeypatch):
     folder, found = as_path(url), {"../../x": store_module.Content(1, "", 0.0)}
-    monkeypatch.setattr(mirror.Mirror, "objects", lambda self, name: found)
+    monkeypatch.setattr(mirror.Mirror, "objects", lambda self, name, at_the_top=False: found)
     pull(folder)
     with pytest.raises(ValueError, match="'../../x' leads out of it"), fetched(folder):
         pass
@@ -293,3 +311,17 @@ def test_an_export_that_fails_leaves_nothing(url):
         made.mkdir()
         (made / "config.json").write_text("{}")
     assert bucket.names() == {"pretrained_model/config.json"} and not made.exists()
+
+
+def test_robots_of_an_export_are_found_by_listings(url, faults, tmp_path):
+    """A tokenizer of tens of MB is for the process that loads the policy."""
+    bucket, folder, disk = Bucket(url), as_path(url), tmp_path / "disk"
+    for name in ("arm/config.json", "arm/tokenizer/tokenizer.json", "gantry/config.json", "films/a.png"):
+        bucket.write(name, b"{}")
+        (disk / name).parent.mkdir(parents=True, exist_ok=True)
+        (disk / name).write_text("{}")
+    faults.requests.clear()
+    assert exported_robots(folder) == exported_robots(disk) == ["arm", "gantry"]
+    assert exported_robots(folder / "arm") == exported_robots(disk / "arm") == exported_robots(disk / "none") == []
+    assert policy_problem(folder).startswith(f"{url}/arm lacks model.safetensors, policy_preprocessor.json")
+    assert not faults.of("tokenizer.json")

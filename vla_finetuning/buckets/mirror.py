@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vla_finetuning.buckets.store import (
     PIECE_BYTES,
@@ -54,6 +54,8 @@ AT_ONCE = 8
 # Files that say that others are there: sent last and deleted first.
 MARKS = ("config.json", "state.json", "tracking.json", "finished.json")
 HEAVY_FOLDERS, HEAVY_SUFFIX = ("rows", "rollouts", "pretrained_model", "adapter"), ".safetensors"
+# Which files of others a process needs: all, those directly in the folder, or none.
+Pulls = Literal["all", "top"] | None
 
 
 class LocalCopy(PosixPath):
@@ -155,27 +157,33 @@ class Mirror:
     def key_of(self, name: str) -> str:
         return _joined(self._key, name)
 
-    def objects(self, name: str) -> dict[str, Content]:
-        """Return the objects of this name and below, by their names in the mirror."""
+    def objects(self, name: str, at_the_top: bool = False) -> dict[str, Content]:
+        """Return the objects of this name and below, or only directly below, by their names in the mirror."""
         if "." in name.rpartition("/")[2]:
             with contextlib.suppress(FileNotFoundError):
                 return {name: self.store.head(self.key_of(name))}
+        key = self.key_of(name)
         with contextlib.suppress(FileNotFoundError):
-            below = self.store.below(self.key_of(name))
+            below = self.store.names(key)[1] if at_the_top else self.store.below(key)
             return {_joined(name, inside): content for inside, content in below.items()}
         return {}
 
-    def pull(self, name: str, is_wanted: Callable[[str], bool]) -> None:
-        """Fetch what others changed, of files whose names from here are wanted. Files changed here stay."""
+    def pull(self, name: str, at_the_top: bool = False) -> None:
+        """Fetch what others changed and is not heavy, by its name from here, or only what is directly below.
+
+        Files changed here stay.
+        """
         with self._lock:
-            objects = {entry: content for entry, content in self.objects(name).items() if not _is_hidden(entry)}
+            listed = self.objects(name, at_the_top)
+            objects = {entry: content for entry, content in listed.items() if not _is_hidden(entry)}
             news = [entry for entry, content in objects.items() if self._is_news(entry, content)]
-            fetched = [entry for entry in news if entry == name or is_wanted(_below(entry, name))]
+            fetched = [entry for entry in news if entry == name or not is_heavy(_below(entry, name))]
             patience_s = limited_patience(None)
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(lambda entry: self._fetch(entry, objects[entry], patience_s), fetched))
             for entry, state in list(self._known.items()):
-                is_gone = _is_in(entry, name) and entry not in objects and state.listed_tag is not None
+                is_listed = _is_in(entry, name) and not (at_the_top and "/" in _below(entry, name))
+                is_gone = is_listed and entry not in objects and state.listed_tag is not None
                 if is_gone and not self._is_changed(entry):
                     (self.folder / entry).unlink(missing_ok=True)
                     del self._known[entry]
@@ -226,20 +234,20 @@ class Mirror:
             for entry in [entry for entry in self._known if _is_in(entry, name)]:
                 del self._known[entry]
 
-    def sync(self, pulls: Callable[[str], bool] | None) -> None:
+    def sync(self, pulls: Pulls) -> None:
         """Push what is not heavy, and pull what is wanted of it. A store that does not answer is a warning, once."""
         try:
             with within(SYNC_PATIENCE_S):
                 self.push("", lambda name: not is_heavy(name))
                 if pulls is not None:
-                    self.pull("", lambda name: not is_heavy(name) and pulls(name))
+                    self.pull("", at_the_top=pulls == "top")
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
                 logger.warning("%s: files wait on this node's disk: %s", self.url, error)
             self._is_failing = True
 
-    def keep_synced(self, pulls: Callable[[str], bool] | None) -> None:
+    def keep_synced(self, pulls: Pulls) -> None:
         """Sync every SYNC_S seconds in a thread, until `stop_syncing` or the process ends."""
         if self._stop is not None:
             return
@@ -361,10 +369,10 @@ _mirrors_lock = threading.Lock()
 # ---- what callers do with a path, wherever it is ------------------------------------------------------------------
 
 
-def pull(path: Path, is_wanted: Callable[[str], bool] = lambda name: not is_heavy(name)) -> None:
-    """Fetch what others changed of a file or folder; of a folder the files whose names from there are wanted."""
+def pull(path: Path, *, at_the_top: bool = False) -> None:
+    """Fetch what others changed of a file or folder, or of files directly in it, but for what is heavy in it."""
     if located := mirror_of(path):
-        located[0].pull(located[1], is_wanted)
+        located[0].pull(located[1], at_the_top)
 
 
 def keep_unsent(path: Path, folder: Path) -> None:
@@ -387,18 +395,7 @@ def push(path: Path, *, only_if_unchanged: bool = False) -> None:
         located[0].push(located[1], only_if_unchanged=only_if_unchanged)
 
 
-def everything(name: str) -> bool:
-    return True
-
-
-def at_the_top(name: str) -> bool:
-    """Return whether a file is directly in its run's folder."""
-    return "/" not in name
-
-
-def keep_synced(
-    path: Path, is_owner: Callable[[], bool] = lambda: True, *, pulls: Callable[[str], bool] | None = everything
-) -> None:
+def keep_synced(path: Path, is_owner: Callable[[], bool] = lambda: True, *, pulls: Pulls = "all") -> None:
     """Sync the copy that a path is in, until `stop_syncing` or this process ends.
 
     Args:
@@ -492,7 +489,9 @@ def node_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def fetched(
-    path: Path, is_wanted: Callable[[str], bool] = everything, check: Callable[[Path], None] = lambda folder: None
+    path: Path,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+    check: Callable[[Path], None] = lambda folder: None,
 ) -> Iterator[Path]:
     """While the block runs: a folder of this node with the wanted files below `path`, which is itself on a disk.
 

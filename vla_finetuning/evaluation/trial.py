@@ -20,7 +20,7 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.policies.rtc import RTCConfig
 from tqdm import tqdm
 
-from vla_finetuning.buckets.mirror import address, as_path
+from vla_finetuning.buckets.mirror import address, as_path, pull
 from vla_finetuning.envs.configs import DISCOVER, check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
@@ -174,6 +174,7 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
     refused = {}
     for name in names:
         robot_folder = folder / name
+        pull(robot_folder, at_the_top=True)
         try:
             policy_config = load_policy_config(robot_folder)
             check_fits(policy_config, env, {**saved_rename_map(robot_folder), **rename_map}, own_shapes(policy_config))

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vla_finetuning.buckets.mirror import address, pull, sizes
+from vla_finetuning.buckets.mirror import address, contents, pull, sizes
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.job import CONFIG_NAME, JobOptions
 from vla_finetuning.options.mixture import members, robots
@@ -44,15 +44,13 @@ def policy_problem(folder: Path, names: Sequence[str] = ()) -> str | None:
 
 
 def exported_robots(folder: Path) -> list[str]:
-    """The robots whose policies are in `pretrained_model`; none where it is one policy."""
-    pull(folder, _is_no_weights)
-    if (folder / CONFIG_NAME).is_file() or not folder.is_dir():
-        return []
-    return sorted(path.name for path in folder.iterdir() if (path / CONFIG_NAME).is_file())
+    """The robots whose policies are in `pretrained_model`; none where it is one policy. Fetches no file."""
+    names = contents(folder)
+    return [] if CONFIG_NAME in names else [name for name in names if CONFIG_NAME in contents(folder / name)]
 
 
 def _problem(folder: Path) -> str | None:
-    pull(folder, _is_no_weights)
+    pull(folder, at_the_top=True)
     url, stored = address(folder), sizes(folder)
     required = (CONFIG_NAME, WEIGHTS_NAME, *PROCESSOR_NAMES)
     missing = [name for name in required if name not in stored]
@@ -75,10 +73,6 @@ def _problem(folder: Path) -> str | None:
             return None
     except (OSError, SafetensorError) as error:
         return f"{weights} is damaged ({error})"
-
-
-def _is_no_weights(name: str) -> bool:
-    return not name.endswith(WEIGHTS_NAME)
 
 
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:

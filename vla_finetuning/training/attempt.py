@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from util import enable_expandable_segments, enable_gpu_perf_flags
-from vla_finetuning.buckets.mirror import at_the_top, keep_synced, pull
+from vla_finetuning.buckets.mirror import keep_synced, pull
 from vla_finetuning.run.attempts import is_newest
 from vla_finetuning.run.checkpoint import Progress, check_resumable, load_progress
 from vla_finetuning.run.folder import checkpoint_to_resume, start_attempt
@@ -32,7 +32,7 @@ class Attempt:
 
 def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
     """Log to the run's folder, set PyTorch up, and find where the run goes on. Every rank must call it."""
-    pull(job.output_dir, at_the_top)
+    pull(job.output_dir, at_the_top=True)
     log_to(job.output_dir)
     enable_gpu_perf_flags(deterministic)
     enable_expandable_segments()
@@ -40,7 +40,7 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
     is_first = worker.rank == 0
     number = worker.broadcast(start_attempt(job.output_dir, progress.step, worker.world) if is_first else None)
     # Rank 0 looks for requests to stop and for what was evaluated; the others only write.
-    keep_synced(job.output_dir, partial(is_newest, job.output_dir, number), pulls=at_the_top if is_first else None)
+    keep_synced(job.output_dir, partial(is_newest, job.output_dir, number), pulls="top" if is_first else None)
     return Attempt(number, progress, checkpoint)
 
 
