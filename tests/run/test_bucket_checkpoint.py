@@ -176,7 +176,7 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
 
     # It looked before the newer attempt began, and puts its manifest after.
     with monkeypatch.context() as patch:
-        patch.setattr("vla_finetuning.run.checkpoint.is_newest", lambda output_dir, attempt: True)
+        patch.setattr("vla_finetuning.training.checkpoint_writer.is_newest", lambda output_dir, attempt: True)
         assert stale.save(8) is None
     with pytest.raises(ValueError, match="void, a later attempt went on from step 4 without it"):
         load_progress(copy / "checkpoints" / "step_00000008")
@@ -185,9 +185,26 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
     state = json.loads(Bucket(address(run)).read("checkpoints/step_00000008/state.json"))
     assert state["attempt"] == 1 and loaded(latest_checkpoint(copy / "checkpoints")).step == 8
     with monkeypatch.context() as patch:
-        patch.setattr("vla_finetuning.run.checkpoint.is_newest", lambda output_dir, attempt: True)
+        patch.setattr("vla_finetuning.training.checkpoint_writer.is_newest", lambda output_dir, attempt: True)
         assert isinstance(stale.save(8), RuntimeError)
     assert loaded(copy / "checkpoints" / "step_00000008").step == 8
+
+
+def test_an_attempt_that_is_over_writes_nothing_on_a_disk(tmp_path):
+    """Neither where a later attempt of the run writes, nor in a run that was begun anew in its folder."""
+    (tmp_path / "checkpoints").mkdir()
+    first, second = (Training(tmp_path, start_attempt(tmp_path, 0, 1)) for _ in range(2))
+    partial_folder(tmp_path / "checkpoints" / "step_00000004").mkdir()  # of the second
+    message = rf"{tmp_path}: another process goes on with this run; step_00000004 is not written"
+    with pytest.raises(RuntimeError, match=message):
+        raise first.save(4)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    (tmp_path / "attempts.jsonl").unlink()
+    start_attempt(tmp_path, 0, 1)
+    with pytest.raises(RuntimeError, match=message):
+        raise second.save(4)
+    assert latest_checkpoint(tmp_path / "checkpoints") is None
+    assert first.save(4) is None and loaded(latest_checkpoint(tmp_path / "checkpoints")).step == 4
 
 
 def test_two_processes_that_start_the_same_attempt(run, monkeypatch):

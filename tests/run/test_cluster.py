@@ -31,6 +31,9 @@ from ray.data._internal.execution.resource_manager import ResourceManager
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from tests import clusters
+from tests.buckets import Bucket, forget
+from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run import cluster
 from vla_finetuning.run.cluster import (
@@ -299,6 +302,28 @@ def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, mo
     assert list(tmp_path.iterdir()) == [], "the marker is taken away, whatever the nodes say"
 
 
+def test_nodes_look_for_a_file_in_the_bucket(bucket_url, faults, tmp_path, monkeypatch):
+    """One of them has another endpoint, where a bucket of that name is too; another no access."""
+    lacks, bucket = [], Bucket(bucket_url)
+
+    def ask(nodes, needs):
+        drivers = list(mirror._mirrors)
+        for begin in (lambda: None, bucket.delete, lambda: setattr(faults, "choose", lambda request: "403")):
+            begin()
+            forget()  # a process of its own
+            lacks.append(probe(needs, 0, str(tmp_path)))
+        faults.choose = lambda request: None
+        mirror._mirrors[:] = drivers
+        return {}
+
+    monkeypatch.setattr(cluster, "_ask", ask)
+    check_nodes(NEEDS, as_path(bucket_url), [{}])
+    none, (elsewhere,), (refused,) = lacks
+    assert none == [] and bucket.names() == set()
+    assert elsewhere.startswith(f"does not see {bucket_url} (--output_dir): no {bucket_url}/seen-from-all-nodes-")
+    assert refused.startswith(f"cannot read {bucket_url} (--output_dir): ") and "check credentials" in refused
+
+
 def node(cpus, gpus, store_gb):
     resources = {"CPU": cpus, "GPU": gpus, "object_store_memory": store_gb * 1e9, "memory": 2 * store_gb * 1e9}
     return {"Resources": {kind: n for kind, n in resources.items() if n}}
@@ -414,7 +439,7 @@ def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two
     assert worker["NodeID"][:8] in lines[1] and f"av is 1.2.3, the driver has {VERSIONS['av']}" in lines[1]
 
     check_nodes(replace(NEEDS, packages={"ray": ray.__version__}), tmp_path, nodes)
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".seen")] == [], "the marker is taken away"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("seen")] == [], "the marker is taken away"
     assert data_limits(nodes, tmp_path).idle_bytes > 0
 
 

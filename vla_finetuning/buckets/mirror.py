@@ -21,12 +21,13 @@ import fcntl
 import functools
 import hashlib
 import logging
+import math
 import os
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from typing import Any, Literal, NamedTuple
@@ -110,10 +111,11 @@ def address(path: Path) -> str:
     return str(path) if located is None else _joined(located[0].url, located[1])
 
 
-def remote(path: Path) -> tuple[Store, str] | None:
-    """Return the bucket that a local copy is of, and the path's key there; None on a disk."""
+def bucket_of(path: Path) -> tuple[Store, str]:
+    """Return the bucket that a local copy is of, and the path's key there."""
     located = mirror_of(path)
-    return None if located is None else (located[0].store, located[0].key_of(located[1]))
+    assert located is not None, f"{path} is on a disk"
+    return located[0].store, located[0].key_of(located[1])
 
 
 def is_heavy(name: str) -> bool:
@@ -140,7 +142,7 @@ class _Known(NamedTuple):
 class Mirror:
     """This process's copy of a folder in a bucket. Any thread may call.
 
-    Methods take names of files or folders in it, "" for all, and raise StorageError.
+    Methods take names of files or folders in it, "" for all, and raise StorageError; FileNotFoundError for no bucket.
     """
 
     def __init__(self, url: str):
@@ -163,10 +165,8 @@ class Mirror:
             with contextlib.suppress(FileNotFoundError):
                 return {name: self.store.head(self.key_of(name))}
         key = self.key_of(name)
-        with contextlib.suppress(FileNotFoundError):
-            below = self.store.names(key)[1] if at_the_top else self.store.below(key)
-            return {_joined(name, inside): content for inside, content in below.items()}
-        return {}
+        below = self.store.names(key)[1] if at_the_top else self.store.below(key)
+        return {_joined(name, inside): content for inside, content in below.items()}
 
     def pull(self, name: str, at_the_top: bool = False) -> None:
         """Fetch what others changed and is not heavy, by its name from here, or only what is directly below.
@@ -375,18 +375,24 @@ def pull(path: Path, *, at_the_top: bool = False) -> None:
         located[0].pull(located[1], at_the_top)
 
 
+def read_stored(path: Path) -> bytes:
+    """Return a file as it is where it is stored, whatever the copy here is. Raises FileNotFoundError, StorageError."""
+    located = mirror_of(path)
+    return path.read_bytes() if located is None else located[0].store.get(located[0].key_of(located[1]))[0]
+
+
 def keep_unsent(path: Path, folder: Path) -> None:
-    """Copy what this process changed of a folder and has not sent into a folder of this node, for `send_kept`."""
+    """Copy what this process changed of a folder and has not sent into a folder of this node."""
     if located := mirror_of(path):
         located[0].copy_changed(located[1], folder)
 
 
-def send_kept(path: Path, folder: Path) -> None:
-    """Send what `keep_unsent` of a process that has ended put into a folder."""
-    if located := remote(path):
-        store, key = located
-        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-            store.upload(file, f"{key}/{file.relative_to(folder).as_posix()}")
+def upload(folder: Path, names: Iterable[str], path: Path) -> None:
+    """Send files of a folder of this node to a folder in a bucket. On a disk they are in their place."""
+    if located := mirror_of(path):
+        mirror, inside = located
+        for name in names:
+            mirror.store.upload(folder / name, mirror.key_of(_joined(inside, name)))
 
 
 def push(path: Path, *, only_if_unchanged: bool = False) -> None:
@@ -433,7 +439,7 @@ def remove(path: Path) -> None:
         os.rename(path, hidden)
         shutil.rmtree(hidden)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def release(path: Path) -> None:
@@ -451,12 +457,16 @@ def sizes(path: Path) -> dict[str, int]:
 
 def contents(path: Path) -> list[str]:
     """Return the names of files and folders directly in a folder; none where there is no folder."""
-    if located := remote(path):
-        with contextlib.suppress(FileNotFoundError):
-            folders, objects = located[0].names(located[1])
-            return sorted({*folders, *objects})
-        return []
+    if mirror_of(path):
+        store, key = bucket_of(path)
+        folders, objects = store.names(key)
+        return sorted({*folders, *objects})
     return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
+
+
+def free_bytes(path: Path) -> float:
+    """Return how much more can be stored where a path is; a bucket has no end."""
+    return math.inf if mirror_of(path) else shutil.disk_usage(path).free
 
 
 def file_of_process(path: Path) -> Path:

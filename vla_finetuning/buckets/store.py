@@ -129,17 +129,16 @@ class Store:
 
     def is_folder(self, key: str, patience_s: float | None = None) -> bool:
         """Return whether there are objects below."""
-        inside = f"{key}/" if key else ""
-        return bool(self._call(key, _first_page, inside, patience_s=patience_s))
+        return bool(self._listed(_first_page, f"{key}/" if key else "", patience_s))
 
     def names(self, key: str, patience_s: float | None = None) -> tuple[list[str], dict[str, Content]]:
         """Return folders and objects directly below, by their names."""
-        folders, objects = self._call(key, _directly_below, key, patience_s=patience_s)
+        folders, objects = self._listed(_directly_below, key, patience_s)
         return sorted(folders), {name: self._content(meta) for name, meta in objects.items()}
 
     def below(self, key: str, patience_s: float | None = None) -> dict[str, Content]:
         """Return all objects below, by their names from there."""
-        objects = self._call(key, _all_below, key, patience_s=patience_s)
+        objects = self._listed(_all_below, key, patience_s)
         return {name: self._content(meta) for name, meta in objects.items()}
 
     def get(self, key: str, most_bytes: int = MOST_BYTES, patience_s: float | None = None) -> tuple[bytes, str]:
@@ -226,6 +225,13 @@ class Store:
             logger.warning("%s: uploads that were begun and not completed stay: %s", self._url(key), error)
 
     # ---- requests -------------------------------------------------------------------------------------------------
+
+    def _listed(self, request: Callable[..., Any], key: str, patience_s: float | None) -> Any:
+        try:
+            return self._call(key, request, key, patience_s=patience_s)
+        except FileNotFoundError as error:
+            bucket = f"{self.protocol}://{self.bucket}"
+            raise FileNotFoundError(f"there is no {bucket}; make it first, or check its name") from error
 
     def _call(
         self,

@@ -11,7 +11,7 @@ import json
 import uuid
 from pathlib import Path
 
-from vla_finetuning.buckets.mirror import address, pull, push, remote
+from vla_finetuning.buckets.mirror import address, pull, push, read_stored
 from vla_finetuning.buckets.store import ChangedError
 from vla_finetuning.files import append_line, drop_half_line, read_lines
 
@@ -44,11 +44,8 @@ def attempts(output_dir: Path) -> list[dict[str, int]]:
 
 def is_newest(output_dir: Path, attempt: int) -> bool:
     """Return whether no later attempt has started. Raises StorageError."""
-    location = remote(output_dir / ATTEMPTS_NAME)
-    if location is None:
-        return len(attempts(output_dir)) == attempt + 1
     with contextlib.suppress(FileNotFoundError):
-        return location[0].get(location[1])[0].count(b"\n") == attempt + 1
+        return read_stored(output_dir / ATTEMPTS_NAME).count(b"\n") == attempt + 1
     return False
 
 

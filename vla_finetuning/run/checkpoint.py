@@ -43,11 +43,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from vla_finetuning.buckets.mirror import address, fetched, mirror_of, node_folder, pull, remote, remove, sizes
+from vla_finetuning.buckets.mirror import (
+    address,
+    bucket_of,
+    fetched,
+    free_bytes,
+    mirror_of,
+    node_folder,
+    pull,
+    remove,
+    sizes,
+    upload,
+)
 from vla_finetuning.buckets.store import ChangedError
 from vla_finetuning.files import let_others_read, write_json
 from vla_finetuning.options.grpo import CRITIC
-from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, is_newest, resumed_at
+from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, resumed_at
 from vla_finetuning.run.manifest import (
     ATTEMPT_FOLDER,
     AVERAGE,
@@ -212,15 +223,8 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
 
 
 def send(folder: Path, files: Iterable[str], attempt: int) -> None:
-    """Send this process's files of a checkpoint to the bucket that `folder` is in. On a disk they are in their place.
-
-    Raises:
-        StorageError: the store refuses, or does not answer.
-    """
-    if location := remote(folder / ATTEMPT_FOLDER.format(attempt)):
-        store, key = location
-        for name in files:
-            store.upload(partial_folder(folder) / name, f"{key}/{name}")
+    """Send this process's files of a checkpoint to where `folder` is. On a disk they are there. Raises StorageError."""
+    upload(partial_folder(folder), files, folder / ATTEMPT_FOLDER.format(attempt))
 
 
 def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
@@ -229,7 +233,7 @@ def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None
     Called by one process when all have written, and sent, their pieces. `files`: of all of them. `attempt`: whose.
 
     Raises:
-        RuntimeError: a later attempt goes on with the run. StorageError: the store refuses, or does not answer.
+        RuntimeError: one of a later attempt is there. StorageError: the store refuses, or does not answer.
     """
     if mirror_of(folder):
         _put_manifest(folder, progress, files, attempt)
@@ -248,22 +252,23 @@ def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None
 
 
 def _put_manifest(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
-    output_dir, path = folder.parent.parent, remote(folder / STATE)
-    assert path is not None
-    (store, key), tag = path, ""
-    over = RuntimeError(f"{address(output_dir)}: another process goes on with this run; {folder.name} is not written")
+    (store, key), tag = bucket_of(folder / STATE), ""
     with contextlib.suppress(FileNotFoundError):
         content, tag = store.get(key)
         with contextlib.suppress(ValueError):
             if parsed(content).get("attempt", -1) > attempt:
-                raise over
-    if not is_newest(output_dir, attempt):
-        raise over
+                raise superseded(folder)
     state = manifest(progress, files, attempt=attempt, folder=ATTEMPT_FOLDER.format(attempt))
     try:
         store.put(key, json.dumps(state, indent=2).encode() + b"\n", tag)
     except ChangedError as error:
-        raise over from error
+        raise superseded(folder) from error
+
+
+def superseded(folder: Path) -> RuntimeError:
+    """Return the error of an attempt that is over, whose checkpoint does not appear at `folder`."""
+    url = address(folder.parent.parent)
+    return RuntimeError(f"{url}: another process goes on with this run; {folder.name} is not written")
 
 
 def discard(folder: Path) -> None:
@@ -356,18 +361,17 @@ def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextM
     Raises:
         ValueError: it is not what was written. StorageError: the store does not answer.
     """
-    if not mirror_of(folder):
-        return contextlib.nullcontext(folder)
     state = _state(folder)
     files = {name: written for name, written in state["files"].items() if name.startswith(kinds)}
+    attempt, inside = state.get("attempt", 0), state.get("folder", "")
 
     def check(target: Path) -> None:
         for name, written in files.items():
-            if file_digest(target / name) != written["sha256"]:
+            if file_digest(target / inside / name) != written["sha256"]:
                 raise ValueError(f"checkpoint {address(folder)}: {name} has changed since it was written")
-        write_json(target / STATE, manifest(Progress(**state["progress"]), files))
+        write_json(target / STATE, manifest(Progress(**state["progress"]), files, attempt=attempt, folder=inside))
 
-    return fetched(folder / state.get("folder", ""), files.__contains__, check)
+    return fetched(folder, {f"{inside}/{name}".lstrip("/") for name in files}.__contains__, check)
 
 
 def checkpoint_names(folder: Path, group_name: str) -> set[str]:
@@ -433,9 +437,7 @@ def set_aside_damaged(folder: Path) -> Path | None:
 
 def _sweep(folder: Path) -> None:
     """Remove from a bucket what attempts left that died while they wrote, and what is void. Call it in one process."""
-    location = remote(folder)
-    assert location is not None
-    store, key = location
+    store, key = bucket_of(folder)
     states: dict[str, dict[str, Any] | None] = {}
     for path in _newest_first(folder):
         try:
@@ -504,7 +506,7 @@ def prune(
 
 
 def checkpoint_sizes(folder: Path) -> list[int]:
-    """Bytes of each checkpoint in a folder on a disk."""
+    """Bytes of each checkpoint in a folder, on this disk."""
     return [_size(path) for path in _newest_first(folder)]
 
 
@@ -526,7 +528,7 @@ def _scores(paths: Iterable[Path]) -> dict[Path, tuple[float, float]]:
 def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
     if not waiting(_step(path)):
         return False
-    if mirror_of(path) or shutil.disk_usage(path).free >= 2 * _size(path) + SPARE_BYTES:
+    if free_bytes(path) >= 2 * _size(path) + SPARE_BYTES:
         return True
     logger.warning("%s is deleted before it was evaluated to its end: the disk is nearly full", path)
     return False
@@ -592,7 +594,7 @@ def require_space(folder: Path, needed_bytes: int, purpose: str, other: str = "-
     existing = folder
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(existing)
     if free < needed_bytes + SPARE_BYTES:
         raise OSError(
             f"no space for {purpose} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "

@@ -33,7 +33,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from vla_finetuning.buckets.mirror import address, contents, mirror_of
+from vla_finetuning.buckets.mirror import address, as_file, pull, push, remove
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.options.scaling import ScalingOptions, WorkerOptions
 from vla_finetuning.terminal import print_safe
@@ -383,7 +383,6 @@ class Needs:
     paths: Mapping[str, str]
     cuda: str | None
     free_bytes: int
-    bucket: Path | None = None
     gpu_type: str | None = None
     gpu_bytes: int = 0
 
@@ -433,12 +432,9 @@ def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = N
         ValueError: naming every node that lacks something, what it lacks, and what to do.
     """
     nodes = alive_nodes() if nodes is None else nodes
-    if mirror_of(output_dir):
-        lacks = _ask(nodes, replace(needs, bucket=output_dir))
-    else:
-        with _marker(output_dir) as marker:
-            seen = replace(needs, paths={**needs.paths, marker: f"{output_dir} (--output_dir)"})
-            lacks = _ask(nodes, seen)
+    with _marker(output_dir) as marker:
+        seen = replace(needs, paths={**needs.paths, marker: f"{address(output_dir)} (--output_dir)"})
+        lacks = _ask(nodes, seen)
     if lacks:
         raise ValueError(
             f"{len(lacks)} of {len(nodes)} nodes cannot take part:\n"
@@ -519,14 +515,14 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
             f"a GPU has {smallest / 2**30:.1f} GiB, a worker needs {needs.gpu_bytes / 2**30:.1f} (planned); choose "
             "nodes with larger ones by --scaling.accelerator_type, or ask --dry_run with this type which flags fit"
         )
-    for path, whose in needs.paths.items():
-        if not Path(path).exists():
-            lacks.append(f"does not see {whose}: no {path}; put it on storage that all nodes share, at the same path")
-    if needs.bucket is not None:
+    for name, whose in needs.paths.items():
         try:
-            contents(needs.bucket)
+            pull(path := as_file(name))
         except OSError as error:
-            lacks.append(f"cannot read {address(needs.bucket)} (--output_dir): {error}")
+            lacks.append(f"cannot read {whose}: {error}")
+            continue
+        if not path.exists():
+            lacks.append(f"does not see {whose}: no {name}; put it on storage that all nodes share, at the same path")
     free = shutil.disk_usage(temp_dir).free
     if free < needs.free_bytes:
         lacks.append(f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB; free some there")
@@ -590,12 +586,13 @@ def _gpu_bytes() -> int | None:
 @contextmanager
 def _marker(folder: Path) -> Iterator[str]:
     """A file in `folder` while nodes look for it: a folder of the same name elsewhere does not have it."""
-    marker = folder / f".seen-from-all-nodes-{uuid.uuid4().hex}"
+    marker = folder / f"seen-from-all-nodes-{uuid.uuid4().hex}.txt"
     marker.touch()
+    push(marker)
     try:
-        yield str(marker)
+        yield address(marker)
     finally:
-        marker.unlink(missing_ok=True)
+        remove(marker)
 
 
 def _name(node: Node) -> str:

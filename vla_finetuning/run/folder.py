@@ -51,12 +51,12 @@ from filelock import FileLock, Timeout
 
 from vla_finetuning.buckets.mirror import (
     address,
+    bucket_of,
     contents,
     files_of_processes,
     mirror_of,
     pull,
     push,
-    remote,
     remove,
     synced,
 )
@@ -171,15 +171,7 @@ def _last_written(output_dir: Path) -> int:
 
 def check_place(folder: Path) -> None:
     """Raises OSError where no folder can be, without making one."""
-    if location := remote(folder):
-        try:
-            location[0].is_folder("")
-        except FileNotFoundError as error:
-            url, bucket = address(folder), f"{location[0].protocol}://{location[0].bucket}"
-            raise FileNotFoundError(
-                f"--output_dir={url}: there is no {bucket}; make it first, or check its name"
-            ) from error
-        return
+    pull(folder, at_the_top=True)
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, or below a file
@@ -203,9 +195,7 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
         ValueError: the newest checkpoint is of another run, or of more steps; the run has been trained, and no
             checkpoint can be used.
     """
-    if config.dry_run:
-        _try_conditions(config)
-    with contextlib.nullcontext() if config.dry_run else claim_folder(config):
+    with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
         print_safe(*config.describe_lease())
         for changed in changed_options(config):
@@ -213,20 +203,32 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
         yield
 
 
-@contextlib.contextmanager
-def claim_folder(config: JobOptions) -> Iterator[None]:
+def claim_folder(config: JobOptions) -> contextlib.AbstractContextManager[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
+    if mirror_of(config.folder):
+        return _leased(config)
+    return contextlib.nullcontext() if config.dry_run else _locked(config.folder)
+
+
+@contextlib.contextmanager
+def _leased(config: JobOptions) -> Iterator[None]:
     folder = config.folder
-    if mirror_of(folder):
-        _try_conditions(config)
-        limit_retries()  # not any more, if a run before ended so
-        lease = drive(folder) if config.lease else contextlib.nullcontext()
-        with lease, synced(folder, lambda: not is_lost(folder)):
-            yield
-        with contextlib.suppress(StorageError):  # what the run ends with says more
-            if not _contents(folder):
-                remove(folder)
+    if config.lease:
+        _try_conditions(folder)
+    if config.dry_run:
+        yield
         return
+    limit_retries()  # not any more, if a run before ended so
+    lease = drive(folder) if config.lease else contextlib.nullcontext()
+    with lease, synced(folder, lambda: not is_lost(folder)):
+        yield
+    with contextlib.suppress(StorageError):  # what the run ends with says more
+        if not _contents(folder):
+            remove(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -267,13 +269,9 @@ def _try_storage(folder: Path) -> None:
         raise _unfit(folder, error) from error
 
 
-def _try_conditions(config: JobOptions) -> None:
+def _try_conditions(folder: Path) -> None:
     """Have the store of a run's folder refuse what a lease relies on that it refuses. Raises OSError if it does not."""
-    folder = config.folder
-    location, url = remote(folder / f".storage-{uuid.uuid4().hex}"), address(folder)
-    if location is None or not config.lease:
-        return
-    store, probe = location
+    (store, probe), url = bucket_of(folder / f".storage-{uuid.uuid4().hex}"), address(folder)
     try:
         tag = store.put(probe, b"1", tag="")
         for wrong in ("", tag):
@@ -359,11 +357,10 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
                 f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
                 "least, or start a new run, from the policy that this one exports at its end if it is to go on with it"
             )
-    if not mirror_of(config.folder):
-        stored = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
-        # Of more than the run keeps, none is deleted before the next one is there.
-        needed = max(disk_bytes - sum(stored), max(stored, default=0))
-        require_space(config.folder, needed, "the checkpoints (--keep_checkpoints, --keep_best) and the trained policy")
+    stored = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
+    # Of more than the run keeps, none is deleted before the next one is there.
+    needed = max(disk_bytes - sum(stored), max(stored, default=0))
+    require_space(config.folder, needed, "the checkpoints (--keep_checkpoints, --keep_best) and the trained policy")
 
 
 def _check_free(config: JobOptions) -> None:

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vla_finetuning.buckets.mirror import address, remote
+from vla_finetuning.buckets.mirror import address, bucket_of
 from vla_finetuning.buckets.store import ChangedError
 from vla_finetuning.terminal import print_safe, print_safe_error
 
@@ -86,9 +86,7 @@ def drive(folder: Path, when_lost: Callable[[], None] = end_process) -> Iterator
 
 class _Lease:
     def __init__(self, folder: Path):
-        location = remote(folder / LOCK_NAME)
-        assert location is not None
-        self._folder, (self._store, self._key) = folder, location
+        self._folder, (self._store, self._key) = folder, bucket_of(folder / LOCK_NAME)
         self._id, self._renewals, self._tag = uuid.uuid4().hex, 0, ""
         _lost.discard(folder)
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vla_finetuning.buckets.mirror import keep_unsent, send_kept
+from vla_finetuning.buckets.mirror import keep_unsent, sizes, upload
 from vla_finetuning.buckets.store import within
 from vla_finetuning.files import write_json
 from vla_finetuning.run.attempts import is_newest
@@ -126,7 +126,7 @@ def send_local_checkpoint(folder: Path, state: Mapping[str, Any], timeout_s: flo
             raise ValueError(f"{socket.gethostname()}:{disk / name} has changed since it was written")
     with within(timeout_s):
         for small in sorted(disk.glob(SMALL_FILES.format("*"))):
-            send_kept(folder.parent.parent, small)
+            upload(small, sorted(sizes(small)), folder.parent.parent)
         send(folder, names, state["attempt"])
 
 

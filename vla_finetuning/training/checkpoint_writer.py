@@ -20,9 +20,9 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 from util import TrainableOptimizer
-from vla_finetuning.buckets.mirror import address, mirror_of, push
+from vla_finetuning.buckets.mirror import address, push
 from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
-from vla_finetuning.run.attempts import is_newest
+from vla_finetuning.run.attempts import attempts, is_newest, resumed_at
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     OPTIMIZER,
@@ -38,6 +38,7 @@ from vla_finetuning.run.checkpoint import (
     partial_folder,
     require_space_to_write,
     send,
+    superseded,
     write_pieces,
 )
 from vla_finetuning.run.folder import checkpoint_written
@@ -216,21 +217,15 @@ class CheckpointWriter:
         files: Files = {}
         error: Exception | None = None
         try:
-            if not mirror_of(folder):
-                self._require_newest(folder)  # before it writes where a later attempt does
+            if resumed_at(attempts(self._job.output_dir), self._attempt) is not None:
+                raise superseded(folder)  # before it writes where a later attempt does
             if self._rank in self._writers:
                 files = write_pieces(folder, copies, self._writers.index(self._rank), len(self._writers))
             push(self._job.output_dir)
-            send(folder, files, self._attempt)  # `commit` looks whether this attempt is the newest
+            send(folder, files, self._attempt)
         except Exception as raised:
             error = raised
         return _Written(files, error, f"{socket.gethostname()}:{partial_folder(folder)}")
-
-    def _require_newest(self, folder: Path) -> None:
-        if not is_newest(self._job.output_dir, self._attempt):
-            raise RuntimeError(
-                f"{address(self._job.output_dir)}: another process goes on with this run; {folder.name} is not written"
-            )
 
     def _gathered(self, written: _Written) -> list[_Written]:
         """On rank 0 what all ranks have written, when all have; its own first. On others this rank's."""
@@ -280,6 +275,8 @@ class CheckpointWriter:
         try:
             for error in sorted(errors, key=lambda error: isinstance(error, StorageError)):
                 raise error
+            if not is_newest(self._job.output_dir, self._attempt):
+                raise superseded(folder)
             commit(folder, progress, files, self._attempt)
         except StorageError as error:
             self._give_up(folder, progress, files, everyones, error, started)
