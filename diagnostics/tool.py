@@ -24,7 +24,7 @@ from torch import Tensor
 import vla
 from diagnostics.report import Record, Report, page
 from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TrainableOptimizer
-from vla_finetuning.buckets.mirror import address, as_path, mirror_of, pull, push, remove
+from vla_finetuning.buckets.mirror import address, as_path, pull, push, remove
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
 from vla_finetuning.plan.robot_statistics import with_placeholders
@@ -147,9 +147,9 @@ def scratch_run(run: Run) -> Iterator[Run]:
     """
     own, had_ray = run.job.output_dir, ray.is_initialized()
     beside = address(own).rpartition("/")[0]
-    if "://" not in beside:  # the bucket itself, or a folder on a disk
-        beside = address(own) if mirror_of(own) else str(own.parent)
-    folder = as_path(f"{beside}/.{own.name}-{uuid.uuid4().hex[:8]}")
+    if beside.endswith(":/"):  # of a whole bucket
+        beside = address(own)
+    folder = as_path(f"{beside}/{own.name}-scratch-{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
     scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
     config = replace(run.config, output_dir=address(folder), resume=False, eval_steps=0, scaling=scaling)

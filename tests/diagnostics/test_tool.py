@@ -11,8 +11,8 @@ from diagnostics import audit_syncs, find_unused_params, profile_step
 from diagnostics.step_report import Settings
 from diagnostics.tool import host_batches, scratch_run
 from tests import in_process
-from tests.buckets import Bucket, runs_bucket
-from vla_finetuning.buckets.mirror import address
+from tests.buckets import Bucket, other_process, runs_bucket
+from vla_finetuning.buckets.mirror import address, pull, push
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.run import cluster
 from vla_finetuning.training.stream import RankSchedule
@@ -81,7 +81,7 @@ def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
         with scratch_run(of_bucket) as scratch:
             watched = profile_step.watched_run(scratch, settings)
             folder = watched.job.output_dir
-            assert address(folder).startswith("s3://runs/.mine-")
+            assert address(folder).startswith("s3://runs/mine-scratch-")
 
             def profile(run, worker, **options):
                 profile_step.profile_worker(run, settings, worker, **options)
@@ -90,3 +90,13 @@ def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
             assert profile_step.RankProfile.model_validate_json((folder / "rank-0.json").read_bytes()).rank == 0
             assert json.loads((folder / profile_step.TRACE_NAME).read_bytes())["traceEvents"]
         assert [name for name in bucket.names() if "mine" in name] == ["mine/config.json"]
+
+
+def test_the_scratch_folder_of_a_run_that_has_a_whole_bucket_is_in_it(run):
+    with runs_bucket(), scratch_run(with_config(run, replace(run.config, output_dir="s3://runs"))) as scratch:
+        folder = scratch.job.output_dir
+        worker = other_process(address(folder))
+        (worker / "rank-0.json").write_text("{}")
+        push(worker)
+        pull(folder)
+        assert (folder / "rank-0.json").read_text() == "{}"
