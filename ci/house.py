@@ -132,10 +132,15 @@ def _operands(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def _bucket_branches(tree: ast.AST) -> int:
-    """Count conditions that ask the mirror whether a path is in a bucket."""
-    tests = [node.test for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
-    calls = [[node for node in ast.walk(test) if isinstance(node, ast.Call)] for test in tests]
-    return sum(any(ast.unparse(call.func) in ("mirror_of", "remote") for call in of_test) for of_test in calls)
+    """Count conditions that ask the mirror whether a path is in a bucket, at once or by a name for its answer."""
+
+    def asks(node: ast.AST) -> bool:
+        return any(isinstance(call, ast.Call) and ast.unparse(call.func) == "mirror_of" for call in ast.walk(node))
+
+    nodes = list(ast.walk(tree))
+    answers = {ast.unparse(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and asks(node.value)}
+    tests = [node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp))]
+    return sum(asks(test) or any(ast.unparse(o) in answers for o in _operands(test)) for test in tests)
 
 
 def _measure_words(trees: Iterable[ast.AST]) -> dict[str, float]:
