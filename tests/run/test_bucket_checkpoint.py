@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,12 @@ import torch
 
 from tests.buckets import Bucket, forget, other_process
 from tests.in_process import Rank
-from vla_finetuning.buckets import mirror
-from vla_finetuning.buckets.mirror import address, as_path, pull, push
+from vla_finetuning.buckets import mirror, store
+from vla_finetuning.buckets.mirror import address, as_path, keep_synced, pull, push
 from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.files import append_line, read_lines
-from vla_finetuning.run.attempts import start_attempt
+from vla_finetuning.run.attempts import is_newest, start_attempt
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     SPARE_BYTES,
@@ -173,6 +174,17 @@ def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
     error = stale.save(8)
     assert isinstance(error, RuntimeError) and "another process goes on with this run" in str(error)
     assert latest_checkpoint(copy / "checkpoints").name == "step_00000004"
+
+    # At once too where a file that both write, as metrics.jsonl, is the newer attempt's by now.
+    keep_synced(run, partial(is_newest, run, 0), pulls=None)
+    for folder, line in ((copy, "newer"), (run, "stale")):
+        append_line(folder / "metrics.jsonl", line)
+        if folder is copy:
+            push(folder)
+    error = stale.save(8)
+    assert isinstance(error, RuntimeError) and "another process goes on with this run" in str(error)
+    assert Bucket(address(run)).read("metrics.jsonl") == b"newer\n"
+    (run / "metrics.jsonl").unlink()
 
     # It looked before the newer attempt began, and puts its manifest after.
     with monkeypatch.context() as patch:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from util import TrainableOptimizer
 from vla_finetuning.buckets.mirror import address, push
-from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
+from vla_finetuning.buckets.store import ChangedError, StorageError, StoreAwayError, within
 from vla_finetuning.run.attempts import attempts, is_newest, resumed_at
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
@@ -223,6 +223,8 @@ class CheckpointWriter:
                 files = write_pieces(folder, copies, self._writers.index(self._rank), len(self._writers))
             push(self._job.output_dir)
             send(folder, files, self._attempt)
+        except ChangedError:  # this process no longer owns its own files
+            error = superseded(folder)
         except Exception as raised:
             error = raised
         return _Written(files, error, f"{socket.gethostname()}:{partial_folder(folder)}")
