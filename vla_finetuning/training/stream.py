@@ -60,6 +60,8 @@ class TrainingData:
         # would fuse into the read: both would cut and merge blocks, by one size, where their rows are of two.
         rows = read_source(self.read(stream=stream, prepare=self.prepare, prepared_bytes=self.row_bytes))
         rows.context.enable_progress_bars = False
+        # Training may take no batch for longer, as while it measures held-out rows; `with_timeout` watches its waits.
+        rows.context.execution_no_progress_timeout_s = -1
         return rows
 
 
@@ -233,7 +235,7 @@ def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[
     """Passes batches on, unless the next one does not come. The first is fetched at once, whenever it is taken.
 
     A thread of its own waits for them, because a wait inside Ray cannot be interrupted. Ray Data's own guard
-    (`execution_no_progress_timeout_s`, 30 minutes in 2.60) also counts the time in which training takes no batch.
+    (`execution_no_progress_timeout_s`), which also counts the time in which training takes no batch, is off.
 
     Args:
         limit_s: for one batch, in seconds that its taker waits.
