@@ -1,13 +1,19 @@
 """The log of a run, without Ray: what a line holds and how it is printed."""
 
 import json
+import socket
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray._private import internal_api
 
 from tests import in_process
+from vla_finetuning.run import progress
 from vla_finetuning.run.folder import attempts, first_step_done, start_attempt
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, follow_progress
+from vla_finetuning.training.worker import RayWorker
 
 
 def test_rates_are_counted_per_sample_and_told(tmp_path, capsys):
@@ -108,3 +114,18 @@ def test_only_a_run_that_may_skip_is_ended_by_what_was_skipped(tmp_path, on_erro
         return
     with pytest.raises(ValueError, match="1 of the first 8 rows "):  # steps of 4 rows: not after the first
         in_process.train(run)
+
+
+def test_a_node_that_has_just_died_ends_no_training_by_a_statistic(monkeypatch):
+    """Until Ray has noticed, it is asked for the bytes that were spilled: nobody is at its port, or nobody answers."""
+    state = SimpleNamespace()
+    monkeypatch.setattr(internal_api, "get_state_from_address", lambda address: state)
+    monkeypatch.setattr(progress.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(progress, "SPILLED_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port in (9, silent.getsockname()[1]):
+            node = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+            state.node_table = lambda node=node: [node]
+            started = time.monotonic()
+            assert RayWorker.spilled_bytes(SimpleNamespace()) is None
+            assert time.monotonic() - started < 30  # Ray's own limit is 60 s

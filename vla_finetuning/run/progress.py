@@ -32,6 +32,8 @@ from vla_finetuning.terminal import LogFormatter, print_safe
 
 # How often the driver looks for news.
 POLL_S = 0.5
+# Nodes that do not answer keep a log step, and with it all ranks, waiting for so long.
+SPILLED_TIMEOUT_S = 2.0
 # Formats a line of metrics.jsonl for the terminal.
 Line = Callable[[Mapping[str, Any]], str]
 
@@ -158,12 +160,18 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
     )
 
 
-def spilled_bytes() -> int:
-    """Bytes that the cluster's object stores have written to disk since it started."""
-    return object_store().spilled_bytes_total
+def spilled_bytes() -> int | None:
+    """Bytes that the cluster's object stores have written to disk since it started; None where a node does not answer.
+
+    A node that has just died is asked as well, until Ray has noticed.
+    """
+    try:
+        return object_store(SPILLED_TIMEOUT_S).spilled_bytes_total
+    except Exception:  # of gRPC or of Ray: whatever it is, training does not end by a statistic
+        return None
 
 
-def object_store() -> Any:
+def object_store(timeout_s: float = 60.0) -> Any:
     """Ray's account of the cluster's object stores: `object_store_bytes_used`, `spilled_bytes_total`, ...
 
     Ray 2.60 offers it only through this private call, which its own benchmarks use.
@@ -171,7 +179,7 @@ def object_store() -> Any:
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     state = get_state_from_address(ray.get_runtime_context().gcs_address)
-    return get_memory_info_reply(state).store_stats
+    return get_memory_info_reply(state, timeout_seconds=timeout_s).store_stats
 
 
 def log_to(output_dir: Path) -> None:

@@ -46,8 +46,8 @@ class Worker:
         """When a node of this group is taken away, UNIX time in ms; 0 for an unknown time; None for never."""
         return None
 
-    def spilled_bytes(self) -> int:
-        """Bytes that the cluster's object stores have written to disk since it started."""
+    def spilled_bytes(self) -> int | None:
+        """Bytes that the cluster's object stores have written to disk since it started; None: a node did not say."""
         return 0
 
 
@@ -78,5 +78,5 @@ class RayWorker(Worker):
         notice = ray.train.get_preemption_info()
         return None if notice is None else notice.deadline_ms or 0
 
-    def spilled_bytes(self) -> int:
+    def spilled_bytes(self) -> int | None:
         return spilled_bytes()
