@@ -1,5 +1,6 @@
 """Local copies of folders in buckets, over HTTP, through a network that fails. Other processes are other copies."""
 
+import errno
 import json
 import os
 import pickle
@@ -276,19 +277,39 @@ with mirror.fetched(mirror.as_path(sys.argv[2])) as folder:
 
 
 def test_what_a_killed_process_has_fetched_is_fetched_again(url, tmp_path):
-    """The bucket may hold something else by now. Its copy is removed."""
+    """Ray Train kills its workers. The next process of this user on the node removes it, of whatever address."""
     bucket = Bucket(url)
     bucket.write("weights", b"old")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), url])
     assert killed.returncode == -signal.SIGKILL and list(tmp_path.glob("*/*/fetched-*/run/weights"))
     (copy,) = tmp_path.glob("*/process-*")
-    bucket.write("weights", b"new")
+    as_path(f"{url}-of-another-run")
+    assert not copy.exists() and not list(tmp_path.glob("*/*/fetched-*/run*/**/*"))
     with fetched(as_path(url)) as folder:
-        assert (folder / "weights").read_text() == "new"
-        bucket.write("weights", b"newer")
-        with fetched(as_path(url)) as again:  # not while it is in use
-            assert again == folder and (again / "weights").read_text() == "new"
-    assert not copy.exists()
+        assert (folder / "weights").read_text() == "old"
+
+
+def test_who_reads_a_folder_that_was_written_anew_gets_the_new_one(url, tmp_path):
+    """As an evaluation of an export that serve.py still serves the one before of."""
+    bucket, folder = Bucket(url), as_path(url)
+    bucket.write("weights", b"old")
+    with fetched(folder) as served:
+        bucket.write("weights", b"new")
+        with fetched(folder) as evaluated:
+            assert (served / "weights").read_bytes() == b"old" and (evaluated / "weights").read_bytes() == b"new"
+    assert not served.exists() and not evaluated.exists()
+
+
+def test_what_cannot_be_fetched_whole_leaves_the_disk_free(url, monkeypatch):
+    def fill_up(store, key, content, target):
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Bucket(url).write("weights", b"weights")
+    monkeypatch.setattr(store_module.Store, "download", fill_up)
+    with pytest.raises(OSError, match="No space left"), fetched(as_path(url)):
+        pass
+    assert not list(mirror.scratch(as_path(url)).glob("fetched-*/run/**/*"))
 
 
 def test_a_name_that_leads_out_of_the_folder_is_refused(url, monkeypatch):

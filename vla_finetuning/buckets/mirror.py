@@ -505,7 +505,7 @@ def fetched(
 ) -> Iterator[Path]:
     """While the block runs: a folder of this node with the wanted files below `path`, which is itself on a disk.
 
-    All processes of a node that want the same files share it; the last one removes it.
+    All processes of a node that want the same objects share it; the last one removes it, or who starts after a kill.
 
     Args:
         check: looks at the folder when it is filled, and may add to it.
@@ -518,7 +518,7 @@ def fetched(
         return
     mirror, name = located
     objects = {entry: content for entry, content in mirror.objects(name).items() if is_wanted(_below(entry, name))}
-    hashed = hashlib.sha256("\n".join(sorted(objects)).encode()).hexdigest()[:8]
+    hashed = hashlib.sha256(repr(sorted(objects.items())).encode()).hexdigest()[:8]
     folder = scratch(path) / f"fetched-{hashed}" / (path.name or "folder")
 
     def fetch() -> None:
@@ -551,9 +551,6 @@ def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
     marker = folder.with_name(f"{folder.name}.whole")
     folder.parent.mkdir(exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            marker.unlink(missing_ok=True)  # nobody uses it: a process was killed that did, and the bucket may differ
         while True:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if marker.exists():
@@ -562,7 +559,11 @@ def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
             if not marker.exists():  # nobody was faster
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-                fill()
+                try:
+                    fill()
+                except BaseException:
+                    shutil.rmtree(folder, ignore_errors=True)  # a full disk would stay full
+                    raise
                 marker.touch()
         try:
             yield
@@ -595,13 +596,18 @@ def _folder_of_user() -> Path:
 
 @functools.cache
 def _folder_of_process() -> Path:
-    """Return this process's folder for local copies, and remove those of processes that died."""
+    """Return this process's folder for local copies, and remove those of processes that died, and what they fetched."""
     with open(_folder_of_user() / ".sweep", "w") as sweep:
         fcntl.flock(sweep, fcntl.LOCK_EX)
         for lock in _folder_of_user().glob("process-*/.lock"):
             with contextlib.suppress(OSError), open(lock) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
+        for lock in _folder_of_user().glob("*/fetched-*/*.lock"):  # which stays, for who waits for it
+            with contextlib.suppress(OSError), open(lock) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.with_suffix(".whole").unlink(missing_ok=True)
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=f"process-{os.getpid()}-", dir=_folder_of_user()))
         alive = open(folder / ".lock", "w")  # noqa: SIM115  (as long as the process)
         fcntl.flock(alive, fcntl.LOCK_EX)
