@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
@@ -17,6 +18,12 @@ MAX_JSON_BYTES = 16 * 2**20
 
 # How a Git LFS pointer begins, which a clone without LFS has in the place of a large file.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def refuse_pointer(name: str, begin: bytes) -> None:

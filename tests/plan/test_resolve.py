@@ -485,6 +485,20 @@ def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, f
         resumed(output_dir)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "policy_preprocessor.json"])
+def test_a_base_that_is_replaced_after_the_plan_is_neither_trained_nor_exported(started, file):
+    """As by another run that exports to that folder again, before a worker group starts anew, or at the export."""
+    output_dir, base = started
+    policy, other = resumed(output_dir).policy, base / file
+    policy.start()
+    data = bytearray(other.read_bytes())
+    data[-3] ^= 1  # the same size and shapes
+    other.write_bytes(data)
+    named = "the weights" if file == "model.safetensors" else file
+    with pytest.raises(ValueError, match=f"not what it was when this run was planned: {named} changed"):
+        policy.start()
+
+
 def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started, monkeypatch):
     known = replace(FAMILIES["pi0_fast"], as_lerobot=True)
     monkeypatch.setitem(FAMILIES, "pi0_fast", known)

@@ -18,16 +18,15 @@ from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.action_tokens import ACTION_TOKENIZER_FOLDER
 from vla_finetuning.policies.families.insulation import insulated
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.meta import meta_policy
-from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.registry import family_of, require_trained, train_as, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
+from vla_finetuning.policies.spec import pretrained_digests, weights_file
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
-from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
+from vla_finetuning.run.checkpoint import check_base, latest_checkpoint, load_progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME
 
 
@@ -170,8 +169,7 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         return policy_config, None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision, partial(_trained_type, path))
     folder = folder.absolute()
-    weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
-    if not weights.is_file():
+    if not weights_file(folder).is_file():
         files = sorted(entry.name for entry in folder.iterdir())
         if "adapter_config.json" in files:
             raise FileNotFoundError(
@@ -183,8 +181,7 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
             f"policy {path}: no model.safetensors, found {files}: there are no weights to start from; copy it again, "
             "or use --policy.type if random ones are meant"
         )
-    digests = {"digest": file_digest(weights), "files": _digests(folder, weights)}
-    base = {"path": path, "revision": revision, **digests}
+    base = {"path": path, "revision": revision, **pretrained_digests(folder)}
     newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if config.resume else None
     if newest is not None:
         # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
@@ -223,14 +220,6 @@ def _whose_config(saved: Any) -> str:
             "policy at most: give a policy's folder, as lerobot/pi05_base"
         )
     return f"it has no `type`, but {', '.join(keys[:8]) or 'nothing'}: give the pretrained_model of a run, or a Hub id"
-
-
-def _digests(folder: Path, weights: Path) -> dict[str, str]:
-    """Return digests of all else that loading the policy reads: configuration, processors, tokenizer, shards."""
-    files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
-    files += [path for name in (TOKENIZER_FOLDER, ACTION_TOKENIZER_FOLDER) for path in (folder / name).rglob("*")]
-    files = [path for path in sorted(files) if path.is_file() and path != weights]
-    return {str(path.relative_to(folder)): file_digest(path) for path in files}
 
 
 def policy_config_of(label: str, policy_type: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:

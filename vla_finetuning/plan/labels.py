@@ -21,8 +21,8 @@ from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.parquet_columns import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.files import file_digest
 from vla_finetuning.options.recap import without_label
-from vla_finetuning.run.checkpoint import file_digest
 from vla_finetuning.run.exported import LABELS_NAME
 
 FLAG = "--recap.labels"

@@ -11,14 +11,17 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import PolicyProcessorPipeline
 
+from vla_finetuning.files import file_digest
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.ema import EmaOptions
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainOptions
-from vla_finetuning.policies.loading import fetch_pretrained, load_policy, new_policy
+from vla_finetuning.policies.action_tokens import ACTION_TOKENIZER_FOLDER
+from vla_finetuning.policies.loading import WEIGHTS_FILE, fetch_pretrained, load_policy, new_policy
 from vla_finetuning.policies.matching import FeatureMatch
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters
 
 Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
@@ -175,13 +178,29 @@ class PolicySpec:
         """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed.
 
         What trains is float32.
+
+        Raises:
+            ValueError, OSError: as `load_policy`; the base is not what it was when the run was planned.
         """
         if (folder := self.folder_here()) is not None:
+            self._require_base(folder)
             policy = load_policy(folder, self.config, trusted=self.trusted)
         else:
             torch.manual_seed(self.seed)
             policy = new_policy(self.config, trusted=self.trusted)
         return with_float32_masters(policy)
+
+    def _require_base(self, folder: Path) -> None:
+        """Refuse a folder that was written to since; what is on the Hub is pinned to a commit."""
+        if self.base["revision"] is not None:
+            return
+        found = pretrained_digests(folder)
+        was, now = ({"the weights": base["digest"], **base["files"]} for base in (self.base, found))
+        if changed := sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name)):
+            raise ValueError(
+                f"policy {self.base['path']} is not what it was when this run was planned: {', '.join(changed[:5])} "
+                "changed, came or went; put it back as it was, or start a new run"
+            )
 
     def processors(self, config: PreTrainedConfig | None = None) -> Processors:
         """The first robot's pre- and postprocessor; `config` replaces its own."""
@@ -216,3 +235,22 @@ class PolicySpec:
         if self.parameters is None:
             return 0
         return 4 * (3 + self.ema.enable) * self.parameters.trainable
+
+
+def weights_file(folder: Path) -> Path:
+    """Return the file of a pretrained folder's weights, or the index of its shards; it need not be there."""
+    return (sorted(folder.glob("*.safetensors.index.json")) or [folder / WEIGHTS_FILE])[0]
+
+
+def pretrained_digests(folder: Path) -> dict[str, Any]:
+    """Return digests of what loading a policy reads: of its weights (`digest`), and of all else (`files`), by name.
+
+    All else is configuration, processors, tokenizer and shards.
+    """
+    weights, files = weights_file(folder), [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+    files += [path for name in (TOKENIZER_FOLDER, ACTION_TOKENIZER_FOLDER) for path in (folder / name).rglob("*")]
+    files = [path for path in sorted(files) if path.is_file() and path != weights]
+    return {
+        "digest": file_digest(weights),
+        "files": {str(path.relative_to(folder)): file_digest(path) for path in files},
+    }

@@ -56,7 +56,7 @@ from vla_finetuning.buckets.mirror import (
     upload,
 )
 from vla_finetuning.buckets.store import ChangedError
-from vla_finetuning.files import let_others_read, write_json
+from vla_finetuning.files import file_digest, let_others_read, write_json
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, resumed_at
 from vla_finetuning.run.manifest import (
@@ -69,7 +69,6 @@ from vla_finetuning.run.manifest import (
     TRAINABLE,
     Files,
     Progress,
-    file_digest,
     manifest,
     parsed,
     step_of,
@@ -79,7 +78,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AVERAGE", "OPTIMIZER", "PREFIX", "STATE", "TRAINABLE", "Files", "Progress", "file_digest"]
+__all__ = ["AVERAGE", "OPTIMIZER", "PREFIX", "STATE", "TRAINABLE", "Files", "Progress"]
 
 logger = logging.getLogger(__name__)
 # Shares of the episodes that succeeded at any time, and at their end, which decides among equals.

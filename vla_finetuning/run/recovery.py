@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from vla_finetuning.buckets.mirror import keep_unsent, sizes, upload
 from vla_finetuning.buckets.store import within
-from vla_finetuning.files import write_json
+from vla_finetuning.files import file_digest, write_json
 from vla_finetuning.run.attempts import is_newest
 from vla_finetuning.run.checkpoint import (
     check_resumable,
@@ -29,7 +29,7 @@ from vla_finetuning.run.checkpoint import (
     unsent,
 )
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, file_digest, manifest, parsed
+from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, manifest, parsed
 from vla_finetuning.terminal import print_safe
 
 logger = logging.getLogger(__name__)
