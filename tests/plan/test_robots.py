@@ -438,6 +438,10 @@ def test_a_run_goes_on_with_the_same_robots_only(folder):
         ("power: x\nmembers:\n  - root: a\n", "line 1: power is 'x', expected a number"),
         ("members:\n  - root: a\n    power: 5\n", "line 3: power is 5.0, expected a number between -4 and 4"),
         ("members:\n  - root: a\n    fps: ten\n", "line 3: fps is 'ten', expected a whole number"),
+        ("members:\n  - root: a\n    fps: 010\n", "line 3: 010 is 8 in YAML; write it so"),
+        ("members:\n  - root: a\n    weight: 2:30\n", "line 3: 2:30 is 150 in YAML; write it so"),
+        ("members:\n  - root: a\n    episodes: {0: 3}\n", "line 3: episodes is {0: 3}, expected numbers"),
+        ("members:\n  - root: a\n    episodes: [[1, 2]]\n", r"line 3: episodes is \[\[1, 2\]\], expected numbers"),
         ("members:\n  - root: a\n    robot: ../x\n", "line 3: robot is '../x'"),
         ("members:\n  - root: a\n    root: b\n", "line 3: 'root' is given twice"),
         ("memebrs: []\n", "line 1: 'memebrs'"),
@@ -461,12 +465,13 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
 
 def test_a_file_says_what_flags_say(tmp_path):
     ranges = "    episodes: [3, 10:13]\n    exclude_episodes: 7\n"  # of which YAML makes 613 and a number
-    text = f"members:\n  - root: b\n    episodes: 0:3,7\n    tasks: [pick*]\n  - root: a\n{ranges}"
+    none = "    exclude_episodes: []\n    camera_keys: null\n    weight: 0.5\n"
+    text = f"members:\n  - root: b\n    episodes: 0:3,7\n    tasks: [pick*]\n{none}  - root: a\n{ranges}"
     (tmp_path / "mix.yaml").write_text(text)
     a, b = members(read_mixture(str(tmp_path / "mix.yaml")))
     assert (a.episodes, a.exclude_episodes) == ([3, 10, 11, 12], [7])
     assert (a.root, b.root) == (str(tmp_path / "a"), str(tmp_path / "b"))
-    assert (b.episodes, b.tasks, b.weight) == ([0, 1, 2, 7], ["pick*"], 1.0)
+    assert (b.episodes, b.exclude_episodes, b.tasks, b.weight) == ([0, 1, 2, 7], [], ["pick*"], 0.5)
 
 
 def test_members_that_do_not_go_together(folder):

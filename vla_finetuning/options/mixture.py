@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -190,7 +191,10 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     def construct(item: Any) -> Any:
         try:
-            return yaml.SafeLoader("").construct_document(item)
+            value = yaml.SafeLoader("").construct_document(item)
+            if isinstance(value, int | float) and re.match(r"[-+]?(0[0-7_]|[0-9_]*:)", item.value):  # of base 8, or 60
+                raise ValueError(f"{line(item)}: {item.value:.100} is {value} in YAML; write it so")
+            return value
         except yaml.YAMLError as error:
             raise ValueError(f"{line(item)}: not a plain value: {error}") from error
 
@@ -210,10 +214,12 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         options = _entries(item, line)
         values = dict(default)
         for key, value in options.items():
-            values[key] = construct(value)
-            if key in NUMBERS and values[key] is not None:  # as they are written: YAML reads 20:30 as of base 60
-                written = value.value if isinstance(value.value, list) else [value]
-                values[key] = ",".join(str(item.value) for item in written)
+            items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            is_plain = all(isinstance(item, yaml.ScalarNode) and not item.tag.endswith(":null") for item in items)
+            if key in NUMBERS and items and is_plain:  # as they are written: YAML reads 20:30 as of base 60
+                values[key] = ",".join(item.value for item in items)
+            else:
+                values[key] = construct(value)
             if key != "root":
                 _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
         yield line(item), values
