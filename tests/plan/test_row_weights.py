@@ -22,6 +22,7 @@ from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.plan.row_weights import of_batch, row_weights
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.families.pi05 import PI05Loss
+from vla_finetuning.run.checkpoint import check_resumable
 from vla_finetuning.training.feed import WeighRows, training_transforms
 
 CHUNK, FRAMES = 8, 60
@@ -121,11 +122,41 @@ def test_nothing_is_weighed_that_was_not_asked_for(setting):
             "--train.exact_mean=true with .*=rabc: .* no effect",
         ),
         (['--sample_weighting.extra_params={"chunk_size": 3}'], r"extra_params has \['chunk_size'\]"),
+        *(
+            ([f'--sample_weighting.extra_params={{"fallback_weight": {value}}}'], "fallback_weight is .*at least 0")
+            for value in ("null", "NaN", "-3", '"x"', "[1, 2]", "true", "Infinity")
+        ),
     ],
 )
 def test_weights_that_cannot_be(setting, flags, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_of(setting, *flags)
+
+
+def test_a_run_keeps_its_progress(setting, tmp_path, monkeypatch):
+    """A resumed run must have the same file, and of the dataset's own repository that of its commit."""
+    folder, root, base = setting
+    table, asked = pq.read_table(root / "sarm_progress.parquet"), []
+    other = table.set_column(2, "progress_sparse", pa.array(np.asarray(table["progress_sparse"]) / 2))
+    pq.write_table(other, tmp_path / "other.parquet")
+    flags = "--sample_weighting.type=rabc", f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}"
+    saved = replace(run_of(setting, flags[0]).job.start, step=1)
+    with pytest.raises(ValueError, match="the data is not what the run was started with .row_weights: was"):
+        check_resumable(saved, run_of(setting, *flags).job.start)
+    check_resumable(saved, run_of(setting, flags[0]).job.start)
+
+    run = run_of(setting, flags[0])
+    dataset = replace(run.config.dataset, repo_id="them/theirs", revision="f00d")
+    monkeypatch.setattr("vla_finetuning.plan.row_weights.hf_hub_download", lambda *a, **k: asked.append((a, k)) or path)
+    path = root / "sarm_progress.parquet"
+    for named in (None, "hf://datasets/them/theirs/a/b.parquet", "hf://datasets/others/b.parquet/c"):
+        weighting = replace(run.config.sample_weighting, progress_path=named)
+        row_weights(replace(run.config, dataset=dataset, sample_weighting=weighting), run.rows.metas, run.policy.config)
+    assert [(*a, k["revision"]) for a, k in asked] == [
+        ("them/theirs", "sarm_progress.parquet", "f00d"),
+        ("them/theirs", "a/b.parquet", "f00d"),
+        ("others/b.parquet", "c", None),
+    ]
 
 
 def test_progress_that_is_no_use(setting, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +35,11 @@ class SampleWeightingOptions:
     def check(self, config: Any) -> None:
         if unknown := sorted(self.extra_params.keys() - {"fallback_weight"}):
             raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
+        fallback = self.extra_params.get("fallback_weight", 1.0)
+        if isinstance(fallback, bool) or not isinstance(fallback, int | float) or not 0 <= fallback < math.inf:
+            raise ValueError(
+                f"--sample_weighting.extra_params: fallback_weight is {fallback!r:.50}, expected a number of at least 0"
+            )
 
 
 def describe_weights(weights: Any) -> list[str]:

@@ -95,6 +95,9 @@ def plan_rows(
         identity["robots"] = [robot_names[number] for number in range(len(metas))]
     if matched.window_steps is not None:
         identity["window_steps"] = list(matched.window_steps)
+    weights, digest = row_weights(config, metas, matched.config) or (None, None)
+    if digest is not None:
+        identity["row_weights"] = digest
     rows = Rows(
         metas=metas,
         train_episodes=chosen.train,
@@ -112,7 +115,7 @@ def plan_rows(
         cached_bytes=decoded_bytes,
         distinct_frames=source.distinct_frames,
         epoch_ends=() if d.episode_weights is None else tuple(source.plan.epoch_ends(stream[1])),
-        weights=row_weights(config, metas, matched.config),
+        weights=weights,
         rename_map=matched.rename_map,
         described=chosen.described,
     )

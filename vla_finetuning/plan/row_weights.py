@@ -20,6 +20,7 @@ from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.parquet_columns import numbers
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.files import file_digest
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions
 from vla_finetuning.policies.registry import family_of, types_that
@@ -31,10 +32,12 @@ HUB = "hf://datasets/"
 EPSILON = 1e-6
 
 
-def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig) -> np.ndarray | None:
+def row_weights(
+    config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig
+) -> tuple[np.ndarray, str] | None:
     """Return what each frame of the run's dataset weighs before its micro-batch is looked at: float32 (frames,).
 
-    None where all weigh the same.
+    With the digest of the file that says so. None where all weigh the same.
 
     Raises:
         ValueError: the policy's loss cannot be weighed by rows, there are several datasets, or the file does not say
@@ -66,7 +69,8 @@ def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config:
     if len(index) and not 0 <= index.min() <= index.max() < frames:
         raise ValueError(f"{path}: frame {index.max()} is not in {metas[0].root}, which has {frames}: of another one?")
     progress = rows[column].cast("float64").to_numpy()
-    return rabc_weights(index, episode, progress, frames, policy_config.chunk_size, options)
+    weights = rabc_weights(index, episode, progress, frames, policy_config.chunk_size, options)
+    return weights, file_digest(path)
 
 
 def _fetched(config: Config, meta: DatasetMetadata) -> Path:
@@ -76,7 +80,8 @@ def _fetched(config: Config, meta: DatasetMetadata) -> Path:
         path = f"{HUB}{repo_id}/{PROGRESS_NAME}" if repo_id else f"{meta.root}/{PROGRESS_NAME}"
     if path.startswith(HUB):
         user, name, *inside = path.removeprefix(HUB).split("/")
-        return Path(hf_hub_download(f"{user}/{name}", "/".join(inside), repo_type="dataset"))
+        revision = config.dataset.revision if f"{user}/{name}" == repo_id else None
+        return Path(hf_hub_download(f"{user}/{name}", "/".join(inside), repo_type="dataset", revision=revision))
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"{path}: no such file; --sample_weighting.progress_path names a parquet file of this machine or "
