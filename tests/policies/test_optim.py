@@ -73,6 +73,19 @@ def test_a_rate_in_proportion():
         recipe(config).build(policy)
 
 
+@pytest.mark.parametrize("own_groups", [True, False])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "xvla-adamw", "sgd", "muon"])
+def test_every_optimizer_takes_every_policys_parameters(kind, own_groups):
+    """Those of X-VLA come by their names, and its own optimizer takes them so alone."""
+    config, policy = make_act()
+    flags = [f"--use_policy_training_preset={str(own_groups).lower()}", f"--optimizer.type={kind}", "--warmup_frac=0"]
+    made, trained = recipe(config, *flags), {id(parameter) for parameter in policy.parameters()}
+    for groups in (policy.get_optim_params, lambda: dict(policy.named_parameters())):
+        policy.get_optim_params = groups
+        built = made.build(policy)
+        assert {id(parameter) for group in built.param_groups for parameter in group["params"]} == trained
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -85,6 +98,13 @@ def test_a_rate_in_proportion():
         ("optimizer.beta=1", "--optimizer.beta: no option of AdamWConfig; did you mean --optimizer.betas"),
         ("optimizer.eps=small", "--optimizer.eps=small: "),
         ("optimizer.lr=0", "--optimizer.lr=0.0: must be positive"),
+        ("optimizer.betas=[1.5,0.9]", "--optimizer.. of adamw: Invalid beta parameter at index 0: 1.5"),
+        ("optimizer.weight_decay=-1", "of adamw: Invalid weight_decay value: -1"),
+        ("optimizer.type=xvla-adamw --optimizer.eps=nan", "of xvla-adamw: Invalid epsilon value: nan"),
+        ("optimizer.type=sgd --optimizer.momentum=nan", "of sgd: expected finite numbers, found {'momentum': nan}"),
+        ("optimizer.type=sgd --optimizer.nesterov=true --optimizer.momentum=0", "of sgd: Nesterov momentum requires"),
+        ("optimizer.type=muon --optimizer.momentum=-1", "of muon: "),
+        ("optimizer.type=sgd --optimizer.dampening=0.5", "--optimizer.dampening=0.5: its first step here would be"),
         ("scheduler.num_warmup_steps=3", "the policy has no scheduler of its own; give --scheduler.type too"),
         ("scheduler.type=cosine_decay_with_warmup", "needs more of its options num_warmup_steps, num_decay_steps"),
     ],

@@ -192,7 +192,7 @@ class Recipe:
         """
         trained = trainable_parameters(policy)
         params = policy.get_optim_params() if self.own_groups else policy.parameters()
-        built: Any = self.optimizer.build(params)
+        built = _build(self.optimizer, params, dict(policy.named_parameters()))
         groups = [
             {
                 **group,
@@ -214,6 +214,12 @@ class Recipe:
         names = ("lr", "betas", "eps", "weight_decay")
         constants = {name: built.defaults[name] for name in names if name in built.defaults}
         return type(built)(groups, **constants, **FUSED)
+
+
+def _build(optimizer: Any, params: Any, named: dict[str, nn.Parameter]) -> Any:
+    """Build LeRobot's optimizer, from whichever policy: X-VLA's takes parameters by name, and others do not."""
+    by_name = optimizer.type == "xvla-adamw"
+    return optimizer.build(named if by_name else params.values() if isinstance(params, dict) else params)
 
 
 def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
@@ -242,8 +248,22 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
             f"--optimizer.type={optimizer.type} with --scaling.strategy={config.scaling.strategy}: parameters in "
             "shards are updated by Adam alone; give --scaling.strategy=ddp or --optimizer.type=adamw"
         )
-    if not optimizer.lr > 0:
+    if not 0 < optimizer.lr < float("inf"):
         raise ValueError(f"--optimizer.lr={optimizer.lr}: must be positive")
+    if dampening := getattr(optimizer, "dampening", 0):
+        raise ValueError(
+            f"--optimizer.dampening={dampening}: its first step here would be another than torch's, as momentum begins "
+            "with zeros; leave it out"
+        )
+    parameter = nn.Parameter(torch.zeros(1, 1))
+    try:  # all that torch looks at, before there is a cluster
+        built = _build(optimizer, [parameter], {"weight": parameter})
+        if isinstance(optimizer, MuonConfig):
+            MuonAdamW([{"params": [parameter], "lr_scale": 1.0}], {parameter}, optimizer)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--optimizer.* of {optimizer.type}: {error}") from error
+    if wrong := {key: value for key, value in built.defaults.items() if value != value or value == float("inf")}:
+        raise ValueError(f"--optimizer.* of {optimizer.type}: expected finite numbers, found {wrong}")
     clip_norm = optimizer.grad_clip_norm
     return Recipe(
         optimizer=optimizer,
