@@ -109,6 +109,24 @@ def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, fa
     assert uploads == []
 
 
+def test_a_piece_that_arrives_after_an_error_is_not_written_to_another_file(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 8)
+
+    def receive(key, start, end, tag, patience_s):
+        time.sleep(0.1 if start == 0 else 0.4)
+        if start == 0:
+            raise ChangedError("another process wrote it")
+        return b"OLD-DATA"
+
+    monkeypatch.setattr(bucket, "range", receive)
+    with pytest.raises(ChangedError):
+        bucket.download("file", store_module.Content(16, "tag", 0.0), tmp_path / "file")
+    with open(tmp_path / "other", "wb", buffering=0) as other:  # which has the same descriptor
+        other.write(b"checkpoint bytes")
+        time.sleep(0.6)
+    assert (tmp_path / "other").read_bytes() == b"checkpoint bytes"
+
+
 def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monkeypatch, bucket_url):
     """Piece by piece; a store that does not answer is given up in the time that was said, and nothing is there."""
     (tmp_path / "runs").mkdir()

@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,8 +166,14 @@ class Store:
                 while written < len(data):  # less than all where the disk ends within
                     written += os.pwrite(descriptor, data[written:], start + written)
 
-            for _ in _pieces().map(receive, range(0, content.size, PIECE_BYTES)):
-                pass
+            pieces = [_pieces().submit(receive, start) for start in range(0, content.size, PIECE_BYTES)]
+            try:
+                for piece in pieces:
+                    piece.result()
+            finally:  # after an error, none may write to what is another file's descriptor by then
+                for piece in pieces:
+                    piece.cancel()
+                wait(pieces)
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
