@@ -127,6 +127,27 @@ def test_a_piece_that_arrives_after_an_error_is_not_written_to_another_file(buck
     assert (tmp_path / "other").read_bytes() == b"checkpoint bytes"
 
 
+@pytest.mark.parametrize("refused", [1, 2])
+def test_an_upload_that_the_store_does_not_know_is_made_again(bucket, tmp_path, monkeypatch, refused):
+    """As MinIO answers when the answer to its last request was lost, and that is repeated."""
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
+    file, answers, put = tmp_path / "file", iter(range(3)), store_module._put_pieces
+    file.write_bytes(os.urandom(6 * 2**20))
+
+    def answer(client, key, file):
+        put(client, key, file)
+        if next(answers) < refused:
+            raise FileNotFoundError("NoSuchUpload")
+
+    monkeypatch.setattr(store_module, "_put_pieces", answer)
+    if refused == 1:
+        bucket.upload(file, "file")
+        assert bucket.get("file")[0] == file.read_bytes()
+    else:
+        with pytest.raises(StorageError, match="s3://runs/file: the store does not know the upload"):
+            bucket.upload(file, "file")
+
+
 def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monkeypatch, bucket_url):
     """Piece by piece; a store that does not answer is given up in the time that was said, and nothing is there."""
     (tmp_path / "runs").mkdir()

@@ -201,7 +201,15 @@ class Store:
         if file.stat().st_size <= PIECE_BYTES:
             self.put(key, file.read_bytes(), patience_s=limited_patience(None))
         else:
-            self._call(key, _put_pieces, key, file, in_pieces=True)
+            try:
+                self._call(key, _put_pieces, key, file, in_pieces=True)
+            except FileNotFoundError:
+                # The upload is not known: the answer to its last request was lost, which not every store repeats, or
+                # the store has dropped its pieces.
+                try:
+                    self._call(key, _put_pieces, key, file, in_pieces=True)
+                except FileNotFoundError as error:
+                    raise StorageError(f"{self._url(key)}: the store does not know the upload ({error})") from error
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are not there, too."""
