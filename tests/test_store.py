@@ -168,6 +168,14 @@ def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monke
         assert time.monotonic() - started < 6 and not store.below("")
 
 
+def test_folders_that_a_console_made_are_no_files(bucket):
+    for name, data in {"": b"", "a.json": b"{}", "inner/": b"", "inner/deep/b.json": b"{}", "empty": b""}.items():
+        boto3.client("s3").put_object(Bucket="runs", Key=f"console/{name}", Body=data)
+    assert set(bucket.below("console")) == {"a.json", "inner/deep/b.json", "empty"}
+    folders, objects = bucket.names("console")
+    assert folders == ["inner"] and set(objects) == {"a.json", "empty"} and bucket.is_folder("console")
+
+
 def test_a_store_that_lists_no_uploads_is_a_warning(bucket, faults, caplog):
     """Some that speak as Amazon's have no such request; a run goes on without it."""
     faults.choose = lambda request: "403" if "uploads" in request.url else None

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -347,12 +347,15 @@ def _first_page(client: Any, prefix: str) -> Sequence[Any]:
     return next(iter(obstore.list(client, prefix or None, chunk_size=1)), ())
 
 
+# Consoles make empty objects "FOLDER/", which obstore lists as objects "FOLDER". They are no files.
+
+
 def _directly_below(client: Any, key: str) -> tuple[set[str], dict[str, Any]]:
     import obstore
 
     listing = obstore.list_with_delimiter(client, f"{key}/" if key else None)
     folders = {name.rstrip("/").rpartition("/")[2] for name in listing["common_prefixes"]}
-    return folders, {meta["path"].rpartition("/")[2]: meta for meta in listing["objects"]}
+    return folders, {meta["path"].rpartition("/")[2]: meta for meta in listing["objects"] if meta["path"] != key}
 
 
 def _all_below(client: Any, key: str) -> dict[str, Any]:
@@ -360,7 +363,9 @@ def _all_below(client: Any, key: str) -> dict[str, Any]:
 
     inside = f"{key}/" if key else ""
     pages = obstore.list(client, inside or None)
-    return {meta["path"].removeprefix(inside): meta for page in pages for meta in page}
+    objects = {meta["path"].removeprefix(inside): meta for page in pages for meta in page if meta["path"] != key}
+    folders = {folder for name in objects for folder in map(str, PurePosixPath(name).parents)}
+    return {name: meta for name, meta in objects.items() if meta["size"] or name not in folders}
 
 
 def _whole(client: Any, key: str, most_bytes: int) -> tuple[bytes, Mapping[str, Any]]:
