@@ -1,7 +1,10 @@
 """Objects in stores, over HTTP, through a network that fails."""
 
 import os
+import pickle
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
 
 import boto3
@@ -231,10 +234,25 @@ def test_credentials_that_expire_are_looked_for_anew(bucket, faults, monkeypatch
     assert bucket.get("a")[0] == b"2" and bucket._clients[PATIENCE_S, False] is not used
 
 
+def test_a_role_that_does_not_answer_once_is_asked_again(bucket, faults, impatient, monkeypatch):
+    """The metadata service of a machine, within a second: unsigned clients would be for the life of the process."""
+    bucket.put("a", b"1")
+    options, first = store_module._s3_options, iter([{"skip_signature": True}])
+    monkeypatch.setattr(store_module, "_s3_options", lambda named: options({**named, **next(first, {})}))
+    faults.choose = lambda request: "403" if request.attempt == 1 else None
+    faults.requests.clear()
+    store = Store("s3", "runs")
+    assert store.get("a")[0] == b"1" and len(faults.requests) == 2 and not store._unsigned
+
+
 class AnotherRegion(Handler):
     """A store that serves requests that are signed for its own region, as Amazon's does."""
 
+    together = threading.Barrier(1)
+
     def do_GET(self):
+        if "/eu-west-1/s3/" not in self.headers["Authorization"]:
+            self.together.wait(60)
         if "/eu-west-1/s3/" not in self.headers["Authorization"]:
             return self.answer(301, b"<Error><Code>PermanentRedirect</Code></Error>")
         self.answer(200, b"1", {"ETag": '"1"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT", "Content-Length": "1"})
@@ -247,3 +265,10 @@ def test_a_bucket_in_another_region_is_found(bucket_url, monkeypatch):
         assert Store("s3", "far").get("a")[0] == b"1"
         with pytest.raises(StorageError, match="the store refuses .*region"):
             Store("s3", "elsewhere").get("a")
+        # Several requests at a time, as of a read task's videos.
+        monkeypatch.setattr(AnotherRegion, "together", threading.Barrier(3))
+        store = Store("s3", "far")
+        with ThreadPoolExecutor(3) as pool:
+            assert [data for data, _ in pool.map(store.get, "abc")] == [b"1"] * 3
+        monkeypatch.setattr(store_module, "bucket_region", None)
+        assert pickle.loads(pickle.dumps(store)).get("a")[0] == b"1"

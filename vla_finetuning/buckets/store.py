@@ -117,7 +117,7 @@ class Store:
         self._unsigned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store, (self.protocol, self.bucket, self.options, self.explain)
+        return Store, (self.protocol, self.bucket, self.options, self.explain), {"_region": self._region}
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Store:
 
         started, patience_s = time.monotonic(), limited_patience(patience_s)
         retrying = Retrying(
-            retry=retry_if_exception(lambda error: may_pass(error) or self._mended(error)),
+            retry=retry_if_exception(lambda error: may_pass(error) or self._mended(error, region)),
             wait=wait_random_exponential(FIRST_PAUSE_S, max=min(LONGEST_PAUSE_S, patience_s / 2)),
             stop=stop_before_delay(patience_s),
             reraise=True,
@@ -267,6 +267,7 @@ class Store:
         try:
             for attempt in retrying:
                 with attempt:
+                    region = self._region
                     return request(self._client(patience_s, in_pieces), *args)
         except (FileNotFoundError, ValueError):
             raise
@@ -281,18 +282,28 @@ class Store:
             failure = Failure(self._url(key), words, may_pass(error), time.monotonic() - started)
             raise self.explain(failure) from error
 
-    def _mended(self, error: BaseException) -> bool:
-        """Return whether another client may succeed: with renewed credentials, or in the bucket's own region."""
+    def _mended(self, error: BaseException, asked: str | None) -> bool:
+        """Return whether another client may succeed: with renewed credentials, or in the bucket's own region.
+
+        asked: the region of the client that failed, None for its default; another thread may have found the right one.
+        """
         text, status = str(error), http_status(error)
         named = re.search("incorrectly configured region|AuthorizationHeaderMalformed", text)
         wrong_region = self._kind == "s3" and (status == 301 or named is not None)
         if wrong_region:
-            if self._region is not None or (region := bucket_region(self.bucket)) is None:
+            region = bucket_region(self.bucket) if self._region is None else self._region
+            if region in (None, asked):
                 return False
-            self._region = region
-        elif not (status == 401 or re.search("ExpiredToken|TokenRefreshRequired", text)):
+        elif self._unsigned and status == 403:  # the machine's role may have been out of reach for a moment
+            region = self._region
+            if self._arguments().get("skip_signature"):
+                return False
+        elif status == 401 or re.search("ExpiredToken|TokenRefreshRequired", text):
+            region = self._region
+        else:
             return False
         with self._lock:
+            self._region = region
             self._clients.clear()
         return True
 
@@ -317,12 +328,15 @@ class Store:
         pauses = {"init_backoff": timedelta(seconds=FIRST_PAUSE_S), "max_backoff": timedelta(seconds=LONGEST_PAUSE_S)}
         retries = {"max_retries": 1000 if in_pieces else 0, "retry_timeout": timedelta(seconds=patience_s)}
         store_class = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self._kind]
-        arguments = {"s3": _s3_options, "gs": _google_options, "az": _azure_options}[self._kind](self.options)
+        arguments = self._arguments()
         self._unsigned = bool(arguments.get("skip_signature"))
         if self._region is not None:
             arguments["region"] = self._region
         http["allow_http"] = any("http://" in str(value) for value in arguments.values())
         return store_class(self.bucket, **arguments, client_options=http, retry_config={**retries, "backoff": pauses})
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"s3": _s3_options, "gs": _google_options, "az": _azure_options}[self._kind](self.options)
 
     def _condition(self, tag: str) -> dict[str, str]:
         return {"version": tag} if self._kind == "gs" else {"e_tag": tag}
