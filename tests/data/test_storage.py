@@ -13,6 +13,7 @@ from tests.loopback import Faults, GoogleStorage, Proxy, s3_server, serving
 from vla_finetuning.buckets import store as store_module
 from vla_finetuning.data import storage
 from vla_finetuning.data.disk_cache import disk_cache
+from vla_finetuning.data.statistics import _listing
 from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,6 +191,16 @@ def test_what_is_cached_is_not_fetched_until_it_changes(tmp_path):
     assert read() == DATA[::-1] and fetched
     # Blocks of the earlier content are gone with it.
     assert len(list((tmp_path / "cache").glob("*/*/*"))) == 1
+
+
+def test_statistics_of_a_bucket_are_known_by_its_objects_content():
+    bucket, found = MemoryBucket(), []
+    for data in (DATA, DATA[::-1]):  # as long as before
+        bucket.put("data/file-000.parquet", data)
+        fs = RemoteFileSystem(bucket, StoragePolicy())
+        found.append(_listing(SimpleNamespace(fs=fs, base="memory", data_files=["data/file-000.parquet"])))
+    (before,), (after,) = found
+    assert before[:2] == after[:2] == ["memory/data/file-000.parquet", str(len(DATA))] and before != after
 
 
 def test_a_cache_that_fails_costs_a_warning_and_the_cache(tmp_path, caplog):

@@ -218,7 +218,7 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
 
 
 def _info(path: str, content: Content) -> dict[str, Any]:
-    return {"name": path, "size": content.size, "type": "file"}
+    return {"name": path, "size": content.size, "type": "file", "ETag": content.tag, "LastModified": content.written}
 
 
 def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
