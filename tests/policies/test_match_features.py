@@ -142,6 +142,9 @@ def test_windows_are_lerobots(fps):
     match = match_features(config, features, {}, fps=fps)
     expected = resolve_delta_timestamps(config, as_metadata(features, fps))
     assert match.delta_timestamps == expected and "observation.images.top" in expected
+    # Of a dataset with more than the policy sees by now, no more is read.
+    more = features | {"observation.effort": Feature("float32", (3,)), "observation.note": Feature("string", (1,))}
+    assert match_features(config, more, {}, fps=fps).delta_timestamps == expected
 
 
 def test_cameras_that_do_not_match_print_the_flag_to_write():

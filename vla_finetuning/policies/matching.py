@@ -179,10 +179,11 @@ def match_features(
         )
         for key, feature in used.items()
     )
+    read = {row.dataset_key for row in rows}
     return FeatureMatch(
         camera_keys=tuple(sources[key] for key in config.image_features if key in cameras),
         rows=rows,
-        delta_timestamps=_delta_timestamps(config, dataset_features, fps),
+        delta_timestamps=_delta_timestamps(config, [key for key in dataset_features if key in read], fps),
     )
 
 
@@ -284,12 +285,10 @@ def _flat_names(names: Any) -> list[str] | None:
     return [str(name) for name in names] if names else None
 
 
-def _delta_timestamps(
-    config: PreTrainedConfig, dataset_features: Mapping[str, DatasetFeature], fps: float
-) -> dict[str, list[float]]:
-    """Seconds for each windowed key, by the rule of LeRobot's `resolve_delta_timestamps`."""
+def _delta_timestamps(config: PreTrainedConfig, dataset_keys: Sequence[str], fps: float) -> dict[str, list[float]]:
+    """Seconds for each windowed key that is read, by the rule of LeRobot's `resolve_delta_timestamps`."""
     deltas: dict[str, list[float]] = {}
-    for key in dataset_features:
+    for key in dataset_keys:
         if key == ACTION:
             indices = config.action_delta_indices
         elif key == REWARD:
