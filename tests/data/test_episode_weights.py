@@ -1,9 +1,12 @@
 """Weights of episodes, from wherever they may come."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
@@ -40,6 +43,17 @@ def weights_of(metas, source):
 def test_a_column_of_the_metadata(metas):
     assert weights_of(metas[:1], "quality") == [QUALITY]
     assert weights_of(metas[:1], "success") == [[1, 0, 1, 1, 1, 0]]
+
+
+def test_a_column_of_a_dataset_whose_numbering_has_holes(metas, tmp_path):
+    """It may begin above 0, too (docs/datasets.md)."""
+    root = tmp_path / "holes"
+    shutil.copytree(metas[0].root, root)
+    for path in (root / "meta" / "episodes").rglob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.filter(pc.is_in(table["episode_index"], pa.array([2, 3, 5]))), path)
+    weights = episode_weights([replace(metas[0], root=str(root), base=str(root))], [str(root)], "quality")[0]
+    assert weights.tolist() == [0, 0, QUALITY[2], QUALITY[3], 0, QUALITY[5]]
 
 
 def test_a_file_names_those_that_are_not_1(metas, tmp_path):

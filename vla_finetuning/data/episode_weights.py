@@ -94,7 +94,7 @@ def _checked(weight: np.ndarray, label: str) -> np.ndarray:
 
 
 def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
-    """A column of meta/episodes, float64 (E,), NaN where it has no value."""
+    """A column of meta/episodes, float64 (E,), NaN where it has no value, 0 for numbers that no episode has."""
     weight = np.full(meta.num_episodes, np.nan)
     if meta.codebase_version in metadata_v2.VERSIONS:
         try:
@@ -120,6 +120,7 @@ def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
         numbers.append(_numbers(part["episode_index"]))
         values.append(_numbers(part[name]))
     weight[np.concatenate(numbers).astype(np.int64)] = np.concatenate(values)
+    weight[np.setdiff1d(np.arange(len(weight)), np.concatenate(numbers))] = 0  # there are no such episodes
     return weight
 
 
