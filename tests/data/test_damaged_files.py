@@ -23,7 +23,9 @@ from tests.data.test_datasource import (
     without_ray,
 )
 from tests.datasets import datasource, make_dataset
+from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data import decode as lerobot_decode
+from vla_finetuning.data import rows as rows_module
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
 
@@ -139,6 +141,11 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
 
     log = tmp_path / "skipped.jsonl"
     source = datasource([meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+
+    def away(path):
+        raise StorageError(f"{path}: the store of the run's folder does not answer")
+
+    monkeypatch.setattr(rows_module, "push", away)
     found = next(source.read_rows(range(54), 54))
     assert found.keys() == sound.keys() | {"is_skipped"}
     np.testing.assert_array_equal(found["is_skipped"], gone)

@@ -20,6 +20,7 @@ import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.buckets.mirror import file_of_process, push
+from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, numbers, read_numbers, read_values
@@ -219,7 +220,8 @@ def _tell_skipped(reader: DatasetFiles, e: _Episode, positions: np.ndarray, erro
         line |= {"positions": sorted(positions.tolist()), "error": str(error)}
         log = file_of_process(log)
         append_line(log, json.dumps(line))
-        push(log)
+        with contextlib.suppress(StorageError):  # the bucket of the run's folder is away: the next line goes with it
+            push(log)
 
 
 def _group_by_episode(readers: Sequence[DatasetFiles], read: WindowRead) -> tuple[list[_Episode], int]:
