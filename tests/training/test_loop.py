@@ -24,10 +24,10 @@ from vla_finetuning.policies.families import pi05
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import sample_noise_and_time, time_without_given
 from vla_finetuning.policies.trainable import UNUSED
-from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE
+from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Progress
 from vla_finetuning.run.folder import STOP_NAME, own_folder
 from vla_finetuning.training import attempt, callbacks, checkpoint_writer, model, state
-from vla_finetuning.training.callbacks import NonfiniteSteps, mfu
+from vla_finetuning.training.callbacks import Checkpoints, NonfiniteSteps, mfu
 from vla_finetuning.training.feed import describe_batch
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import cache_casts
@@ -358,6 +358,18 @@ def test_what_training_never_uses_is_not_on_the_device(setting):
     report = run.policy.parameters
     held = sum(parameter.numel() for parameter in loss.policy.parameters())
     assert held == report.total - report.frozen[UNUSED] < report.total
+
+
+def test_a_checkpoints_loss_is_without_log_steps_that_were_skipped():
+    start = Progress(step=0, rows=0, stream={}, base={}, mode="full", global_batch_size=4)
+    worker = SimpleNamespace(preemption_deadline_ms=lambda: None)
+    state = SimpleNamespace(worker=worker, attempt=SimpleNamespace(progress=start), step=3, rows=12)
+    hook = Checkpoints(None)
+    hook._writer = SimpleNamespace(paused_s=lambda: 0.0)
+    assert hook.progress(state).loss is None
+    for loss in (1.0, float("nan"), 3.0):
+        hook.on_log(state, {"loss": loss})
+    assert hook.progress(state).loss == 2.0
 
 
 def test_options_reach_the_loss(setting, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -194,7 +195,8 @@ class Checkpoints(Callback):
         return {"save": float(state.worker.rank == 0 and self._writer.due())}
 
     def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
-        self._losses.append(line["loss"])
+        if math.isfinite(line["loss"]):  # else all of its steps were skipped, which changed nothing
+            self._losses.append(line["loss"])
         # What is not over all held-out rows does not decide which checkpoint is best.
         self._eval_loss = None if line.get("eval_skipped") else line.get("eval_loss")
         line["checkpoint_pause_s"] = self._writer.paused_s()
