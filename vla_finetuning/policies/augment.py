@@ -235,6 +235,8 @@ def _lerobot_transform(flag: str, transform: Any) -> Step:
         }
         intervals = {name: getattr(transform, name) for name in functions}
         parts = [Uniform(functions[name], [tuple(limits)]) for name, limits in intervals.items() if limits is not None]
+        if not parts:
+            raise ValueError(f"{flag}: this ColorJitter changes nothing; leave it out")
         # In an order that torchvision draws each time.
         return parts[0] if len(parts) == 1 else Subset(parts, [1.0] * len(parts), len(parts), shuffled=True)
     if isinstance(transform, SharpnessJitter):
