@@ -167,6 +167,12 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps=3 with --num_epochs=1: give one of them"),
         (DATA[1:], "which data"),
+        (["--dataset.root=,", *DATA[1:]], "which data"),
+        (["--dataset.root=,", "--preset=demo"], "which data"),
+        *(
+            ([*DATA, f"--{name}=s3://b/x"], f"--{name}=s3://b/x: expected a folder on each node's own disk")
+            for name in ("dataset.cache_dir", "dataset.frame_cache", "train.feature_cache")
+        ),
         ([DATA[0], DATA[2]], "which policy"),
         (DATA[:2], "where to"),
         ([*DATA[:2], "--output_dir=http://b/x"], "expected a path, s3://BUCKET/FOLDER, gs:"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
-from vla_finetuning.options.fields import option
+from vla_finetuning.options.fields import option, refuse_address
 from vla_finetuning.options.mixture import members, robots
 
 MissingCameras = Literal["error", "mask"]
@@ -208,7 +208,9 @@ class DatasetOptions:
             listed = [member.root for member in mixture if getattr(member, name) is not None]
             if getattr(self, name) is not None and listed:
                 raise ValueError(f"--dataset.{name}, and {name} of {listed[0]} in --dataset.mixture: give one of them")
-        if config.preset != "demo" and not (self.root or self.repo_id or self.mixture):
+        for name in ("cache_dir", "frame_cache"):
+            refuse_address(f"--dataset.{name}", getattr(self, name))
+        if not (self.roots or self.repo_id) and (config.preset != "demo" or self.root):
             raise ValueError(
                 "which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo"
             )

@@ -281,6 +281,12 @@ def _readings(text: str) -> Iterator[Any]:
         yield [part.strip() for part in text.split(",")]
 
 
+def refuse_address(flag: str, folder: str | None) -> None:
+    """Refuse an address of an object store where a folder of each node's own disk is meant."""
+    if folder is not None and "://" in folder:
+        raise ValueError(f"{flag}={folder}: expected a folder on each node's own disk")
+
+
 def whole_numbers(text: str) -> list[int]:
     """`0,1,5:8` is 0, 1, 5, 6, 7. Raises ValueError, for a range without a number too."""
     numbers: list[int] = []

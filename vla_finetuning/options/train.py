@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.options.dataset import ImageTransformOptions
-from vla_finetuning.options.fields import option
+from vla_finetuning.options.fields import option, refuse_address
 
 TrainMode = Literal["heads", "expert", "full"]
 Attention = Literal["eager", "sdpa"]
@@ -145,6 +145,9 @@ class TrainOptions(StepOptions):
         return [
             "             not augmented, as in lerobot-train (--dataset.image_transforms.enable, --train.augmentation)"
         ]
+
+    def check(self, config: Any) -> None:
+        refuse_address("--train.feature_cache", self.feature_cache)
 
     def describe_feature_cache(
         self, frames: int, feature_bytes: Sequence[int], frame_bytes: int, precision: str, nodes: str, fits: bool
