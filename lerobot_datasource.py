@@ -483,6 +483,13 @@ def read_lerobot(
     for name, number in (("tolerance_s", tolerance_s), ("frame_cache_gb", frame_cache_gb)):
         if isinstance(number, bool) or not isinstance(number, int | float | np.number) or not 0 < number < math.inf:
             raise ValueError(f"read_lerobot: {name}={number!r}: expected a positive number")
+    for name, number, least in (
+        ("shuffle_seed", 0 if shuffle_seed is None else shuffle_seed, 0),
+        ("shuffle_window", shuffle_window, 1),
+        ("window_segments", window_segments, 1),
+    ):
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
+            raise ValueError(f"read_lerobot: {name}={number!r}: expected a whole number, at least {least}")
     if not isinstance(root, str | Path) and not len(root):
         raise ValueError("read_lerobot: root is empty: give a dataset, or several")
     roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
@@ -506,7 +513,9 @@ def read_lerobot(
             num_cpus=num_cpus,
             num_tasks=override_num_blocks,
             on_error=on_error,
-            frame_cache=None if frame_cache is None else FrameCache(str(Path(frame_cache).absolute()), frame_cache_gb),
+            frame_cache=None
+            if frame_cache is None
+            else FrameCache(str(Path(frame_cache).expanduser().absolute()), frame_cache_gb),
         ),
     )
     options = {"memory": memory, "label_selector": label_selector, "ray_remote_args": ray_remote_args}

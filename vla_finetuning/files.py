@@ -89,10 +89,11 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         OSError: it cannot be opened. ValueError: it is no regular file, or larger than `most_bytes`.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):  # `open` would refuse a folder by its descriptor's number
+        os.close(descriptor)
+        raise ValueError(f"{path} is not a regular file")
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path} is not a regular file")
         if status.st_size > most_bytes:
             size, most = status.st_size / 2**20, most_bytes / 2**20
             raise ValueError(f"{path} has {size:,.0f} MiB, more than the {most:,.0f} MiB that it may have")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pickle
 import shutil
 import time
@@ -648,12 +649,20 @@ def test_arguments_that_do_not_fit(roots):
     for wrong, name in (
         ({"on_error": "Skip"}, "on_error='Skip'"),
         ({"override_num_blocks": 0}, "override_num_blocks=0"),
+        ({"window_segments": 0}, "window_segments=0: expected a whole number, at least 1"),
+        ({"shuffle_window": -5}, "shuffle_window=-5: expected a whole number, at least 1"),
+        ({"shuffle_seed": -1}, "shuffle_seed=-1: expected a whole number, at least 0"),
     ):
         with pytest.raises(ValueError, match=name):
             read_lerobot(roots["rollover"], **wrong)
     for name, value in {"episodes": 3, "camera_keys": TOP, "delta_timestamps": [0.0], "image_size": 224}.items():
         with pytest.raises(TypeError, match=f"read_lerobot: {name}=.*: expected"):
             read_lerobot(roots["rollover"], **{name: value})
+
+
+def test_a_cache_below_home(roots, rows_here):
+    source = read_lerobot(roots["rollover"], frame_cache="~/frames")
+    assert source._reading.frame_cache.folder == os.path.expanduser("~/frames")
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "x", None, True])

@@ -25,6 +25,7 @@ from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, read_rows
+from vla_finetuning.files import read_regular
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.dataset_look import look_at
 
@@ -267,6 +268,8 @@ def test_a_pipe_is_not_waited_at(root, name):
     os.mkfifo(root / name)
     with pytest.raises(ValueError, match=f"{name} is not a regular file"):
         load_metadata(root)
+    with pytest.raises(ValueError, match=f"{root} is not a regular file"):  # a folder, as of --config_path
+        read_regular(root, 1)
 
 
 def test_an_instruction_of_any_length(root):
