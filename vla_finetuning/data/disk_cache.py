@@ -60,10 +60,10 @@ LEDGER = "ledger"
 def make_private(folder: Path) -> None:
     """Make a folder, for this user alone where it is not there, and check it and everything that leads to it.
 
-    No other user can change what passed: only owners may rename or remove a component of the path.
+    Only owners, and the group of a folder that leads there, may rename or remove a component of the path.
 
     Raises:
-        PermissionError: a part of the path belongs to another user, or others may write there. OSError.
+        PermissionError: a part of the path belongs to another user, or anybody may write there. OSError.
     """
     folder = Path(os.path.abspath(folder))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -42,7 +42,7 @@ class LogOptions(CheckpointOptions):
     # Shared among the tasks and evenly spaced in each.
     max_eval_samples: int = option(
         0,
-        "Rows that the held-out loss is measured on, at most; 0: all.",
+        "Rows that the held-out loss is measured on, at most, but one of each task; 0: all.",
         min=0,
         requires={"eval_steps": "it is of the held-out loss, which is not measured"},
     )
