@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from vla_finetuning.data.metadata import dimension_names, key_frame_rows, load_m
 from vla_finetuning.data.options import Features, Selection
 from vla_finetuning.data.safe_parquet import open_parquet
 from vla_finetuning.data.selection import choose_episodes
+from vla_finetuning.data.statistics import complete_stats
 
 EPISODES = (6, 4, 9, 1, 5, 7, 3, 8, 2, 5, 4, 6)
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
@@ -642,6 +644,13 @@ def test_numbering_with_holes(root, gone):
     for key in whole.video_keys:
         files = [[m.video_files[key][m.episode_video_file[key][e]] for e in others] for m in (whole, meta)]
         assert files[0] == files[1]
+    # As --dataset.statistics lerobot computes what stats.json lacks, of the episodes that there are.
+    found, expected = (
+        complete_stats(replace(m, stats={}), {"action": {"mean", "q01"}}, cache_dir=None, episodes=episodes)[0]
+        for m, episodes in ((meta, None), (whole, others))
+    )
+    for name in ("mean", "q01"):
+        np.testing.assert_array_equal(found["action"][name], expected["action"][name])
 
 
 @pytest.mark.parametrize("column", ["length", "data/chunk_index", f"videos/{WRIST}/from_timestamp"])

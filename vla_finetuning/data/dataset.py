@@ -168,6 +168,12 @@ def select_episodes(
     return values.astype(np.int64)
 
 
+def known_episodes(meta: DatasetMetadata) -> np.ndarray:
+    """Return all episodes but those whose rows the metadata does not know: those that statistics of all describe."""
+    episodes = select_episodes(meta, None)
+    return episodes[~np.isin(episodes, list(meta.broken.get("data", {})))]
+
+
 def shorten(items: Sequence[Any], limit: int = 10) -> str:
     text = ", ".join(str(item) for item in items[:limit])
     return f"[{text}{f', … {len(items)} in all' if len(items) > limit else ''}]"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata, select_episodes
+from vla_finetuning.data.dataset import DatasetMetadata, known_episodes
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, stored_as
 
 ACTION, STATE = "action", "observation.state"
@@ -61,7 +61,7 @@ def relative_action_stats(
             contradicts the metadata or holds NaN.
         FileNotFoundError: a parquet file is missing.
     """
-    episodes = select_episodes(meta, None)
+    episodes = known_episodes(meta)
     check_relative(meta, relative, episodes)
     state = meta.features[STATE]
     described = {**relative.described(), "state": stored_as(state)}

@@ -21,7 +21,14 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
+from vla_finetuning.data.dataset import (
+    CAMERA_DTYPES,
+    NUMERIC_DTYPES,
+    DatasetMetadata,
+    Feature,
+    known_episodes,
+    select_episodes,
+)
 from vla_finetuning.data.parquet_columns import DataFile, Span, numbers, read_groups
 from vla_finetuning.files import write_json
 
@@ -60,7 +67,7 @@ def complete_stats(
             metadata or holds NaN.
         FileNotFoundError: a parquet file is missing.
     """
-    chosen = select_episodes(meta, episodes)
+    chosen = known_episodes(meta) if episodes is None else select_episodes(meta, episodes)
     missing: dict[str, list[str]] = {}
     for key, required_names in required.items():
         unknown = sorted(set(required_names) - set(STATISTICS))
