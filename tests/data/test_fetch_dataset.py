@@ -80,6 +80,16 @@ def test_fetch_only_what_is_needed(original, tmp_path, monkeypatch):
     assert {name for name in fake.downloads if not name.startswith("meta/")} == expected
 
 
+@pytest.mark.parametrize("camera_keys", [None, [TOP]])
+def test_fetch_images_that_rows_name_by_their_paths(tmp_path, monkeypatch, camera_keys):
+    root = make_dataset(tmp_path / "images", episodes=(3,), cameras={}, image_cameras={TOP: (32, 32)})
+    (root / "images" / TOP).mkdir(parents=True, exist_ok=True)
+    (root / "images" / TOP / "frame-000000.png").touch()
+    fake = FakeHub(monkeypatch, root, tmp_path / "cache")
+    fetch_dataset("user/name", camera_keys=camera_keys)
+    assert f"images/{TOP}/frame-000000.png" in fake.downloads
+
+
 def test_fetch_refuses_what_the_dataset_lacks(original, tmp_path, monkeypatch):
     fake = FakeHub(monkeypatch, original, tmp_path / "cache")
     with pytest.raises(ValueError, match=r"no camera \['front'\]"):

@@ -158,6 +158,8 @@ def fetch_dataset(
         patterns = sorted({f"{glob.escape(path.split('/')[0])}/*" for path in needed})
     else:
         patterns = [glob.escape(path) for path in needed]
+    if any(feature.dtype == "image" for feature in meta.features.values()):
+        patterns.append("images/*")  # which rows may name by their paths
     download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=patterns)
     return folder, commit
 
