@@ -211,7 +211,7 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
     mark()
     for _ in range(2):  # the first one waits for the memory too, which a run makes while training begins
         copies = {
-            group: {key: Piece(staging.copied(key, value), (0,) * value.ndim) for key, value in tensors_of.items()}
+            group: {key: Piece(copy, (0,) * copy.ndim) for key, copy in staging.copied(tensors_of).items()}
             for group, tensors_of in state.items()
         }
         mark()

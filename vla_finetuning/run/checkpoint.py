@@ -96,51 +96,23 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...]
 
 
-# Host memory for checkpoints is made in pieces of this size: few, and none so large that making it is one long wait.
-STAGED_BYTES = 4 * 2**30
-# Each tensor in it begins at a multiple of this, as those that PyTorch allocates do.
-ALIGNMENT = 64
-
-
-class StagingSlot(NamedTuple):
-    """Where in host memory a tensor is copied to: the number of the piece, and the byte that it begins at."""
-
-    piece: int
-    start: int
-
-
-def staging_slots(sizes: Mapping[str, int], most: int = STAGED_BYTES) -> tuple[dict[str, StagingSlot], list[int]]:
-    """Return where tensors of so many bytes go, by name, and how large the pieces are: no larger than what is in them.
-
-    A piece is filled up to `most`, and holds at least one tensor, however large.
-    """
-    slots: dict[str, StagingSlot] = {}
-    pieces: list[int] = []
-    for name, size in sizes.items():
-        aligned = -(-size // ALIGNMENT) * ALIGNMENT
-        if not pieces or pieces[-1] + aligned > most:
-            pieces.append(0)
-        slots[name] = StagingSlot(len(pieces) - 1, pieces[-1])
-        pieces[-1] += aligned
-    return slots, pieces
-
-
 class Staging:
     """Host memory that all checkpoints of an attempt are copied into, made once, by a thread, while training begins.
 
-    PyTorch's own pinned memory asks the driver for every tensor, at the first checkpoint, and rounds each up to a power
-    of two: for PI0.5 in full, 2400 of them.
+    PyTorch's stager has a place for each storage, and pins just its bytes; `pin_memory` rounds each up to a power of
+    two.
 
     Args:
         tensors: what a checkpoint holds of this process, by name; on a GPU, the memory is pinned.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self._places, self._sizes = staging_slots({name: tensor.nbytes for name, tensor in tensors.items()})
+        from torch.distributed.checkpoint._state_dict_stager import StateDictStager  # torch 2.11's own `DefaultStager`
+
         self._gpu = self._gpu_of(tensors)
-        self._pinned: list[Tensor] = []
+        self._stager = StateDictStager(pin_memory=self._gpu is not None)
         maker = ThreadPoolExecutor(1, thread_name_prefix="staging")
-        self._pieces: Future[list[Tensor]] = maker.submit(self._make)
+        self._made: Future[None] = maker.submit(self._make, tensors)
         maker.shutdown(wait=False)
 
     @staticmethod
@@ -148,40 +120,36 @@ class Staging:
         """Return the GPU that tensors are on, if any."""
         return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
-    def _make(self) -> list[Tensor]:
+    def _make(self, tensors: Mapping[str, Tensor]) -> None:
         import torch
 
-        pieces = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
         if self._gpu is not None:
             # A thread begins on device 0, and to pin memory makes a context there: half a GiB for each other rank.
             torch.cuda.set_device(self._gpu)
-            from torch.cuda._pin_memory_utils import pin_memory  # torch 2.11's own, for its checkpoints
+            torch.cuda.set_stream(torch.cuda.Stream())  # of this thread: what it copies does not delay steps
+        try:
+            self._stage(tensors)
+        except RuntimeError as error:
+            if not self._stager.pin_memory:
+                raise
+            logger.warning("memory for checkpoints cannot be pinned (%s): each takes a while longer", error)
+            self._stager.pin_memory = False
+            self._stage(tensors)
+        if self._gpu is not None:
+            torch.cuda.current_stream().synchronize()
 
-            for piece in pieces:
-                try:
-                    pin_memory(piece.data_ptr(), piece.nbytes)
-                except RuntimeError as error:
-                    logger.warning("memory for checkpoints cannot be pinned (%s): each takes a while longer", error)
-                    break
-                self._pinned.append(piece)
-        return pieces
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies, by name, each in its tensor's place; on a GPU under way until the device is waited for."""
+        self._made.result()
+        return self._stage(tensors)
 
-    def copied(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy, in the place of that name; on a GPU under way until the device is waited for."""
-        place = self._places[name]
-        piece = self._pieces.result()[place.piece]
-        copy = piece[place.start : place.start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return copy.copy_(tensor, non_blocking=True)
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._stager.stage({name: tensor.detach() for name, tensor in tensors.items()}, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back. Nothing may be in use of what was copied."""
-        self._pieces.result()
-        if self._pinned:
-            from torch.cuda._pin_memory_utils import unpin_memory
-
-            for piece in self._pinned:
-                unpin_memory(piece.data_ptr())
-        self._pinned, self._pieces = [], Future()
+        """Give the memory back, as soon as nothing refers to what was copied."""
+        self._made.result()
+        self._stager.close()
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, count: int = 1) -> Files:

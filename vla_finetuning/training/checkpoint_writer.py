@@ -184,11 +184,9 @@ class CheckpointWriter:
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
         """Copies in host memory, where further steps do not change them."""
         assert self._staging is not None
-        pieces = {}
-        for name, tensor in self._mine(tensors).items():
-            shard, offsets = shard_of(tensor)
-            pieces[name] = Piece(self._staging.copied(name, shard), offsets)
-        return pieces
+        shards = {name: shard_of(tensor) for name, tensor in self._mine(tensors).items()}
+        copies = self._staging.copied({name: shard for name, (shard, _) in shards.items()})
+        return {name: Piece(copies[name], offsets) for name, (_, offsets) in shards.items()}
 
     def _write(
         self, copies: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
