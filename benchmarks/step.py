@@ -42,7 +42,8 @@ from diagnostics.tool import free_memory, peak_memory
 from util import enable_gpu_perf_flags, peak_flops
 from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import Config
-from vla_finetuning.options.train import TrainMode
+from vla_finetuning.options.scaling import ScalingOptions
+from vla_finetuning.options.train import TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.registry import family_of
@@ -176,17 +177,13 @@ def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dic
 
 def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:
     """Return what `--dry_run` says that a step of ours takes."""
-    return step_memory(
-        family_of(config).with_cameras(config, CAMERAS, prompt(config)),
-        mode,
-        cameras=CAMERAS,
+    options = Config(
         batch_size=size,
         grad_accum=accum,
-        draws=1,
-        bf16=bf16,
-        attention=Config().train.attention,
-        checkpointing=False,
+        scaling=ScalingOptions(num_workers=1),
+        train=TrainOptions(mode=mode, precision="bf16" if bf16 else "fp32"),
     )
+    return step_memory(family_of(config).with_cameras(config, CAMERAS, prompt(config)), options, cameras=CAMERAS)
 
 
 def table(mode: str, result: dict[str, Any]) -> str:

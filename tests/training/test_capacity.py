@@ -25,11 +25,10 @@ from vla_finetuning.training.capacity import (
     card_of,
     check_capacity,
     describe_memory,
-    needed_by,
     planned_memory,
     planned_shards,
 )
-from vla_finetuning.training.memory import GIB, StepMemory
+from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 
 PATHS = ("--dataset.root=d", "--output_dir=o")
 CAMERAS, FRAME, PROMPT = (1, 2, 3), (480, 640), 200
@@ -50,7 +49,8 @@ def plan_of_options(config, cameras):
     policy = PreTrainedConfig.get_choice_class("pi05")(device="cpu", pretrained_path=Path("pi05_base"))
     policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
     policy = family_of(policy).with_cameras(policy, cameras, PROMPT)
-    return needed_by(config, policy, cameras=cameras, frames=[FRAME] * cameras)
+    shards = planned_shards(config)
+    return step_memory(policy, config, cameras=cameras, frames=[FRAME] * cameras, shard_workers=shards)
 
 
 def plan_of_grpo(preset, cameras):

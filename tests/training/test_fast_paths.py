@@ -103,11 +103,8 @@ def test_memory_is_as_planned(dataset, tmp_path, kind):
         spec = run.policy
         loss, _ = build_model(spec, CPU)
         family, config = family_of(spec.config), spec.config
-        plan = step_memory(
-            *(config, spec.train.mode),
-            **{"cameras": 1, "batch_size": rows, "grad_accum": 1, "draws": 1, "bf16": False, "attention": "eager"},
-            checkpointing=False,
-        )
+        options = replace(run.config, batch_size=rows, grad_accum=1, scaling=replace(run.config.scaling, num_workers=1))
+        plan = step_memory(config, options, cameras=1)
         sized = family.with_cameras(config, 1)
         batch, noise, time = family.empty_inputs(sized, rows, 1, CPU)
         name = next(iter(config.image_features))

@@ -1,6 +1,7 @@
 """The estimate of a step's memory against what a real tiny policy takes."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.tiny import make_batch, make_config, make_policy
 from util import make_trainable_optimizer, train_step
+from vla_finetuning.options.programs import Config
+from vla_finetuning.options.scaling import ScalingOptions
+from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies import recompute
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
@@ -41,16 +45,15 @@ def build(mode, attention, checkpointing, bf16):
 
 @functools.cache
 def estimate(mode, attention, checkpointing, bf16, accum):
-    return step_memory(
-        make_config(2),
-        mode,
-        cameras=2,
-        batch_size=ROWS,
-        grad_accum=accum,
-        draws=1,
-        bf16=bf16,
-        attention=attention,
-        checkpointing=checkpointing,
+    options = options_of(mode, bf16, attention=attention, activation_checkpointing=checkpointing)
+    return step_memory(make_config(2), replace(options, batch_size=ROWS, grad_accum=accum), cameras=2)
+
+
+def options_of(mode, bf16, **train):
+    """Return the options of one worker."""
+    return Config(
+        scaling=ScalingOptions(num_workers=1),
+        train=TrainOptions(mode=mode, precision="bf16" if bf16 else "fp32", **train),
     )
 
 
@@ -139,8 +142,7 @@ def saved_bytes(prompt):
     """Return the bytes that the forward of a row leaves for backward; full, under autocast."""
     config = make_config(1)
     config.tokenizer_max_length = prompt
-    options = {"cameras": 1, "batch_size": 1, "grad_accum": 1, "draws": 1, "bf16": True, "attention": "sdpa"}
-    return step_memory(config, "full", **options, checkpointing=False).saved
+    return step_memory(config, replace(options_of("full", True), batch_size=1), cameras=1).saved
 
 
 def test_backward_has_of_a_token_each_tensor_once_and_no_more_than_it_needs():

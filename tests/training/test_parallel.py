@@ -555,21 +555,18 @@ def test_ddp_holds_one_copy_of_the_gradients(found):
         assert others == pytest.approx(alone[2:], rel=0.01)
 
 
-def planned_step(found, strategy, **changes):
-    return step_memory(
-        found.run.policy.config,
-        "full",
-        cameras=len(found.run.rows.camera_keys),
-        frames=found.run.rows.frames,
-        batch_size=found.run.config.batch_size,
+def planned_step(found, strategy, workers=2, shard_workers=None):
+    config, rows = found.run.config, found.run.rows
+    options = replace(
+        config,
         grad_accum=2,
-        draws=1,
-        bf16=False,
-        attention="sdpa",
-        checkpointing=False,
-        strategy=strategy,
-        average=True,
-        **{"workers": 2, **changes},
+        scaling=replace(config.scaling, strategy=strategy, num_workers=workers),
+        train=replace(config.train, mode="full", precision="fp32"),
+        ema=replace(config.ema, enable=True),
+    )
+    cameras = len(rows.camera_keys)
+    return step_memory(
+        found.run.policy.config, options, cameras=cameras, frames=rows.frames, shard_workers=shard_workers
     )
 
 

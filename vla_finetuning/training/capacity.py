@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from lerobot.configs import PreTrainedConfig
 from ray._common.utils import get_system_memory
 
 from vla_finetuning.cards import CARDS_GIB, OF_PRESET
@@ -44,49 +43,10 @@ def planned_memory(spec: PolicySpec, frames: Sequence[tuple[int, int]]) -> Plan:
             return None
         # Of the lengths that prompts may have, the longest.
         policy = family.with_cameras(spec.config, spec.cameras, spec.prompts[-1])
-        return needed_by(config, policy, cameras=spec.cameras, frames=frames)
+        shards = planned_shards(config)
+        return step_memory(policy, config, cameras=spec.cameras, frames=frames, shard_workers=shards)
 
     return planned
-
-
-def needed_by(
-    config: Config,
-    policy: PreTrainedConfig,
-    *,
-    cameras: int,
-    frames: Sequence[tuple[int, int]],
-) -> StepMemory:
-    """Return what each worker of a run with these options needs.
-
-    Args:
-        policy: with as many cameras, and prompts of the longest length.
-        frames: (height, width) of each camera's, as they reach the device.
-    """
-    train, scaling = config.train, config.scaling
-    needed = step_memory(
-        policy,
-        train.mode,
-        cameras=cameras,
-        batch_size=config.batch_size,
-        grad_accum=config.grad_accum,
-        draws=train.noise_draws,
-        bf16=config.planned_in_bf16,
-        attention=train.attention,
-        checkpointing=train.activation_checkpointing,
-        strategy=scaling.strategy,
-        workers=scaling.min_workers or scaling.num_workers,
-        shard_workers=planned_shards(config),
-        adapters=config.peft,
-        average=config.ema.enable,
-        exact_mean=train.averages_step,
-        frames=frames,
-    )
-    if train.feature_cache is None:
-        return needed
-    # In the first epoch frames are there too: features of this batch, and of the prefetcher's next one, come on top.
-    row_bytes = family_of(policy).feature_bytes(policy, policy.image_features, config.planned_in_bf16)
-    batches = 1 + (config.grad_accum if train.averages_step else 1)
-    return replace(needed, beside=needed.beside + batches * config.batch_size * sum(row_bytes.values()))
 
 
 def planned_shards(config: Config) -> int | None:

@@ -26,9 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from util import local_shard, make_trainable_optimizer, train_step
-from vla_finetuning.options.peft import PeftOptions
-from vla_finetuning.options.scaling import Strategy
-from vla_finetuning.options.train import Attention, TrainMode
+from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.family import PolicyLoss
@@ -90,47 +88,37 @@ class StepMemory:
 
 
 def step_memory(
-    config: PreTrainedConfig,
-    mode: TrainMode,
+    policy: PreTrainedConfig,
+    options: Config,
     *,
     cameras: int,
-    batch_size: int,
-    grad_accum: int,
-    draws: int,
-    bf16: bool,
-    attention: Attention,
-    checkpointing: bool,
-    strategy: Strategy = "ddp",
-    workers: int = 1,
-    shard_workers: int | None = None,
-    adapters: PeftOptions | None = None,
     frames: Sequence[tuple[int, int]] = (),
-    average: bool = False,
-    exact_mean: bool = False,
+    shard_workers: int | None = None,
 ) -> StepMemory:
-    """Run a step without storage, Adam's moments being there, and add up what would be alive.
+    """Run a step of a run without storage, Adam's moments being there, and add up what would be alive.
 
     Args:
-        config: of a policy whose family is built `from_config`. cameras: in a batch. The others are the run's own
-            options; bf16: under autocast, with frozen weights in bf16. workers: the fewest that the run may have.
-            shard_workers: for hsdp, how many of them hold a copy together; all when absent. frames: (height, width) of
-            each camera's as they arrive, uint8; without them they arrive as the policy sees them. average: whether
-            there is one of what trains. exact_mean: all micro-batches of a step are on the device at once, whose mean
-            is exact.
+        policy: whose family is built `from_config`, with prompts of the longest length. options: of the run.
+        cameras: in a batch. frames: (height, width) of each camera's as they arrive, uint8; without them they arrive as
+            the policy sees them.
+        shard_workers: for hsdp, how many workers hold a copy together; all when absent.
     """
-    checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
-    family, cpu = family_of(config), torch.device("cpu")
-    config = family.with_cameras(config, cameras)
+    train, batch_size, grad_accum = options.train, options.batch_size, options.grad_accum
+    strategy, workers = options.scaling.strategy, options.scaling.min_workers or options.scaling.num_workers
+    bf16, draws = options.planned_in_bf16, train.noise_draws
+    checkpointing = train.activation_checkpointing or getattr(policy, "gradient_checkpointing", False)
+    family, cpu = family_of(policy), torch.device("cpu")
+    config = family.with_cameras(policy, cameras)
     sharded = workers > 1 and strategy != "ddp"
     autocast = torch.bfloat16 if bf16 else None
     # On the meta device, as PEFT moves adapters about, which fake tensors cannot be.
     loss = build_loss(
         meta_policy(config),
-        mode,
-        adapters=adapters,
+        train.mode,
+        adapters=options.peft,
         autocast=autocast,
         images=DeviceHalf(None, config),
-        attention=attention,
+        attention=train.attention,
         checkpointing=checkpointing,
     )
     # The CPU's autocast in place of CUDA's, and its fused attention: autograd runs fake tensors on no other device.
@@ -154,7 +142,7 @@ def step_memory(
             eps=1e-8,
             weight_decay=0.0,
             clip_norm=1.0,
-            decay=0.99 if average else None,
+            decay=options.ema.decay if options.ema.enable else None,
         )
         micros = min(grad_accum, 2)
         # From the second micro-batch on gradients are there from the start; so they are from the first, and one is run.
@@ -202,10 +190,15 @@ def step_memory(
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
         peak = max(alive.peak + buckets, rebuilt)
         # The prefetcher's next batch; and those of the step that is under way, where all are there before the first.
-        batches = _bytes(inputs) + (_bytes([*batch.values()]) * (grad_accum - 1) if exact_mean else 0)
+        waiting = grad_accum if train.averages_step else 1
+        batches = _bytes(inputs) + _bytes([*batch.values()]) * (waiting - 1)
+        if train.feature_cache is not None:
+            # In the first epoch frames are there too: features of this batch, and of the next, come on top.
+            row_bytes = family.feature_bytes(policy, policy.image_features, bf16)
+            batches += (1 + waiting) * batch_size * sum(row_bytes.values())
         extra_bytes = CONTEXT_BYTES + round(FRAGMENTATION * peak) + batches + 2 * ahead
         extra_bytes += COLLECTIVES_BYTES if workers > 1 else 0
-        if attention == "sdpa":
+        if train.attention == "sdpa":
             extra_bytes += _attention_workspace(loss, cameras, batch[OBS_LANGUAGE_TOKENS].shape[1], batch_size * draws)
         return StepMemory(
             weights=_bytes(weights),
