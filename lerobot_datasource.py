@@ -31,8 +31,8 @@ from ray.data.datasource import Datasource, ReadTask
 from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, select_episodes
 from vla_finetuning.data.dataset_files import check_files
+from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
-from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
 from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
 from vla_finetuning.data.plan import (

@@ -89,7 +89,7 @@ def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> di
 
 def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dict[str, Any]:
     """Measure all readers of a dataset in turn, several rounds, and beside them the decoder."""
-    from vla_finetuning.data.frame_cache import FrameCache
+    from vla_finetuning.data.disk_cache import FrameCache
 
     root = make(name, options.rows)
     contenders = contenders_of(name, root, options.cores, seeds)

@@ -11,7 +11,7 @@ from tests.data.test_damaged_files import set_row
 from tests.data.test_datasource import FPS, lerobot, read_directly
 from tests.datasets import datasource
 from vla_finetuning.data import decode as lerobot_decode
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.writing import writing_videos
 

@@ -17,7 +17,7 @@ from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import disk_cache
 from vla_finetuning.data import videos as lerobot_videos
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ from lerobot.scripts.convert_dataset_v21_to_v30 import convert_dataset
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import metadata_v2, paths
 from vla_finetuning.data.dataset_files import check_files
+from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.episode_weights import episode_weights
-from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.metadata_v2 import EPISODES_PATH, STATS_PATH, TASKS_PATH
 

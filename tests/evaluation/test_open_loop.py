@@ -15,7 +15,7 @@ from tests.datasets import make_dataset
 from tests.policies.test_tiny_pi05 import make_base, make_features
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import resolved
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.evaluation import after_training, open_loop

@@ -17,8 +17,7 @@ from tests.datasets import make_dataset
 from tests.plan.test_names import rename_files
 from tests.tiny import make_base
 from tests.training import test_as_lerobot as as_lerobot
-from vla_finetuning.data.disk_cache import has_capacity
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.disk_cache import FrameCache, has_capacity
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Selection
 from vla_finetuning.data.shards import Sharding

@@ -433,6 +433,17 @@ class CacheFolder:
         return disk_cache(Path(self.folder), int(self.gb * 1e9), self.remedy)
 
 
+class FrameCache(CacheFolder):
+    """Where a node keeps decoded frames as rows have them (uint8, at the requested size): those of a file's content, at
+    a time, by the rules and libraries that would decode them again.
+    """
+
+    remedy = (
+        "other frames are decoded in every epoch; free some there, raise VLA_CACHE_GB, or choose another "
+        "folder for --dataset.frame_cache"
+    )
+
+
 def has_capacity(folder: Path, size: int) -> bool:
     """Return whether so many bytes fit the disk of a folder (which need not be there) with a margin; what it holds goes
     first.

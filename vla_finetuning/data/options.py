@@ -9,7 +9,7 @@ from typing import get_args
 
 import numpy as np
 
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.options.dataset import DatasetOptions, OnError
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from vla_finetuning.data.dataset import DatasetMetadata, Feature
 from vla_finetuning.data.decode import depth_table
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.disk_cache import FrameCache
 
 
 @dataclass(frozen=True)

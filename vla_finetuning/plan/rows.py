@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
-from vla_finetuning.data.disk_cache import has_capacity, is_in_memory
+from vla_finetuning.data.disk_cache import FrameCache, has_capacity, is_in_memory
 from vla_finetuning.data.feature_cache import FeatureCache, FeatureStore
-from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
