@@ -17,7 +17,7 @@ from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from lerobot_datasource import SHARDS, read_source
 from tests import clusters
 from tests.datasets import datasource, make_dataset
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
 from vla_finetuning.data.shards import Sharding

@@ -15,7 +15,6 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 
 from vla_finetuning.buckets.mirror import mirror_of, push
 from vla_finetuning.buckets.store import StoreAwayError, limit_retries
-from vla_finetuning.plan.launch import join_cluster
 from vla_finetuning.plan.resolve import Run, with_stats
 from vla_finetuning.plan.statistics import hold_statistics
 from vla_finetuning.run import cluster
@@ -43,6 +42,14 @@ class Trainer(TorchTrainer):
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()  # type: ignore[misc]  # mypy sees the trainer of Ray 1
         return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
+
+
+def join_cluster(run: Run) -> cluster.Needs:
+    """Join or start the run's cluster, and return what the run needs on every node, which the nodes have."""
+    job, roots = run.job, [meta.root for meta in run.rows.metas]
+    needs = cluster.node_needs(job.scaling, roots, run.policy.shared_folder, run.gpu_bytes)
+    cluster.start(job.scaling, needs, job.output_dir)
+    return needs
 
 
 def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
