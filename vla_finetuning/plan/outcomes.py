@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 
 from vla_finetuning.data.episode_weights import episode_values
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.statistics import episode_arrays, files_of
+from vla_finetuning.data.statistics import episode_arrays, in_threads
 from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.recap import OutcomeOptions
 
@@ -98,11 +96,7 @@ def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]
         return [(episode, arrays[feature.key].reshape(-1).astype(np.float64)) for episode, arrays in episodes]
 
     values: list[np.ndarray] = [np.empty(0)] * meta.num_episodes
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            for file_arrays in pool.map(of_file, files_of(meta, meta.episode_index)):
-                for episode, array in file_arrays:
-                    values[episode] = array
-        except (ValueError, OSError) as error:
-            raise type(error)(f"dataset {meta.root}: {error}") from error
+    for file_arrays in in_threads(meta, meta.episode_index, of_file):
+        for episode, array in file_arrays:
+            values[episode] = array
     return values
