@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -16,16 +17,15 @@ from tests.datasets import make_dataset
 from tests.in_process import RunRows, alone, in_ranks
 from tests.training import test_as_lerobot as as_lerobot
 from tests.training.test_as_lerobot import resolved, resolved_from
-from util import NumpyToTorchCollate
+from util import UNWATCHED, NumpyToTorchCollate
 from vla_finetuning.columns import FEATURES_MISSING, IS_SKIPPED
-from vla_finetuning.data.feature_cache import FeatureCache
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.families.smolvla import SmolVLALoss
 from vla_finetuning.training.capacity import planned_memory
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.feed import Collate, policy_batches
 from vla_finetuning.training.model import build_model
-from vla_finetuning.training.vision_features import FOUND, VisionFeatures, made_by
+from vla_finetuning.training.vision_features import FOUND, CachedFeatures, made_by
 
 FRAMES, ROWS, CAMERAS = 31, 2, 2
 # Of the first epoch, so that no frame comes twice.
@@ -198,16 +198,19 @@ def batch_of(run, rows):
 
 def started(run, folder, **changes):
     loss, autocast = build_model(run.policy, torch.device("cpu"))
-    features = VisionFeatures(run.rows, FeatureCache(str(folder), 1.0))
-    features.start(loss, autocast)
+    config = replace(run.config, train=replace(run.config.train, feature_cache=str(folder)))
+    run = SimpleNamespace(rows=run.rows, config=config, job=replace(run.job, feature_cache_gb=1.0))
+    state = SimpleNamespace(run=run, clock=UNWATCHED, loss=loss, autocast=autocast)
+    features = CachedFeatures(state)
+    features.on_start(state)
     return features, loss
 
 
 def filled(features, batch):
     """A batch of host columns as a step gets it."""
-    host = Collate([features.find], NumpyToTorchCollate(False))(batch)
+    host = Collate([features.on_host_batch], NumpyToTorchCollate(False))(batch)
     with HostReads() as reads:
-        (found,) = features.fill(iter([host]))
+        (found,) = features.on_device_batches(iter([host]))
     assert reads.count == 0
     features._writer.submit(int).result()  # what is to be written is
     return found
@@ -241,7 +244,7 @@ def test_of_a_batch_only_what_was_not_seen_is_computed(run, tmp_path, seen, comp
     # What a policy sees of it: the features, and no columns of the cache.
     (inputs,) = policy_batches([found], run.policy.config)
     assert inputs.keys() == batch.keys() - {"dataset_index", "index", "position"}
-    features.close()
+    features.on_end(None)
 
 
 def test_a_row_that_could_not_be_read_leaves_nothing(run, tmp_path, seen):
@@ -251,7 +254,7 @@ def test_a_row_that_could_not_be_read_leaves_nothing(run, tmp_path, seen):
     seen.clear()
     filled(features, batch)
     assert seen == [CAMERAS]
-    features.close()
+    features.on_end(None)
 
 
 def test_frames_are_not_filled_in_where_their_features_are(run, tmp_path):
@@ -263,11 +266,11 @@ def test_frames_are_not_filled_in_where_their_features_are(run, tmp_path):
         return columns
 
     for _ in range(2):
-        host = Collate([features.find, frames], NumpyToTorchCollate(False))(batch)
-        list(features.fill(iter([host])))
+        host = Collate([features.on_host_batch, frames], NumpyToTorchCollate(False))(batch)
+        list(features.on_device_batches(iter([host])))
         features._writer.submit(int).result()
     assert asked[0][TOP] == (48, 64, 3) and asked[1][TOP] == (16,)
-    features.close()
+    features.on_end(None)
 
 
 def test_an_error_while_writing_is_raised(run, tmp_path, monkeypatch):
@@ -275,7 +278,7 @@ def test_an_error_while_writing_is_raised(run, tmp_path, monkeypatch):
     monkeypatch.setattr(features._store, "write", lambda *_: 1 / 0)
     filled(features, batch_of(run, 6))
     with pytest.raises(ZeroDivisionError):
-        features.close()
+        features.on_end(None)
 
 
 # ---- two workers ----------------------------------------------------------------------------------------------------

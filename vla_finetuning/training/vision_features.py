@@ -1,8 +1,8 @@
 """A frozen vision tower that sees each frame once: its features are cached on the node, and take the frames' place.
 
-Features are looked up where batches are made, on the host (`find`). Those that are missing are computed when the batch
-is on the device, before the step, by the loss's own function and as it would call it (`fill`), and written by a thread:
-no step waits for a disk.
+Features are looked up where batches are made, on the host. Those that are missing are computed when the batch is on the
+device, before the step, by the loss's own function and as it would call it, and written by a thread: no step waits for
+a disk.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from util import UNWATCHED, Batch, Clock
+from util import Batch
 from vla_finetuning.columns import FEATURES_MISSING, IS_SKIPPED
 from vla_finetuning.data.feature_cache import FeatureCache
-from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.state import Callback, TrainState
@@ -40,49 +39,20 @@ STORED: dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torc
 
 
 class CachedFeatures(Callback):
-    """Puts cached features of a frozen vision tower in place of frames (--train.feature_cache)."""
+    """Puts cached features of a frozen vision tower in place of the frames of a rank's rows (--train.feature_cache)."""
 
     def __init__(self, state: TrainState):
-        train = state.run.config.train
-        assert train.feature_cache is not None
-        self._clock = state.clock
-        self._features = VisionFeatures(
-            state.run.rows, FeatureCache(train.feature_cache, state.run.job.feature_cache_gb)
-        )
-
-    def on_start(self, state: TrainState) -> None:
-        self._features.start(state.loss, state.autocast)
-
-    def on_host_batch(self, columns: Columns) -> Columns:
-        return self._features.find(columns)
-
-    def on_device_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        return self._features.fill(batches, self._clock)
-
-    def on_end(self, state: TrainState) -> None:
-        self._features.close()
-
-
-class VisionFeatures:
-    """The features of a rank's rows.
-
-    Args:
-        rows: of the run. where: the node's cache.
-    """
-
-    def __init__(self, rows: Rows, cache: FeatureCache):
-        self._rows, self._where = rows, cache
+        folder, job = state.run.config.train.feature_cache, state.run.job
+        assert folder is not None
+        self._rows, self._where, self._clock = state.run.rows, FeatureCache(folder, job.feature_cache_gb), state.clock
         self._started = threading.Event()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "features")
         self._written: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         self._waiting, self._lock = 0, threading.Lock()
 
-    def start(self, loss: PolicyLoss, autocast: torch.dtype | None) -> None:
-        """Take the loss that computes features; batches wait for it, as only its weights say which features are its.
-
-        Args:
-            autocast: what steps run under.
-        """
+    def on_start(self, state: TrainState) -> None:
+        """Take the loss that computes features; batches wait for it, as only its weights say which features are its."""
+        loss, autocast = state.loss, state.autocast
         family, config = family_of(loss.policy.config), loss.policy.config
         weight = next(family.vision(loss.policy)[-1].parameters())
         self._loss, self._autocast, self._dtype = loss, autocast, autocast or weight.dtype
@@ -93,40 +63,40 @@ class VisionFeatures:
         )
         self._started.set()
 
-    def close(self) -> None:
+    def on_end(self, state: TrainState) -> None:
         """Wait until all is written that is to be."""
         self._writer.shutdown()
         self._check_writer()
 
-    def find(self, batch: Columns) -> Columns:
-        """A batch with features of frames in place of the frames, if all are here.
+    def on_host_batch(self, columns: Columns) -> Columns:
+        """Return a batch with features of frames in place of the frames, if all are here.
 
         If some are, beside the frames: FOUND (B, tokens, width), and MISSING, int64, the rows that have none.
         FEATURES_MISSING says which are missing, if any are. Threads may share it.
         """
         self._started.wait()
         lookups = {
-            key: self._store.read(key, batch["dataset_index"], batch["index"])
+            key: self._store.read(key, columns["dataset_index"], columns["index"])
             for key in self._store.shapes
-            if key in batch
+            if key in columns
         }
         missing = ~np.stack([present for _, present in lookups.values()], axis=1)
         if not missing.any():
-            return {**batch, **{key: features for key, (features, _) in lookups.items()}}
-        batch = {**batch, FEATURES_MISSING: missing}
+            return {**columns, **{key: features for key, (features, _) in lookups.items()}}
+        batch = {**columns, FEATURES_MISSING: missing}
         if not (missing.all() or self._whole):
             for (key, (features, _)), absent in zip(lookups.items(), missing.T, strict=True):
                 batch[key + FOUND], batch[key + MISSING] = features, np.flatnonzero(absent)
         return batch
 
-    def fill(self, batches: Iterator[Batch], clock: Clock = UNWATCHED) -> Iterator[Batch]:
-        """Batches of `find`, on the device, with all their features in place of frames. Reads nothing of the device."""
+    def on_device_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches with all their features in place of frames. Reads nothing of the device."""
         for batch in batches:
             cameras = [key for key in self._store.shapes if key in batch]
             if FEATURES_MISSING not in batch:
                 yield {**batch, **{key: batch[key].view(self._dtype) for key in cameras}}
                 continue
-            clock.mark("forward")
+            self._clock.mark("forward")
             yield self._filled(batch, cameras)
 
     def _filled(self, batch: Batch, cameras: list[str]) -> Batch:
