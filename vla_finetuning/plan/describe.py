@@ -74,7 +74,6 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
             f"{len(rows.eval_episodes[number])} held out",
             *([f"             but for the last {dropped} frames of each"] if dropped else []),
             *([f"             {line}" for line in rows.described[number]] if rows.described else []),
-            *([_share(config, rows, number)] if config.dataset.mixture else []),
             f"             {len(meta.tasks)} tasks: "
             + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])
             + (" ..." if len(meta.tasks) > 4 else ""),
@@ -235,15 +234,6 @@ def _flops(policy: PolicySpec) -> str:
     return (
         f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step{seen} (prompts of {short} to {long} "
         "tokens, by the longest of a micro-batch)"
-    )
-
-
-def _share(config: Config, rows: Rows, number: int) -> str:
-    weights = [member.weight for member in members(config.dataset.mixture)]
-    count, frames = rows.identity["rows_per_source"][number], rows.per_dataset[number]
-    return (
-        f"             weight {weights[number]:g} of {sum(weights):g}: {count} of an epoch's {rows.per_epoch} rows, "
-        f"{count / frames:.2f} times its frames"
     )
 
 
