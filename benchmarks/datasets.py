@@ -19,7 +19,7 @@ CACHE = Path(".cache/benchmarks")
 def make(name: str, rows: int) -> Path:
     """Return the root of a dataset of so many rows, written once by LeRobot's writer."""
     from tests.datasets import make_dataset
-    from vla_finetuning.policies.tiny import atomic_folder
+    from vla_finetuning.files import atomic_folder
 
     folder = CACHE / f"{name}-{rows}"
     if not folder.exists():

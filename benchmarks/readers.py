@@ -79,7 +79,7 @@ def lance(root: Path, cores: int) -> Contender | None:
         return None
     from lerobot_lancedb.convert import convert
 
-    from vla_finetuning.policies.tiny import atomic_folder
+    from vla_finetuning.files import atomic_folder
 
     folder = root.with_name(f"{root.name}-lance")
     if not folder.exists():

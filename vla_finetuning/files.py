@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,32 @@ def write_whole(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text, encoding="utf-8", errors="replace")
     os.replace(scratch, path)
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a path near `folder` for the block to create, and rename it to `folder` when the block succeeds.
+
+    A reader never sees a half-written folder, and what an interrupted writer leaves behind is never taken for a folder.
+
+    Args:
+        replace: the folder that is there gives way. Otherwise it stays and the work is dropped: of two that write the
+            same, the first to finish wins.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    workspace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        yield workspace / "new"
+        if replace and folder.exists():
+            os.rename(folder, workspace / "old")
+        try:
+            os.rename(workspace / "new", folder)
+        except OSError:
+            if replace or not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
 
 
 def append_line(path: Path, line: str) -> None:

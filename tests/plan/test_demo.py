@@ -20,6 +20,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs import two_bins_scene
 from vla_finetuning.envs.two_bins_scene import FPS, INSTRUCTIONS, demonstrate
 from vla_finetuning.evaluation.demo_success import is_demo
+from vla_finetuning.files import atomic_folder
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan import demo
 from vla_finetuning.plan.demo import DEMO_CHUNK_SIZE, demo_scenes, make_demo_dataset, prepare_base, prepare_dataset
@@ -287,3 +288,28 @@ def test_a_rehearsals_scene_is_not_that_of_the_demos_environment(prepared, tmp_p
     others = resolve(parse_args(command), 0)
     own = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
     assert not is_demo(others.config, others.policy) and is_demo(own.config, own.policy)
+
+
+def test_a_folder_appears_complete_or_not_at_all(tmp_path):
+    folder = tmp_path / "deep" / "folder"
+    with pytest.raises(RuntimeError), atomic_folder(folder) as partial:
+        partial.mkdir()
+        (partial / "half").write_text("x")
+        assert not folder.exists()
+        raise RuntimeError
+    assert list(folder.parent.iterdir()) == []
+    with atomic_folder(folder) as partial:
+        partial.mkdir()
+        (partial / "whole").write_text("x")
+    assert [path.name for path in folder.parent.rglob("*")] == ["folder", "whole"]
+
+
+def test_the_first_of_two_writers_wins(tmp_path):
+    folder = tmp_path / "folder"
+    with atomic_folder(folder) as late:
+        late.mkdir()
+        (late / "late").write_text("x")
+        with atomic_folder(folder) as early:
+            early.mkdir()
+            (early / "early").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "early"]

@@ -18,7 +18,6 @@ from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.tiny_pi05 import (
     TinyPI05Policy,
     TinyPI05TokenizerProcessorStep,
-    atomic_folder,
     make_tiny_base,
     make_tokenizer,
 )
@@ -298,31 +297,3 @@ def test_a_large_vocabulary_keeps_the_frequent_words(monkeypatch):
     monkeypatch.setattr(tiny_pi05, "MAX_VOCABULARY", 2)
     prompts = [["go", "b"], ["go", "a"], ["go", "c", "c", "task", "255"]]
     assert tiny_pi05._vocabulary(prompts) == ["go", "c"]
-
-
-# --- folders ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_appears_complete_or_not_at_all(tmp_path):
-    folder = tmp_path / "deep" / "folder"
-    with pytest.raises(RuntimeError), atomic_folder(folder) as partial:
-        partial.mkdir()
-        (partial / "half").write_text("x")
-        assert not folder.exists()
-        raise RuntimeError
-    assert list(folder.parent.iterdir()) == []
-    with atomic_folder(folder) as partial:
-        partial.mkdir()
-        (partial / "whole").write_text("x")
-    assert [path.name for path in folder.parent.rglob("*")] == ["folder", "whole"]
-
-
-def test_the_first_of_two_writers_wins(tmp_path):
-    folder = tmp_path / "folder"
-    with atomic_folder(folder) as late:
-        late.mkdir()
-        (late / "late").write_text("x")
-        with atomic_folder(folder) as early:
-            early.mkdir()
-            (early / "early").write_text("x")
-    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "early"]

@@ -22,6 +22,7 @@ from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.envs import two_bins_scene
 from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Scene, draw_scene
 from vla_finetuning.envs.writing import writing_videos
+from vla_finetuning.files import atomic_folder
 
 # Where the demo keeps its datasets and the policies that it makes.
 # Words of a tiny policy for 512 tokens of actions, their end and their beginning.
@@ -91,8 +92,6 @@ def make_demo_dataset(
         return folder
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    from vla_finetuning.policies.tiny import atomic_folder
 
     vector = {"dtype": "float32", "shape": (len(GANTRY.dimensions),), "names": list(GANTRY.dimensions)}
     features = {
@@ -174,7 +173,8 @@ def prepare_base(
     }
     base = Path(cache_dir) / f"base-{_cache_key([tiny.CODE], description)}"
     if not base.exists():
-        tiny.make_tiny_base(base, **description)
+        with atomic_folder(base) as partial:
+            tiny.make_tiny_base(partial, **description)
     return base
 
 

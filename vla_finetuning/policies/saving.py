@@ -4,7 +4,6 @@ import contextlib
 import copy
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lerobot.utils.constants import (
 )
 from safetensors.torch import save_file, save_model
 
-from vla_finetuning.files import let_others_read
+from vla_finetuning.files import atomic_folder, let_others_read
 from vla_finetuning.policies.loading import WEIGHTS_FILE
 from vla_finetuning.policies.lora import write_adapters
 from vla_finetuning.policies.meta import meta_policy
@@ -118,7 +117,8 @@ def _pretrained_folder(
     postprocessor: PolicyProcessorPipeline,
 ) -> Iterator[Path]:
     """Yield a temporary folder with a pretrained policy's all but its weights; it then takes the place of `folder`."""
-    with _replacing_folder(Path(folder)) as partial:
+    with atomic_folder(folder, replace=True) as partial:
+        partial.mkdir()
         config = copy.deepcopy(config)
         config.device = None
         config.pretrained_path = None
@@ -150,19 +150,3 @@ def _save_tokenizer(preprocessor: PolicyProcessorPipeline, folder: Path) -> None
                 "the Hub: the policy could not be loaded again. Use a step that saves its tokenizer itself"
             )
         step.input_tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
-
-
-@contextlib.contextmanager
-def _replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary sibling to fill; it takes the place of `folder` if the block ends without error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    workspace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-    try:
-        partial = workspace / "new"
-        partial.mkdir()
-        yield partial
-        if folder.exists():
-            os.rename(folder, workspace / "old")
-        os.rename(partial, folder)
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)

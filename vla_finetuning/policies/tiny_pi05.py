@@ -11,9 +11,7 @@ weights and is trained from scratch.
 
 import contextlib
 import itertools
-import shutil
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -305,7 +303,7 @@ def make_tiny_base(
 ) -> Path:
     """Write a randomly initialised tiny PI0.5 for a dataset's cameras, state and action as a LeRobot pretrained folder.
 
-    The folder appears complete or not at all. The same arguments give the same bytes.
+    The same arguments give the same bytes.
 
     Args:
         folder: to create; must not exist.
@@ -365,10 +363,9 @@ def make_tiny_base(
     preprocessor, postprocessor = make_tiny_pi05_pre_post_processors(
         config, stats and {key: stats[key] for key in (OBS_STATE, ACTION)}
     )
-    with atomic_folder(folder) as partial:
-        policy.save_pretrained(partial)
-        preprocessor.save_pretrained(partial, config_filename=f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json")
-        postprocessor.save_pretrained(partial, config_filename=f"{POLICY_POSTPROCESSOR_DEFAULT_NAME}.json")
+    policy.save_pretrained(folder)
+    preprocessor.save_pretrained(folder, config_filename=f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json")
+    postprocessor.save_pretrained(folder, config_filename=f"{POLICY_POSTPROCESSOR_DEFAULT_NAME}.json")
     return Path(folder)
 
 
@@ -421,24 +418,3 @@ def _vocabulary(prompts: Sequence[Sequence[str]]) -> list[str]:
 def _prompt_length(prompts: Sequence[Sequence[str]]) -> int:
     """Tokens that hold every prompt, with some to spare for longer instructions; a multiple of 8."""
     return -(-(max(map(len, prompts)) + SPARE_WORDS) // 8) * 8
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a fresh path beside `folder` for the block to create, and rename it to `folder` when the block succeeds.
-
-    A reader never sees a half-written folder, and what an interrupted writer leaves behind is never taken for a folder.
-    When two writers race, the first to finish wins and the other's work is dropped: use it where both write the same.
-    """
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
-    try:
-        yield partial
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
