@@ -64,13 +64,6 @@ class PI0(PI05):
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         return PI0Loss(policy, **options)
 
-    def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
-        state = config.input_features.get(OBS_STATE)
-        config = super().with_cameras(config, cameras, prompt)
-        if state is not None:
-            config.input_features[OBS_STATE] = state
-        return config
-
     def empty_inputs(
         self, config: Any, rows: int, draws: int, device: torch.device | str
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:

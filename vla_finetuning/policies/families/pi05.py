@@ -36,6 +36,7 @@ from lerobot.utils.constants import (
     OBS_IMAGES,
     OBS_LANGUAGE_ATTENTION_MASK,
     OBS_LANGUAGE_TOKENS,
+    OBS_STATE,
     OPENPI_ATTENTION_MASK_VALUE,
 )
 from torch import Tensor, nn
@@ -478,11 +479,17 @@ class PI05(Family):
         renamed = prefixed({**policy._fix_pytorch_state_dict_keys(rest, policy.config), **plain})
         return {**renamed, **{key: tensor for key, tensor in prefixed(weights).items() if key in renamed}}
 
+    def image_sizes(self, config: Any) -> list[tuple[int, int]]:
+        """Height and width of the images of each camera, or of all, as the vision tower sees them."""
+        return [config.image_resolution]
+
     def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
-        config = copy.deepcopy(config)
+        config = self.without_downloads(copy.deepcopy(config))
         config.tokenizer_max_length = config.tokenizer_max_length if prompt is None else prompt
-        image = PolicyFeature(FeatureType.VISUAL, (3, *config.image_resolution))
-        config.input_features = {f"{OBS_IMAGES}.{i}": image for i in range(cameras)}
+        sizes = (self.image_sizes(config) * cameras)[:cameras]
+        images = {f"{OBS_IMAGES}.{i}": PolicyFeature(FeatureType.VISUAL, (3, *size)) for i, size in enumerate(sizes)}
+        state = {key: feature for key, feature in (config.input_features or {}).items() if key == OBS_STATE}
+        config.input_features = images | state
         config.empty_cameras = 0
         config.gradient_checkpointing = config.compile_model = False
         return config

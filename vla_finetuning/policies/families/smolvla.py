@@ -19,19 +19,17 @@ Legend: B batch, K draws of noise and time per row, T chunk, P prefix tokens: im
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.configs import PreTrainedConfig
 from lerobot.policies.common.vla_utils import create_sinusoidal_pos_embedding
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import (
     ACTION,
-    OBS_IMAGES,
     OBS_LANGUAGE_ATTENTION_MASK,
     OBS_LANGUAGE_TOKENS,
     OBS_STATE,
@@ -89,7 +87,7 @@ class SmolVLALoss(LayeredLoss):
         marks = torch.tensor([fake, around, fake], device=policy.model.state_proj.weight.device)
         self.register_buffer("marks", marks, persistent=False)
         self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(_prefix_layer)
-        self._state_layer, self._suffix_layer = self._compiled(_state_layer), self._compiled(_suffix_layer)
+        self._state_layer, self._suffix_layer = self._compiled(_later_layer), self._compiled(_suffix_layer)
         self._cross_layer = self._compiled(_cross_layer)
 
     def layers(self) -> Iterable[nn.Module]:
@@ -277,23 +275,7 @@ def _prefix_layer(
     return _finish(layer, hidden, normed, rotation, key, value, bias, attention), key, value
 
 
-def _state_layer(
-    layer: Any,
-    state: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    bias: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    attention: Kernel,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer of the language model over the state's token (B, 1, width): its hidden, and all keys and values."""
-    normed = layer.input_layernorm(state)
-    key, value = _keys_values(layer, normed, rotation)
-    key, value = torch.cat([prefix_key, key], dim=2), torch.cat([prefix_value, value], dim=2)
-    return _finish(layer, state, normed, rotation, key, value, bias, attention), key, value
-
-
-def _suffix_layer(
+def _later_layer(
     layer: Any,
     hidden: Tensor,
     rotation: tuple[Tensor, Tensor],
@@ -301,14 +283,23 @@ def _suffix_layer(
     prefix_key: Tensor,
     prefix_value: Tensor,
     attention: Kernel,
-) -> Tensor:
-    """A layer of the expert that attends to the prefix (B rows) and to its own (B*K, T, width): hidden to hidden."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer whose tokens (B*K, tokens, width) attend to the prefix (B rows) and each other.
+
+    Returns:
+        hidden, and all keys and values (B*K, KV heads, P + tokens, head_dim).
+    """
     normed = layer.input_layernorm(hidden)
     key, value = _keys_values(layer, normed, rotation)
     draws = len(hidden) // len(prefix_key)
     key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
     value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
-    return _finish(layer, hidden, normed, rotation, key, value, bias, attention)
+    return _finish(layer, hidden, normed, rotation, key, value, bias, attention), key, value
+
+
+def _suffix_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
+    """Compute the first result of `_later_layer`."""
+    return _later_layer(layer, hidden, *inputs)[0]
 
 
 def _cross_layer(
@@ -436,15 +427,8 @@ class SmolVLA(PI0):
         images, steps = image_tokens(config, cameras), self.before_actions + config.chunk_size
         return prompt_lengths(config.tokenizer_max_length, images, steps)
 
-    def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
-        config = self.without_downloads(copy.deepcopy(config))
-        config.tokenizer_max_length = config.tokenizer_max_length if prompt is None else prompt
-        sizes = (image_sizes(config) * cameras)[:cameras]
-        images = {f"{OBS_IMAGES}.{i}": PolicyFeature(FeatureType.VISUAL, (3, *size)) for i, size in enumerate(sizes)}
-        state = config.input_features[OBS_STATE]
-        config.input_features = {**images, OBS_STATE: state}
-        config.empty_cameras, config.compile_model = 0, False
-        return config
+    def image_sizes(self, config: Any) -> list[tuple[int, int]]:
+        return image_sizes(config)
 
     def without_downloads(self, config: Any) -> Any:
         config.load_vlm_weights = False
