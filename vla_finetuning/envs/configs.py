@@ -12,7 +12,7 @@ import io
 import json
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.resources import files
@@ -34,16 +34,24 @@ from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 
+# What LeRobot makes of what an environment shows.
+_SHOWN = {
+    ACTION: (ACTION, FeatureType.ACTION),
+    "pixels": (OBS_IMAGE, FeatureType.VISUAL),
+    "agent_pos": (OBS_STATE, FeatureType.STATE),
+    "environment_state": (OBS_ENV_STATE, FeatureType.ENV),
+}
 
-def _features(robot: Robot) -> dict[str, PolicyFeature]:
-    cameras = {f"pixels/{name}": PolicyFeature(FeatureType.VISUAL, (*size, 3)) for name, size in robot.cameras.items()}
-    vectors = {ACTION: FeatureType.ACTION, "agent_pos": FeatureType.STATE}
-    return {key: PolicyFeature(type_, (len(robot.dimensions),)) for key, type_ in vectors.items()} | cameras
+
+def _features(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, PolicyFeature], dict[str, str]]:
+    """LeRobot's `features` and `features_map` of arrays of these shapes, by their names ("pixels/top")."""
+    features = {key: PolicyFeature(_SHOWN[key.partition("/")[0]][1], shape) for key, shape in shapes.items()}
+    return features, {key: f"{OBS_IMAGES}.{key.partition('/')[2]}" if "/" in key else _SHOWN[key][0] for key in shapes}
 
 
-def _features_map(robot: Robot) -> dict[str, str]:
-    cameras = {f"pixels/{name}": f"{OBS_IMAGES}.{name}" for name in robot.cameras}
-    return {ACTION: ACTION, "agent_pos": OBS_STATE, **cameras}
+def _of_robot(robot: Robot) -> tuple[dict[str, PolicyFeature], dict[str, str]]:
+    vectors = dict.fromkeys((ACTION, "agent_pos"), (len(robot.dimensions),))
+    return _features(vectors | {f"pixels/{name}": (*size, 3) for name, size in robot.cameras.items()})
 
 
 @EnvConfig.register_subclass("two_bins")
@@ -59,8 +67,8 @@ class TwoBinsConfig(EnvConfig):
     terminates: bool = True
     # Bins of four colours, square or round, named by colour, by side, by shape or by the other bin.
     many_instructions: bool = False
-    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(GANTRY))
-    features_map: dict[str, str] = field(default_factory=lambda: _features_map(GANTRY))
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _of_robot(GANTRY)[0])
+    features_map: dict[str, str] = field(default_factory=lambda: _of_robot(GANTRY)[1])
 
     @property
     def package_name(self) -> str:
@@ -100,15 +108,13 @@ class MetaworldConfig(MetaworldEnv):
                 f"image_size={list(self.image_size)}, episode_length={self.episode_length}: expected [height, width] "
                 f"of at least 8, and at most {metaworld.EPISODE_LENGTH} steps"
             )
-        features = {
-            "pixels": (PolicyFeature(FeatureType.VISUAL, (*self.image_size, 3)), OBS_IMAGE),
-            "agent_pos": (PolicyFeature(FeatureType.STATE, (4,)), OBS_STATE),
-            "environment_state": (PolicyFeature(FeatureType.ENV, (39,)), OBS_ENV_STATE),
+        shapes: dict[str, tuple[int, ...]] = {
+            "pixels": (*self.image_size, 3),
+            "agent_pos": (4,),
+            "environment_state": (39,),
         }
-        features = {key: value for key, value in features.items() if key in self.obs_type}
-        features[ACTION] = PolicyFeature(FeatureType.ACTION, (4,)), ACTION
-        self.features = {key: feature for key, (feature, _) in features.items()}
-        self.features_map = {key: name for key, (_, name) in features.items()}
+        shapes = {key: shape for key, shape in shapes.items() if key in self.obs_type}
+        self.features, self.features_map = _features({**shapes, ACTION: (4,)})
 
     @property
     def type(self) -> str:
@@ -168,16 +174,16 @@ class GymConfig(EnvConfig):
                 raise ValueError(f"{self.task} has render_fps={rate}, which is not whole: give --env.fps")
             self.fps = self.fps or int(rate)
             spaces = {ACTION: env.action_space, **_leaves_of(env.observation_space)}
+        shapes: dict[str, tuple[int, ...]] = {}
         for key, space in spaces.items():
-            name, type_ = _SHOWN.get(key.partition("/")[0], (None, None))
-            axes = 3 if type_ is FeatureType.VISUAL else 1
-            if name is None or type_ is None:
+            if key.partition("/")[0] not in _SHOWN:
                 continue
+            axes = 3 if key.startswith("pixels") else 1
             if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != axes:
                 kind = "a Box (height, width, channels)" if axes == 3 else "a Box of one axis"
                 raise ValueError(f"{self.task}: '{key}' is {space}: expected {kind}")
-            self.features[key] = PolicyFeature(type_, tuple(space.shape))
-            self.features_map[key] = f"{OBS_IMAGES}.{key.partition('/')[2]}" if "/" in key else name
+            shapes[key] = tuple(space.shape)
+        self.features, self.features_map = _features(shapes)
         if len(self.features) == 1:
             raise ValueError(
                 f"{self.task} shows {', '.join(spaces.keys() - {ACTION, ''}) or 'one array'}: expected a "
@@ -198,15 +204,6 @@ class GymConfig(EnvConfig):
     def gym_kwargs(self) -> dict[str, Any]:
         limit = {} if self.episode_length is None else {"max_episode_steps": self.episode_length}
         return {**self.kwargs, **limit}
-
-
-# What LeRobot makes of what an environment shows.
-_SHOWN = {
-    ACTION: (ACTION, FeatureType.ACTION),
-    "pixels": (OBS_IMAGE, FeatureType.VISUAL),
-    "agent_pos": (OBS_STATE, FeatureType.STATE),
-    "environment_state": (OBS_ENV_STATE, FeatureType.ENV),
-}
 
 
 def _leaves_of(space: gymnasium.Space[Any], key: str = "") -> dict[str, gymnasium.Space[Any]]:
