@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,13 @@ class Wanted:
     out: np.ndarray
     episode: int
 
-
-# Puts the n-th wanted frame where it belongs.
-_Sink = Callable[[int, np.ndarray], None]
+    def put(self, n: int, pixels: np.ndarray) -> None:
+        """Put the n-th decoded frame where it belongs, at the output's size."""
+        height, width = self.out.shape[-3:-1]
+        if pixels.shape[:2] != (height, width):
+            pixels = resize_with_pad(pixels, height, width)
+        for at in self.target[n]:
+            self.out[at] = pixels
 
 
 @dataclass
@@ -96,21 +100,16 @@ class CameraFile:
 
     def decode(self, decoding: Decoding) -> None:
         """Fill in the frames that are wanted: the file is walked forward once."""
-        sinks = [(w, self._sink(w)) for w in self.requests]
-        (self._decode_video if self.is_video else self._decode_images)(sinks, decoding)
+        (self._decode_video if self.is_video else self._decode_images)(decoding)
         if self.cached is not None:
             for w in self.requests:
                 self.cached.write(_keys(w.times_s), [w.out[target[0]] for target in w.target])
 
-    @staticmethod
-    def _sink(w: Wanted) -> _Sink:
-        return lambda n, pixels: put_frame(pixels, w.target[n], w.out)
-
-    def _decode_video(self, sinks: Sequence[tuple[Wanted, _Sink]], decoding: Decoding) -> None:
+    def _decode_video(self, decoding: Decoding) -> None:
         height, width = height_width(self.feature)
         with VideoReader(
             self.open(),
-            name=self.name(*(w.episode for w, _ in sinks)),
+            name=self.name(*(w.episode for w in self.requests)),
             height=height,
             width=width,
             fps=self.reader.fps,
@@ -118,28 +117,28 @@ class CameraFile:
             threads=decoding.threads,
             depth_mm=self.reader.depth_mm.get(self.key),
         ) as video:
-            for w, sink in sinks:
+            for w in self.requests:
                 video.name = self.name(w.episode)
-                video.read(w.times_s, sink)
+                video.read(w.times_s, w.put)
 
-    def _decode_images(self, sinks: Sequence[tuple[Wanted, _Sink]], decoding: Decoding) -> None:
+    def _decode_images(self, decoding: Decoding) -> None:
         feature, path = self.feature, self.reader.path(self.file)
         height, width = height_width(feature)
         file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset)
         # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
         row_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
-        rows = np.concatenate([w.times_s for w, _ in sinks]).astype(np.int64)
-        places = [(w, sink, n) for w, sink in sinks for n in range(len(w.times_s))]
+        rows = np.concatenate([w.times_s for w in self.requests]).astype(np.int64)
+        places = [(w, n) for w in self.requests for n in range(len(w.times_s))]
         for i, data in read_images(file, feature.key, row_bytes, rows, file_identity(self.reader.fs, path)):
-            w, sink, n = places[i]
+            w, n = places[i]
             name = f"{self.name(w.episode)}, row {rows[i]}"
             if isinstance(data, str):
                 data = self._read_image(data, row_bytes, name)
             if feature.is_depth:
                 unit = feature.info.get("depth_unit")
-                sink(n, decode_depth_image(data, unit, name=name, height=height, width=width))
+                w.put(n, decode_depth_image(data, unit, name=name, height=height, width=width))
             else:
-                sink(n, decode_image(data, name=name, height=height, width=width))
+                w.put(n, decode_image(data, name=name, height=height, width=width))
 
     def _read_image(self, path: str, most_bytes: int, name: str) -> bytes:
         """Read an image that the data file names: below the dataset's folder, or beside the data file."""
@@ -227,12 +226,3 @@ def _look(cached: Records, w: Wanted) -> Wanted | None:
         for at in copies:
             w.out[at] = w.out[first]
     return Wanted(w.times_s[missing], [w.target[i] for i in missing], w.out, w.episode) if missing else None
-
-
-def put_frame(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:
-    """Put a decoded frame where it belongs in the output, at the output's size."""
-    height, width = out.shape[-3:-1]
-    if pixels.shape[:2] != (height, width):
-        pixels = resize_with_pad(pixels, height, width)
-    for at in places:
-        out[at] = pixels
