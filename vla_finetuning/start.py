@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from vla_finetuning.options.command_line import Program, check_command_line
+from vla_finetuning.terminal import print_safe, print_safe_error
 
 if TYPE_CHECKING:
     from vla_finetuning.plan.preflight import Examined
@@ -16,6 +18,14 @@ def examine_command_line(program: Program) -> Examined:
     Ends the process where help is asked for, the run cannot start, or nothing is left to do.
     """
     config = check_command_line(program, then="checked")
-    from vla_finetuning.plan.preflight import examine_or_exit  # seconds later than help
+    from vla_finetuning.plan.preflight import examine  # seconds later than help
 
-    return examine_or_exit(config)
+    try:
+        examined = examine(config)
+    except (ValueError, OSError) as error:
+        print_safe_error(error)
+        sys.exit(2)
+    if examined.finished:
+        sys.exit(0)
+    print_safe(f"Checked      {examined}; loading PyTorch, LeRobot and Ray")
+    return examined

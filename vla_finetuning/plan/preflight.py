@@ -5,7 +5,6 @@ Runs before a program imports PyTorch, LeRobot and Ray, which takes many.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from vla_finetuning.plan.paths import with_absolute_paths
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.exported import result_of, result_problem
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, check_folder, is_finished, resumption
-from vla_finetuning.terminal import print_safe, print_safe_error
+from vla_finetuning.terminal import print_safe
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,3 @@ def examine(config: JobOptions) -> Examined:
     cameras = certain_cameras(config, datasets.metas[0]) if len(robots(datasets.members)) < 2 else []
     check_files(config, datasets, chosen, cameras)
     return Examined(config, datasets)
-
-
-def examine_or_exit(config: JobOptions) -> Examined:
-    """Return what `examine` does; end the process where the run cannot start, or has nothing left to do."""
-    try:
-        examined = examine(config)
-    except (ValueError, OSError) as error:
-        print_safe_error(error)
-        sys.exit(2)
-    if examined.finished:
-        sys.exit(0)
-    print_safe(f"Checked      {examined}; loading PyTorch, LeRobot and Ray")
-    return examined
