@@ -283,18 +283,16 @@ def test_features_that_do_not_match(changes, rename_map, message):
     assert config == before
 
 
-def test_channel_first_cameras_and_names_by_group():
+def test_channel_first_cameras_and_texts():
     features = {
         **dataset_features(),
         "observation.images.top": Feature("image", (3, 48, 64), ("channels", "height", "width")),
-        ACTION: Feature("float32", (3,), {"arm": ["a", "b"], "hand": ["c"]}),
         "observation.note": Feature("string", (1,)),
     }
     config = make_config(1)
     config.input_features = {}
     match_features(config, features, {}, fps=10)
     assert config.image_features["observation.images.top"].shape == (3, 48, 64)
-    assert config.action_feature_names == ["a", "b", "c"]
     assert "observation.note" not in config.input_features
 
 

@@ -5,7 +5,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.utils.constants import (
@@ -164,7 +164,7 @@ def match_features(
     }
     _tell_features(config, described)
     if hasattr(config, "action_feature_names"):
-        named = _flat_names(dataset_features[ACTION].names) or config.action_feature_names
+        named = list(dataset_features[ACTION].names or ()) or config.action_feature_names
         # Those that the pretrained policy had may be of another robot.
         config.action_feature_names = named if named and len(named) == outputs[ACTION].shape[0] else None
 
@@ -276,13 +276,6 @@ def _check_vector(key: str, feature: DatasetFeature, limit_name: str, limit: int
         raise ValueError(f"'{key}' has the shape {shape}; policies need a vector of two or more numbers")
     if limit is not None and shape[0] > limit:
         raise ValueError(f"'{key}' has {shape[0]} dimensions, and the policy takes {limit} ({limit_name})")
-
-
-def _flat_names(names: Any) -> list[str] | None:
-    """The names of a vector's dimensions: datasets store a list, or a dict of lists."""
-    if isinstance(names, Mapping):
-        names = [name for group in names.values() for name in group]
-    return [str(name) for name in names] if names else None
 
 
 def _delta_timestamps(config: PreTrainedConfig, dataset_keys: Sequence[str], fps: float) -> dict[str, list[float]]:
