@@ -28,7 +28,7 @@ from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
-from vla_finetuning.options.programs import Config, EvaluateConfig
+from vla_finetuning.options.programs import EvaluateConfig
 from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.family import MAX_DELAY
@@ -94,12 +94,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     """
     env = env_config(config.env_type or "", config.env_options)
     makers = task_makers(env)
-    policy_args = Config(
-        policy_revision=config.policy_revision,
-        policy_options=config.policy_options,
-        policy_trust_remote_code=config.policy_trust_remote_code,
-    )
-    policy_config, folder, base = resolve_policy(policy_args, _policy_for(config.policy_path, env, config.rename_map))
+    policy_config, folder, base = resolve_policy(config, _policy_for(config.policy_path, env, config.rename_map))
     assert folder is not None  # there was a path
     check_rename_map(policy_config, env, config.rename_map)
     renamed = {**saved_rename_map(folder), **config.rename_map}

@@ -16,6 +16,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.peft import PeftOptions
+from vla_finetuning.options.policy import PolicyOptions, RunPolicyOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.families.insulation import insulated
@@ -142,7 +143,7 @@ def _require_float32(dtype: str) -> None:
         )
 
 
-def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
+def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
     """The policy's configuration, the folder of its weights, and what tells it from others.
 
     Args:
@@ -154,6 +155,7 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
             is not trained here.
     """
     if path is None:
+        assert isinstance(config, RunPolicyOptions)
         policy_type = config.policy_type or ""
         nothing = {"path": f"{policy_type} from random weights", "revision": None, "digest": None}
         require_trained(policy_type, f"--policy.type={policy_type}")
@@ -182,7 +184,8 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
             "or use --policy.type if random ones are meant"
         )
     base = {"path": path, "revision": revision, **pretrained_digests(folder)}
-    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if config.resume else None
+    resumed = isinstance(config, Config) and config.resume
+    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if resumed else None
     if newest is not None:
         # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
         # be the one that the run was started from.

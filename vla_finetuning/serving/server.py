@@ -18,7 +18,7 @@ from ray.serve.schema import ReplicaState
 
 from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.environment import Timeouts
-from vla_finetuning.options.programs import Config, ServeConfig
+from vla_finetuning.options.programs import ServeConfig
 from vla_finetuning.options.serve import ServeOptions, read_token
 from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.rollouts.player import PolicySource, check_acts, check_advantage, check_writes, opening_of
@@ -63,14 +63,9 @@ def resolve_service(config: ServeConfig) -> Service:
         socket.create_server((config.serve.host, port)).close()  # a port that is taken is told before weights are read
     path = config.policy_path or ""
     use_gpu = cluster.find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
-    policy_args = Config(
-        policy_revision=config.policy_revision,
-        policy_options=config.policy_options,
-        policy_trust_remote_code=config.policy_trust_remote_code,
-    )
     interfaces, sources = {}, {}
     for robot in exported_robots(as_path(path)) or [""]:
-        policy, folder, _ = resolve_policy(policy_args, f"{path}/{robot}" if robot else path)
+        policy, folder, _ = resolve_policy(config, f"{path}/{robot}" if robot else path)
         assert folder is not None  # there was a path
         check_acts(policy)
         check_advantage(policy, config.advantage, config.guidance)
