@@ -130,7 +130,7 @@ def played(monkeypatch):
     monkeypatch.setattr(during, "play", found)
     monkeypatch.setattr(during, "POLL_S", 0.02)
     monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 4.0})
-    monkeypatch.setattr(Evaluator, "_source", lambda self, path: during.PolicySource(path, None, None))
+    monkeypatch.setattr(Evaluator, "_source", lambda self, path: during.PolicySource(path, None, env=None))
     monkeypatch.setattr(during, "load_progress", lambda path: None)
     return found
 

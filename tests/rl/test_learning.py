@@ -36,7 +36,7 @@ from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.objectives.ppo import PPO
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
 from vla_finetuning.rollouts.episodes import Episode, Playing, line_of
-from vla_finetuning.rollouts.player import Player
+from vla_finetuning.rollouts.player import Acting, Player
 from vla_finetuning.rollouts.stage import Stage
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
@@ -389,7 +389,7 @@ def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
     folder = make_base(tmp_path / "base", use_relative_actions=True)
     run = resolved(folder, tmp_path / "run", **{"grpo.inference_batch": 2})
     loss, autocast = build_model(run.policy, CPU)
-    player = Player(loss.policy, *run.policy.processors(), env=run.scene.env, rename_map={})
+    player = Player(loss.policy, *run.policy.processors(), Acting(env=run.scene.env))
     actor = Actor(loss, player, prompts=run.policy.prompts, inference_batch=2, autocast=autocast, device=CPU)
     stage = Stage(task_makers(run.scene.env), 5, 60.0)
     episodes = {n: Episode("plain", "two_bins", n, 50 + n) for n in range(5)}

@@ -20,7 +20,7 @@ from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.flow import continue_chunk
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rollouts.episodes import noise
-from vla_finetuning.rollouts.player import Player, check_delay, check_rtc, rtc_options
+from vla_finetuning.rollouts.player import Acting, Player, check_delay, check_rtc, rtc_options
 
 TASK, CHUNK, FPS = next(iter(INSTRUCTIONS.values())), 10, 10.0
 MOTORS = [f"{number}.pos" for number in range(3)]
@@ -91,9 +91,9 @@ def test_a_late_chunk_is_that_of_a_robot_with_a_queue(pi05, relative, steps, del
         if step in arrivals:
             queue = deque(arrivals[step][delay:])
         robot.step(queue.popleft())
-    found = played(Player(policy, pre, post, env=ENV, rename_map={}), World(), delay, 5)
+    found = played(Player(policy, pre, post, Acting(env=ENV)), World(), delay, 5)
     np.testing.assert_array_equal(found, np.array(robot.executed))
-    at_once = played(Player(policy, pre, post, env=ENV, rename_map={}), World(), 0, 5)
+    at_once = played(Player(policy, pre, post, Acting(env=ENV)), World(), 0, 5)
     assert np.array_equal(found, at_once) == (delay == 0)
 
 
@@ -107,7 +107,7 @@ def test_a_policy_that_knows_the_way_goes_it_however_late_it_is(delay, monkeypat
     monkeypatch.setattr(policy, "predict_action_chunk", lambda batch: batch["observation.state"][:, None] + steps)
     world = World()
     world.position, world.step = np.zeros(3, np.float32), lambda action: go(world, action)
-    found = played(Player(policy, *pipelines, env=ENV, rename_map={}), world, delay, 6)
+    found = played(Player(policy, *pipelines, Acting(env=ENV)), world, delay, 6)
     np.testing.assert_allclose(found, np.repeat(np.arange(1.0, 25.0)[:, None], 3, axis=1), atol=1e-4)
 
 
@@ -177,9 +177,9 @@ def test_real_time_chunks_are_those_of_lerobots_engine(pi05, relative, steps, de
     assert [options["prev_chunk_left_over"].shape[-2] for options in asked[1:3]] == [horizon or CHUNK - steps] * 2
     policy, pre, post = loaded(pi05, steps, relative)
     policy.config.rtc_config = horizon and RTCConfig(execution_horizon=horizon)
-    found = played(Player(policy, pre, post, env=ENV, rename_map={}, controller="rtc"), World(), delay, 5)
+    found = played(Player(policy, pre, post, Acting(env=ENV, controller="rtc")), World(), delay, 5)
     np.testing.assert_array_equal(found[:count], expected)
-    chunks = played(Player(*loaded(pi05, steps, relative), env=ENV, rename_map={}), World(), delay, 5)
+    chunks = played(Player(*loaded(pi05, steps, relative), Acting(env=ENV)), World(), delay, 5)
     assert np.abs(found[steps:count] - chunks[steps:count]).max() > 1e-3  # the guidance does matter
 
 
@@ -190,7 +190,7 @@ def test_a_policy_that_was_trained_for_it_is_given_what_is_executed(pi05, relati
     steps = 4
     policy, pre, post = loaded(pi05, steps, relative)
     policy.config.rtc_training_max_delay = 3
-    player = Player(*copy.deepcopy((policy, pre, post)), env=ENV, rename_map={}, controller="rtc")
+    player = Player(*copy.deepcopy((policy, pre, post)), Acting(env=ENV, controller="rtc"))
     found, robot, loss, left = played(player, World(), delay, 5), World(), PI05Loss(policy), None
     for decision in range(5):
         given = {} if left is None else {"action": left}
@@ -203,13 +203,13 @@ def test_a_policy_that_was_trained_for_it_is_given_what_is_executed(pi05, relati
         left = actions[:, steps : steps + delay]
     scale = np.abs(found).max()
     np.testing.assert_allclose(found, np.array(robot.executed), atol=1e-5 * scale)
-    guided = played(Player(*loaded(pi05, steps, relative), env=ENV, rename_map={}, controller="rtc"), World(), delay, 5)
+    guided = played(Player(*loaded(pi05, steps, relative), Acting(env=ENV, controller="rtc")), World(), delay, 5)
     assert np.abs(found - guided)[steps:].max() > 1e-3 * scale
 
 
 def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
     """And real-time chunks too."""
-    player = Player(*loaded(pi05, 4, True), env=ENV, rename_map={}, controller="rtc")
+    player = Player(*loaded(pi05, 4, True), Acting(env=ENV, controller="rtc"))
     seen, keys = observed(), [(7, "two_bins", row, 0) for row in range(6)]
     _, left = player.act_late(seen, [TASK] * 6, keys, 2, None)
     keys = [(*name[:3], 1) for name in keys]

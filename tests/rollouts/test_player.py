@@ -28,7 +28,7 @@ from vla_finetuning.policies.pipelines import load_processors, saved_shapes, tok
 from vla_finetuning.policies.registry import FAMILIES
 from vla_finetuning.policies.text_targets import ends_of_text, with_text
 from vla_finetuning.rollouts.episodes import generator, noise
-from vla_finetuning.rollouts.player import Eyes, Player, check_advantage, check_fits, check_writes
+from vla_finetuning.rollouts.player import Acting, Eyes, Player, check_advantage, check_fits, check_writes
 
 ENV = env_config("two_bins")
 KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]
@@ -85,7 +85,7 @@ def pi05(tmp_path_factory):
 
 def test_the_chunk_is_lerobots_for_the_same_noise(pi05, instructions):
     policy, pre, post = pi05
-    found = Player(policy, pre, post, env=ENV, rename_map={})(observed(), instructions, KEYS)
+    found = Player(policy, pre, post, Acting(env=ENV))(observed(), instructions, KEYS)
     batch = pre({**preprocess_observation(observed()), "task": instructions})
     drawn = np.stack([noise(*key, (policy.config.chunk_size, policy.config.max_action_dim)) for key in KEYS])
     expected = post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[:, :4]
@@ -105,7 +105,7 @@ def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instruct
     absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
     absolute.relative_step = next(step for step in pre.steps if hasattr(step, "get_cached_state"))
     absolute.enabled = absolute.relative_step.enabled = True
-    player = Player(policy, pre, post, env=ENV, rename_map={}, controller="select_action")
+    player = Player(policy, pre, post, Acting(env=ENV, controller="select_action"))
     seen, shape = observed(), (1, policy.config.chunk_size, policy.config.max_action_dim)
     found = {0: [], 1: []}
     for decision in range(8):  # the second episode begins three steps later
@@ -131,7 +131,7 @@ def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instruct
             with torch.no_grad():
                 expected = post(policy.select_action(batch))[0]
             np.testing.assert_allclose(action, expected.numpy(), rtol=1e-4, atol=1e-4)
-    whole = Player(policy, pre, post, env=ENV, rename_map={})
+    whole = Player(policy, pre, post, Acting(env=ENV))
     chunk = whole(rows_of(seen, [0]), instructions[:1], [(7, "two_bins", 0, 0)])[0]
     np.testing.assert_allclose(found[0][:4] - chunk, np.arange(4)[:, None] * [[0.3] * 3], atol=1e-3)
     with pytest.raises(RuntimeError, match="a policy process died"):
@@ -139,7 +139,7 @@ def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instruct
 
 
 def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, instructions):
-    player = Player(*pi05, env=ENV, rename_map={})
+    player = Player(*pi05, Acting(env=ENV))
     seen = observed()
     whole = player(seen, instructions, KEYS)
     torch.manual_seed(5)
@@ -163,7 +163,7 @@ def act():
 def test_a_policy_that_draws_nothing_needs_no_noise(instructions):
     policy = act()
     pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
-    player = Player(policy, *pipelines, env=ENV, rename_map={})
+    player = Player(policy, *pipelines, Acting(env=ENV))
     found = player(observed(), instructions, KEYS)
     assert found.shape == (len(KEYS), 3, 3)
     np.testing.assert_array_equal(found, player(observed(), instructions, [(9, *key[1:]) for key in KEYS]))
@@ -172,7 +172,7 @@ def test_a_policy_that_draws_nothing_needs_no_noise(instructions):
 def test_mixed_precision_is_that_of_lerobot_eval(instructions):
     policy = act()
     pre, post = make_pre_post_processors(policy.config, dataset_stats=STATS)
-    player = Player(policy, pre, post, env=ENV, rename_map={})
+    player = Player(policy, pre, post, Acting(env=ENV))
     plain = player(observed(), instructions, KEYS)
     policy.config.use_amp = True
     found = player(observed(), instructions, KEYS)
@@ -192,7 +192,7 @@ def test_one_that_draws_for_itself_gets_a_generator_for_each_row(instructions, m
         policy, "predict_action_chunk", lambda batch: plain(batch) + torch.randn(len(batch["task"]), 6, 3)
     )
     monkeypatch.setitem(FAMILIES, "act", Family("act"))
-    player = Player(policy, *pipelines, env=ENV, rename_map={})
+    player = Player(policy, *pipelines, Acting(env=ENV))
     seen = observed()
     before = torch.get_rng_state()
     whole = player(seen, instructions, KEYS)
@@ -211,7 +211,7 @@ def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructi
     with KINDS[kind].here():
         run = resolved(root, kind)
         policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
-        player = Player(policy, pre, post, env=ENV, rename_map={})
+        player = Player(policy, pre, post, Acting(env=ENV))
         found = player(rows_of(seen, list(rows)), instructions[:4], KEYS[:4])
         for row in rows:
             shown = preprocess_observation(rows_of(seen, [row]))
@@ -253,7 +253,7 @@ def test_in_libero_an_xvla_is_lerobots(normalises, tmp_path):
     plain = copy.copy(pre)
     done = ("xvla_image_to_float", "xvla_imagenet_normalize", "xvla_add_domain_id")
     plain.steps = [step for step in pre.steps if getattr(step, "_registry_name", None) not in done]
-    player = Player(policy, pre if normalises else plain, post, env=env, rename_map={})
+    player = Player(policy, pre if normalises else plain, post, Acting(env=env))
     found = player(in_libero(), tasks, keys)
     before, after = make_env_pre_post_processors(env, policy.config)
     for row, key in enumerate(keys):
@@ -362,7 +362,7 @@ def test_cameras_that_training_masked_are_masked(masked, instructions):
     trained = saved_shapes(masked, config)
     assert trained == {"observation.state": (3,), "action": (3,)}
     check_fits(config, ENV, {}, trained)
-    found = Player(load_policy(masked, config), *load_processors(masked, config), env=ENV, rename_map={})(
+    found = Player(load_policy(masked, config), *load_processors(masked, config), Acting(env=ENV))(
         observed(), instructions, KEYS
     )
     theirs = get_policy_class("tiny_pi05").from_pretrained(masked)
@@ -429,7 +429,7 @@ def labelled(tmp_path_factory):
 
 
 def chunks(labelled, instructions, **options):
-    return Player(*labelled, env=ENV, rename_map={}, **options)(observed(), instructions, KEYS)
+    return Player(*labelled, Acting(env=ENV, **options))(observed(), instructions, KEYS)
 
 
 def test_an_advantage_is_said_at_the_end_of_the_instruction(labelled, instructions):

@@ -217,7 +217,7 @@ class Evaluator:
         return PolicySource(
             checkpoint,
             config,
-            self._env,
+            env=self._env,
             processors=run.policy.processors(config),
             device="cuda" if run.job.use_gpu else "cpu",
             trusted=run.policy.trusted,

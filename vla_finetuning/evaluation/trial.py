@@ -113,7 +113,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     source = PolicySource(
         folder,
         policy_config,
-        env,
+        env=env,
         rename_map=config.rename_map,
         device="cuda" if use_gpu else "cpu",
         trusted=config.policy_trust_remote_code,

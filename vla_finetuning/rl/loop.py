@@ -24,7 +24,7 @@ from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, totals
 from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, write_episodes
 from vla_finetuning.rl.resolve import GrpoRun
-from vla_finetuning.rollouts.player import Player
+from vla_finetuning.rollouts.player import Acting, Player
 from vla_finetuning.rollouts.scheduler import Scheduler
 from vla_finetuning.run.checkpoint import Progress, load_checkpoint
 from vla_finetuning.run.progress import keep_metrics
@@ -74,7 +74,8 @@ class GrpoState(LoopState):
         assert isinstance(loss, FlowLoss)  # the plan refuses others
         check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
         processors, (robot,) = policy.processors(), policy.robots
-        player = Player(loss.policy, *processors, env=run.scene.env, rename_map=robot.rename_map, opening=robot.opening)
+        acting = Acting(env=run.scene.env, rename_map=robot.rename_map, opening=robot.opening)
+        player = Player(loss.policy, *processors, acting)
         self.actor = Actor(
             loss,
             player,

@@ -72,35 +72,49 @@ def unpacked(weights: Packed) -> dict[str, torch.Tensor]:
         }
 
 
-@dataclass(frozen=True)
-class PolicySource:
-    """Where a process gets a policy from. Pickled on its way to those that play.
+@dataclass(frozen=True, kw_only=True)
+class Acting:
+    """How a policy acts.
 
     Attributes:
-        folder: a LeRobot pretrained folder.
-        config: its configuration, `n_action_steps` being what is executed of a chunk.
-        processors: instead of the folder's own.
         env: whose observations it will see; None: observations are a dataset's, in the form of gymnasium's.
         rename_map: environment key to policy key, before the policy's own preprocessor.
-        trusted: whether code that comes with the folder may run.
+        trusted: whether code that comes with the policy may run.
         opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
         guidance: see `flow.guided_chunk`.
-        subtask, controller: see `Player`.
-        weights: in the object store, instead of the folder's.
+        subtask: at each decision the policy writes a text, and acts on the instruction with it (`text_targets`).
+        controller: "chunk" executes chunks as they are when they are predicted. "select_action" decides at each step,
+            and executes the next action of the episode's chunk as the processors make it absolute now, like LeRobot's
+            loop over `select_action`; all decisions of an episode must come here. "rtc" predicts a chunk that goes on
+            from what is left of the last, like LeRobot's `RTCInferenceEngine` with `rtc_options`, or, where the policy
+            was trained so (MAX_DELAY), from the actions that are executed meanwhile; only by `Player.act_late`.
     """
 
-    folder: Path
-    config: PreTrainedConfig
     env: EnvConfig | None
-    processors: tuple[Any, Any] | None = None
     rename_map: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cpu"
     trusted: bool = False
     opening: str = ""
     advantage: str | None = None
     guidance: float = 1.0
     subtask: bool = False
     controller: Controller = "chunk"
+
+
+@dataclass(frozen=True)
+class PolicySource(Acting):
+    """Where a process gets a policy from. Pickled on its way to those that play.
+
+    Attributes:
+        folder: a LeRobot pretrained folder.
+        config: its configuration, `n_action_steps` being what is executed of a chunk.
+        processors: instead of the folder's own.
+        weights: in the object store, instead of the folder's.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    processors: tuple[Any, Any] | None = None
+    device: str = "cpu"
     weights: ray.ObjectRef[Packed] | None = None
 
     def shared(self) -> PolicySource:
@@ -125,51 +139,18 @@ class PolicySource:
         pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
         if self.advantage is not None:
             check_prompts_differ(pipelines[0], [""], f"policy {self.folder}")
-        return Player(
-            policy,
-            *pipelines,
-            env=self.env,
-            rename_map=self.rename_map,
-            trusted=self.trusted,
-            opening=self.opening,
-            advantage=self.advantage,
-            guidance=self.guidance,
-            subtask=self.subtask,
-            controller=self.controller,
-        )
+        return Player(policy, *pipelines, self)
 
 
 class Player:
-    """A policy with its processors and the environment's.
+    """A policy with its processors and the environment's."""
 
-    Args:
-        subtask: at each decision the policy writes a text, and acts on the instruction with it (`text_targets`).
-        controller: "chunk" executes chunks as they are when they are predicted. "select_action" decides at each step,
-            and executes the next action of the episode's chunk as the processors make it absolute now, like LeRobot's
-            loop over `select_action`; all decisions of an episode must come here. "rtc" predicts a chunk that goes on
-            from what is left of the last, like LeRobot's `RTCInferenceEngine` with `rtc_options`, or, where the policy
-            was trained so (MAX_DELAY), from the actions that are executed meanwhile; only by `act_late`.
-    """
-
-    def __init__(
-        self,
-        policy: PreTrainedPolicy,
-        preprocessor: Any,
-        postprocessor: Any,
-        *,
-        env: EnvConfig | None,
-        rename_map: Mapping[str, str],
-        trusted: bool = False,
-        opening: str = "",
-        advantage: str | None = None,
-        guidance: float = 1.0,
-        subtask: bool = False,
-        controller: Controller = "chunk",
-    ) -> None:
-        self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if controller == "select_action" else None
+    def __init__(self, policy: PreTrainedPolicy, preprocessor: Any, postprocessor: Any, acting: Acting) -> None:
+        by_steps, env, advantage = acting.controller == "select_action", acting.env, acting.advantage
+        self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if by_steps else None
         self._rtc: RTCConfig | None = None
         self._trained: FlowLoss | None = None
-        if controller == "rtc":  # as lerobot-rollout
+        if acting.controller == "rtc":  # as lerobot-rollout
             config: Any = policy.config
             config.rtc_config = self._rtc = rtc_options(config)
             if hasattr(policy, "init_rtc_processor"):
@@ -177,14 +158,14 @@ class Player:
             if max_delay := getattr(config, MAX_DELAY, 0):
                 self._rtc.execution_horizon = max_delay
                 self._trained = cast(FlowLoss, family_of(config).make_loss(policy).eval())
-        self._opening = opening
+        self._opening = acting.opening
         self._words = "" if advantage is None else ADVANTAGE[advantage == "positive"]
-        self._guidance, self._loss = guidance, None
-        if guidance != 1.0:
+        self._guidance, self._loss = acting.guidance, None
+        if acting.guidance != 1.0:
             loss = family_of(policy.config).make_loss(policy)
             assert isinstance(loss, FlowLoss)  # `check_advantage` refuses others
             self._loss = loss.eval()
-        self._writer: Any = family_of(policy.config).make_loss(policy).eval() if subtask else None
+        self._writer: Any = family_of(policy.config).make_loss(policy).eval() if acting.subtask else None
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
         relative = (step for step in preprocessor.steps if isinstance(step, RelativeActionsProcessorStep))
         self._relative = next((step for step in relative if step.enabled), None)
@@ -192,7 +173,7 @@ class Player:
         family = family_of(policy.config)
         steps: tuple[Any, Any] = (_unchanged, _unchanged)
         self._env_pre, self._env_post = steps if env is None else family.env_processors(policy.config, env, step_names)
-        self._rename_map, self._trusted = rename_map, trusted
+        self._rename_map, self._trusted = acting.rename_map, acting.trusted
         self._device = next(policy.parameters()).device
 
     def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:

@@ -76,7 +76,7 @@ def resolve_service(config: ServeConfig) -> Service:
         sources[robot] = PolicySource(
             folder,
             policy,
-            None,
+            env=None,
             device="cuda" if use_gpu else "cpu",
             trusted=config.policy_trust_remote_code,
             opening=opening_of(folder),
