@@ -14,7 +14,7 @@ import torch
 
 from tests.buckets import Bucket, forget, other_process
 from tests.in_process import Rank
-from vla_finetuning.buckets import mirror, store
+from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets.mirror import address, as_path, keep_synced, pull, push
 from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
 from vla_finetuning.environment import Timeouts

@@ -184,8 +184,9 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
             "or use --policy.type if random ones are meant"
         )
     base = {"path": path, "revision": revision, **pretrained_digests(folder)}
-    resumed = isinstance(config, Config) and config.resume
-    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if resumed else None
+    newest = None
+    if isinstance(config, Config) and config.resume:
+        newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME)
     if newest is not None:
         # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
         # be the one that the run was started from.
