@@ -85,6 +85,7 @@ def write_dataset(
     seed: int = 0,
     noise: int = 0,
     true_quantiles: bool = True,
+    texts: Mapping[str, Sequence[str]] | None = None,
 ) -> Path:
     """Write a dataset at `root` (which must not exist yet) and return `root`.
 
@@ -104,6 +105,8 @@ def write_dataset(
         chunks_size: files per `chunk-XXX` folder.
         vcodec: None is LeRobot's default encoder (AV1, a key frame every 2); or `"h264"`, with g = 10.
         noise: of so many levels in every frame, which then is as large, compressed, as a real one.
+        state_dim, action_dim: 0: none.
+        texts: columns of texts; that of the dataset's n-th frame is the n-th, and after the last one the first again.
         true_quantiles: put those of all rows into stats.json; else LeRobot's means of the episodes' quantiles stay,
             which most values of so short episodes lie outside of.
     """
@@ -126,6 +129,8 @@ def write_dataset(
             "names": [f"motor_{i}" for i in range(action_dim)],
         },
     }
+    features = {key: feature for key, feature in features.items() if feature["shape"] != (0,)}
+    features |= {key: {"dtype": "string", "shape": (1,), "names": None} for key in texts or ()}
     for dtype, sizes in (("video", cameras), ("image", image_cameras)):
         for key, (height, width) in sizes.items():
             features[key] = {
@@ -164,6 +169,8 @@ def write_dataset(
                     "action": rng.normal(episode_index, 1.0, size=action_dim).astype(np.float32),
                     "task": tasks[episode_index % len(tasks)],
                 }
+                frame = {key: value for key, value in frame.items() if key in features or key == "task"}
+                frame |= {key: column[number % len(column)] for key, column in (texts or {}).items()}
                 if extra_features:
                     frame["next.done"] = np.array([frame_index == length - 1])
                     frame["next.reward"] = rng.normal(size=1).astype(np.float32)

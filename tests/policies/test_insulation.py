@@ -10,6 +10,8 @@ from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attenti
 from scipy.fft import dct
 
 from tests.tiny import ACTION_DIM, make_batch, make_policy, reference
+from util import DeviceMetrics
+from vla_finetuning.columns import ROBOT
 from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.families.insulation import (
@@ -295,6 +297,113 @@ def test_rows_that_could_not_be_read_have_no_tokens(policy, in_float64):
     assert torch.equal(tokens[::2], loss.token_losses(loss.prefix(read), read)) and not tokens[1::2].any()
     text = loss.text_losses(loss.prefix(batch), batch)
     assert torch.equal(text[::2], loss.text_losses(loss.prefix(read), read)) and not text[1::2].any()
+
+
+# ---- rows without an action ------------------------------------------------------------------------------------------
+
+
+def make_mixed(policy, robots):
+    """Inputs of rows of these robots; of -1, which is none, without action tokens."""
+    batch, noise, time = make_inputs(policy, SOME_TEXT)
+    batch[ROBOT] = torch.tensor(robots)
+    batch[TOKENS_MASK] = batch[TOKENS_MASK] & (batch[ROBOT] >= 0)[:, None]
+    return batch, noise, time
+
+
+def rows_of(inputs, rows):
+    batch, noise, time = inputs
+    return {key: value[rows] for key, value in batch.items()}, noise[rows], time[rows]
+
+
+@pytest.mark.parametrize("robots", [[0, -1, 1, -1], [-1, 0, -1, -1]])
+def test_rows_without_an_action_train_their_text_alone(policy, robots, in_float64):
+    inputs = make_mixed(policy, robots)
+    acts = inputs[0][ROBOT] >= 0
+    acting, noise, time = rows_of(inputs, acts)
+    plain, flow = copy.deepcopy(policy), reference(policy, noise, time)
+    expected_tokens = plain_cross_entropy(plain, inputs[0])
+    expected_tokens.backward()
+    expected_flow, _ = flow.forward({key: value for key, value in acting.items() if key != ROBOT})
+    (FLOW_WEIGHT * expected_flow).backward()
+
+    loss = make_loss(policy, text="subtask")(*inputs)
+    loss.backward()
+
+    assert loss.item() == pytest.approx((expected_tokens + FLOW_WEIGHT * expected_flow).item(), rel=1e-7)
+    found, of_tokens, of_flow = gradients(policy), gradients(plain), gradients(flow)
+    experts = {name for name in of_flow if any(part in name for part in EXPERT)}
+    backbone = of_tokens.keys() - {name for name in of_tokens if "lm_head" in name}
+    assert found.keys() == experts | backbone and experts and backbone
+    for name, gradient in found.items():
+        wanted = (of_flow if name in experts else of_tokens)[name]
+        scale = policy.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
+        assert (gradient - wanted).norm() <= 1e-7 * scale, name
+
+
+def test_the_expert_sees_nothing_of_rows_without_an_action(policy, in_float64):
+    """Its gradient is the same to the bit whatever they are, and that of a batch without them."""
+    inputs = make_mixed(policy, [0, -1, 1, -1])
+    acts = inputs[0][ROBOT] >= 0
+    other, noise, time = (copy.deepcopy(part) for part in inputs)
+    for tensor in (noise, time, *(other[key] for key in other if other[key].is_floating_point())):
+        tensor[~acts] = torch.rand_like(tensor[~acts])
+    other["observation.language.tokens"][~acts] += 1
+    found = []
+    for part in (inputs, (other, noise, time), rows_of(inputs, acts)):
+        changed = copy.deepcopy(policy)
+        make_loss(changed, text="subtask")(*part).backward()
+        of_expert = {k: v for k, v in gradients(changed).items() if any(name in k for name in EXPERT)}
+        found.append(of_expert)
+    first, second, without = found
+    assert len(first) > 5 and first.keys() == second.keys() == without.keys()
+    assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
+    assert all(torch.allclose(gradient, without[name], rtol=1e-9, atol=1e-15) for name, gradient in first.items())
+
+
+def test_means_of_a_step_are_over_all_its_tokens_and_all_its_rows_with_an_action(policy, in_float64):
+    inputs = make_mixed(policy, [-1, -1, 0, -1])
+    loss = make_loss(policy, text="subtask")
+    whole = loss(*inputs)
+    count = loss.count(inputs[0])
+    assert count.tolist() == [int(inputs[0][TOKENS_MASK].sum() + inputs[0][TEXT_MASK].sum()), 1]
+    halves = []
+    for rows in (slice(0, 2), slice(2, 4)):
+        batch, noise, time = rows_of(inputs, rows)
+        halves.append(loss({**batch, MEAN_COUNT: count / 2}, noise, time))
+    assert whole.item() == pytest.approx(sum(halves).item() / 2, rel=1e-12)
+    by_row = loss(*inputs, per_row=True)
+    acting = loss(*rows_of(inputs, inputs[0][ROBOT] >= 0), per_row=True)
+    assert by_row[2].item() == pytest.approx(acting.item(), rel=1e-9) and by_row.isfinite().all()
+    texts = (plain_text_losses(policy, inputs[0]) * inputs[0][TEXT_MASK]).sum(dim=1)
+    expected = texts / inputs[0][TEXT_MASK].sum(dim=1).clamp_min(1)
+    assert torch.allclose(by_row[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-9)
+
+
+def test_a_robots_mean_is_over_its_own_rows(policy):
+    inputs = make_mixed(policy, [0, -1, 1, -1])
+    inputs = (
+        {k: v.float() if v.is_floating_point() else v for k, v in inputs[0].items()},
+        *map(torch.Tensor.float, inputs[1:]),
+    )
+    loss = make_loss(policy.float(), text="subtask").train()
+    loss.metrics, loss.robots = DeviceMetrics(torch.device("cpu")), ("arm", "gantry")
+    sums = loss.metrics.sums("loss_by_robot", loss.robots)
+    loss(*inputs)
+    flow = PI05Loss(policy)(*inputs, per_row=True)
+    torch.testing.assert_close(sums, torch.stack([flow[[0, 2]], torch.ones(2)]).to(sums.dtype))
+
+
+def test_where_all_rows_have_an_action_their_robot_changes_nothing(policy):
+    batch, noise, time = make_batch(policy)
+    batch |= make_tokens(policy) | make_text(policy)
+    results = []
+    for robots in ({}, {ROBOT: torch.tensor([0, 1, 0, 1])}):
+        changed = copy.deepcopy(policy).float()
+        value = make_loss(changed, text="subtask")(batch | robots, noise, time)
+        value.backward()
+        results.append((value, gradients(changed)))
+    (value, expected), (other, found) = results
+    assert torch.equal(value, other) and all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):

@@ -68,6 +68,30 @@ class Feature:
         )
 
 
+# Which episode a row is of: a column of all data files.
+EPISODE = Feature("episode_index", "int64", (1,), None, False, {})
+
+
+@dataclass(frozen=True)
+class AbsentFeature(Feature):
+    """A vector that a dataset's files lack and others of its mixture have: it has no entries.
+
+    In rows that are read together it is as many zeros as the longest one has entries (`options.Features.padded`).
+    """
+
+    @property
+    def columns(self) -> tuple[Feature, ...]:
+        return (EPISODE,)  # says how many rows there are
+
+    def values(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.zeros((len(arrays[EPISODE.key]), *self.shape), self.dtype)
+
+
+def absent_vector(key: str, dtype: str = "float32") -> AbsentFeature:
+    """Return a vector of no entries."""
+    return AbsentFeature(key, dtype, (0,), None, False, {})
+
+
 @dataclass(frozen=True, eq=False)
 class DatasetMetadata:
     """A LeRobot dataset's metadata, E episodes. Made by `load_metadata`.
@@ -133,6 +157,15 @@ class DatasetMetadata:
     @property
     def camera_keys(self) -> list[str]:
         return [key for key, feature in self.features.items() if feature.dtype in CAMERA_DTYPES]
+
+    @property
+    def text_keys(self) -> list[str]:
+        return [key for key, feature in self.features.items() if feature.dtype == "string"]
+
+    @property
+    def without_actions(self) -> bool:
+        """Return whether it was given an `AbsentFeature` for its actions: its rows train texts alone."""
+        return isinstance(self.features.get("action"), AbsentFeature)
 
 
 def select_episodes(

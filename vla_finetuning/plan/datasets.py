@@ -5,12 +5,14 @@ Imports neither PyTorch nor LeRobot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
+from vla_finetuning.data.dataset import FRAME_FEATURES, absent_vector
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
@@ -21,13 +23,13 @@ from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.mixture import Member, members
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.recap import without_label
-from vla_finetuning.plan.names import check_camera_keys, check_names_known, with_names
+from vla_finetuning.plan.names import check_camera_keys, check_names_known, proposed_names, with_names
 from vla_finetuning.plan.paths import absolute, with_absolute_paths
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run; at least one.
+    """The datasets of a run; at least one. Those without actions come last (`without_actions`).
 
     Attributes:
         metas: their metadata, with the names that --rename_map gives their features.
@@ -45,6 +47,13 @@ class Datasets:
     def roots(self) -> tuple[str, ...]:
         """Return the absolute paths and URIs by which flags name the datasets."""
         return tuple(member.root for member in self.members)
+
+    @property
+    def with_actions(self) -> Datasets:
+        """Return those that have actions."""
+        count = sum(not meta.without_actions for meta in self.metas)
+        weights, success = (column and column[:count] for column in (self.weights, self.success))
+        return Datasets(self.metas[:count], self.members[:count], weights, success)
 
     def __str__(self) -> str:
         return "; ".join(
@@ -64,13 +73,14 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
     config = with_absolute_paths(config)
     config, roots = _locate(config)
     listed = listed_members(config.dataset, roots)
-    metas = load_datasets(config, listed)
+    config, listed, metas = _texts_last(config, listed, load_datasets(config, listed))
     for meta, member in zip(metas, listed, strict=True):
-        check_camera_keys(meta, member.camera_keys)
+        if not meta.without_actions:  # whose cameras may be fewer
+            check_camera_keys(meta, member.camera_keys)
     if config.recap.labels is not None:
         metas = tuple(map(without_labels, metas))
     source = config.dataset.episode_weights
-    weights = None if source is None else tuple(episode_weights(metas, roots, source, absolute))
+    weights = None if source is None else tuple(episode_weights(metas, [m.root for m in listed], source, absolute))
     return config, Datasets(metas, listed, weights)
 
 
@@ -98,12 +108,19 @@ def listed_members(d: DatasetOptions, roots: Sequence[str]) -> tuple[Member, ...
 def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMetadata, ...]:
     """Read the metadata of datasets, with the names that --rename_map gives their features.
 
-    Names of observations stay: as in lerobot-train, the policy's own processors rename those.
+    Names of observations stay: as in lerobot-train, the policy's own processors rename those. A dataset with texts and
+    nothing that may be an action is `without_actions`.
 
     Raises:
         OSError, ValueError: a dataset cannot be read, has no feature of a name, or lacks what a policy needs.
     """
-    metas = [load_metadata(member.root, storage_policy=storage_policy(config.dataset)) for member in listed]
+    metas = [
+        _with_absent_action(
+            load_metadata(member.root, storage_policy=storage_policy(config.dataset)),
+            {**config.rename_map, **member.rename_map},
+        )
+        for member in listed
+    ]
     state = config.dataset.state_features or ()
     if not any(member.rename_map for member in listed):
         return with_names(metas, config.rename_map, state)
@@ -118,6 +135,52 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
         except ValueError as error:
             raise ValueError(f"--dataset.mixture, {meta.root}: {error}") from error
     return tuple(named)
+
+
+def _with_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> DatasetMetadata:
+    names = {rename_map.get(key, key) for key in meta.features}
+    if "action" in names or not meta.text_keys or "action" in proposed_names(meta)[0].values():
+        return meta
+    return replace(meta, features={**meta.features, "action": absent_vector("action")})
+
+
+def _texts_last(
+    config: Config, listed: tuple[Member, ...], metas: tuple[DatasetMetadata, ...]
+) -> tuple[Config, tuple[Member, ...], tuple[DatasetMetadata, ...]]:
+    """Put datasets without actions behind the others.
+
+    Raises:
+        ValueError: the run does not train texts, or has no other dataset.
+    """
+    texts = [meta for meta in metas if meta.without_actions]
+    if not texts:
+        return config, listed, metas
+    label, flags = f"dataset {texts[0].root}", "--train.mode full --train.knowledge_insulation true"
+    if config.train.text_targets is None:
+        raise ValueError(
+            f"{label}: no feature is called action; its features are "
+            f"{', '.join(key for key in texts[0].features if key not in ('action', *FRAME_FEATURES))}. Beside datasets "
+            f"with actions (--dataset.mixture) it trains the texts of a column alone: {flags} --train.text_targets "
+            f"{texts[0].text_keys[0]}"
+        )
+    if len(texts) == len(metas) or not config.dataset.mixture:
+        beside = "no dataset of the run has one" if len(texts) == len(metas) else "it is not part of a mixture"
+        example = json.dumps({**{meta.root: 1 for meta in metas}, **({"ROOT": 1} if len(texts) == len(metas) else {})})
+        raise ValueError(
+            f"{label}: no feature is called action, and {beside}: name it beside one with actions, "
+            f"--dataset.mixture='{example}'"
+        )
+    if config.recap.labels is not None:
+        raise ValueError(
+            f"--recap.labels: {label} has no actions, and no advantage of them to be labelled: leave it out, or the "
+            "labels"
+        )
+    assert isinstance(config.dataset.mixture, dict)  # a file is read with the flags
+    order = sorted(range(len(metas)), key=lambda number: metas[number].without_actions)
+    listed = tuple(listed[number] for number in order)
+    mixture = {member.root: config.dataset.mixture[member.root] for member in listed}
+    config = replace(config, dataset=replace(config.dataset, mixture=mixture))
+    return config, listed, tuple(metas[number] for number in order)
 
 
 def without_labels(meta: DatasetMetadata) -> DatasetMetadata:

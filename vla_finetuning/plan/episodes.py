@@ -68,7 +68,8 @@ class ChosenEpisodes:
         for number, (meta, train) in enumerate(zip(metas, self.train, strict=True)):
             keys = movement_keys(meta, rename_map)
             weight = None if weights is None else weights[number]
-            ranges = frame_ranges_of(meta, train, dropped=dropped, keys=keys, skip_idle=seconds, weight=weight)
+            still = None if meta.without_actions else seconds  # nobody moves there
+            ranges = frame_ranges_of(meta, train, dropped=dropped, keys=keys, skip_idle=still, weight=weight)
             if not len(ranges.episode):
                 raise ValueError(
                     f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "
@@ -150,9 +151,15 @@ def _split(
 
     The last ceil(n x eval_split) of each task are held out, as in LeRobot. A rehearsal, whose preset chose the share,
     leaves tasks of a few episodes to training. Where `success` of all episodes is given, bool (E,), it is a share of
-    those of either outcome instead, task after task, rounded down.
+    those of either outcome instead, task after task, rounded down. Without actions, all are trained on.
     """
     share = config.dataset.eval_split
+    if meta.without_actions:
+        share, column = 0.0, config.train.text_targets
+        notes = [
+            *notes,
+            f"{meta.root}: no actions: its rows train the text of {column!r} alone; no episode is held out",
+        ]
     by_task: dict[str, list[int]] = {}
     for episode in chosen.tolist():
         by_task.setdefault((meta.episode_tasks[episode] or ("",))[0], []).append(episode)

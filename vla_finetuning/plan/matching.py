@@ -17,6 +17,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.dataset import absent_vector
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
 from vla_finetuning.data.options import Features, Selection
 from vla_finetuning.data.selection import tasks_of
@@ -35,9 +36,10 @@ from vla_finetuning.plan.mixture import (
 )
 from vla_finetuning.plan.names import observations_renamed
 from vla_finetuning.plan.statistics import relative_actions
+from vla_finetuning.policies.families.insulation import TextDataset, with_text_datasets
 from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
-from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.registry import family_of, train_as, types_that
 from vla_finetuning.policies.spec import Robot
 from vla_finetuning.policies.text_targets import one_line, with_text
 
@@ -49,7 +51,8 @@ class Matched:
     """Datasets as the policy gets them.
 
     Attributes:
-        metas: with the names and order of their robot; of several robots with the policy's names.
+        metas: with the names and order of their robot; of several robots with the policy's names. Those without
+            actions, which are of no robot, have what all others have, as vectors of no entries where they lack it.
         config: the policy's. match: of all of them, by the names in `metas`.
         robots: without statistics; at least one.
         window_steps: as of `data.options.Features`.
@@ -93,6 +96,8 @@ class RobotDatasets:
 def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
     """Yield the datasets of each robot, in the order in which robots first come.
 
+    Args:
+        datasets: with actions.
     Raises:
         ValueError: datasets of one robot with other cameras, an order of other dimensions, two features of one name.
     """
@@ -115,6 +120,11 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
     Raises:
         ValueError: datasets, rates or robots that do not go together, or not with the policy.
     """
+    if len((acting := datasets.with_actions).metas) < len(datasets.metas):
+        known = {key for meta in acting.metas for key in meta.features}
+        of_texts = {key for meta in datasets.metas for key in meta.features} - known
+        names = {key: name for key, name in config.rename_map.items() if key not in of_texts}
+        return _add_texts(config, datasets, base, match_datasets(replace(config, rename_map=names), acting, base))
     steps = [window_step(meta, member.fps) for meta, member in zip(datasets.metas, datasets.members, strict=True)]
     groups = list(by_robot(config, datasets))
     if config.dataset.dimension_map:
@@ -225,6 +235,62 @@ def check_rates(metas: Metas, steps: Sequence[int]) -> None:
         )
 
 
+# ---- datasets without actions ---------------------------------------------------------------------------------------
+
+
+def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched) -> Matched:
+    """Add the datasets without actions to the others, `matched`; the policy's family learns how their rows are read.
+
+    Raises:
+        ValueError: such a dataset has none of the others' cameras.
+    """
+    acting, rename_map = len(matched.metas), matched.rename_map
+    cameras, keys = matched.match.camera_keys, matched.match.dataset_keys
+    row_names = {rename_map.get(key, key): key for key in keys}
+    metas, texts = list(matched.metas), []
+    for number in range(acting, len(datasets.metas)):
+        meta, member = datasets.metas[number], datasets.members[number]
+        renames = observations_renamed({**config.rename_map, **member.rename_map})
+        names = {key: row_names[name] for key in meta.features if (name := renames.get(key, key)) in row_names}
+        used = {
+            key: name
+            for key, name in names.items()
+            if name in cameras and (member.camera_keys is None or {key, name} & {*member.camera_keys})
+        }
+        if not used:
+            policy_names = [name for name, key in row_names.items() if key in cameras]
+            raise ValueError(
+                f"dataset {meta.root}: none of its cameras {meta.camera_keys} is called as one of the datasets with "
+                f"actions, {policy_names}: its rename_map in the mixture, or --rename_map, gives it that name"
+            )
+        same_robot = [n for n, other in enumerate(datasets.members[:acting]) if other.robot == member.robot]
+        stand_in = same_robot[0] if same_robot else 0
+        robot = next(robot for robot in matched.robots if stand_in in robot.datasets)
+        like = metas[stand_in].features
+        vectors = {key: like[key].shape for key in keys if key in like and key not in cameras and key != ACTION}
+        own = {key: name for key, name in names.items() if meta.features[key].shape == vectors.get(name)}
+        has_state = bool(same_robot) and set(own.values()) == vectors.keys()
+        used |= own if has_state else {}
+        other = {
+            key
+            for key, feature in meta.features.items()
+            if key not in used and (key == ACTION or key.startswith(OBS_PREFIX) or feature.dtype in CAMERA_DTYPES)
+        }
+        named = rename_features(without_features(meta, other), used)
+        lacking = [key for key in keys if key not in cameras and key not in named.features]
+        dtypes = {key: feature.dtype for other in metas[:acting] for key, feature in other.features.items()}
+        named = replace(named, features={**named.features, **{key: absent_vector(key, dtypes[key]) for key in lacking}})
+        if has_state:
+            _, named = ordered_alike([metas[stand_in], named], [*vectors, ACTION], config.dataset.dimension_map)
+        metas.append(named)
+        seen = frozenset(rename_map.get(key, key) for key in cameras if key in named.features)
+        texts.append(TextDataset(number, stand_in, seen, has_state, robot.opening if same_robot else ""))
+    for policy_config in (base.config, *(robot.config for robot in matched.robots)):
+        train_as(policy_config, with_text_datasets(family_of(policy_config), texts))
+    steps = *(matched.window_steps or (1,) * acting), *(1 for _ in texts)
+    return replace(matched, metas=tuple(metas), window_steps=steps)
+
+
 # ---- robots that differ --------------------------------------------------------------------------------------------
 
 
@@ -276,7 +342,7 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
         ValueError: a camera that the dataset has not, dimensions of other names, two features of one name.
     """
     features: dict[str, Feature] = {}
-    for group in by_robot(config, datasets):
+    for group in by_robot(config, datasets.with_actions):
         names = names_of_first(group.metas, group.rename_map)
         by_name: dict[str, str] = {}
         for key, feature in group.features.items():

@@ -57,7 +57,7 @@ def plan_rows(
         columns=[*match.dataset_keys, *text_columns(config, metas)],
         delta_timestamps=match.delta_timestamps,
         tolerance_s=config.tolerance_s,
-        padded=len(matched.robots) > 1,
+        padded=len(matched.robots) > 1 or any(meta.without_actions for meta in metas),
         window_steps=matched.window_steps,
     )
 
@@ -92,7 +92,7 @@ def plan_rows(
     identity = source.plan.identity()
     if features.padded:
         robot_names = {number: robot.name for robot in matched.robots for number in robot.datasets}
-        identity["robots"] = [robot_names[number] for number in range(len(metas))]
+        identity["robots"] = [robot_names.get(number) for number in range(len(metas))]  # None: without actions
     if matched.window_steps is not None:
         identity["window_steps"] = list(matched.window_steps)
     weights, digest = row_weights(config, metas, matched.config) or (None, None)

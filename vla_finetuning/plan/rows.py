@@ -97,7 +97,7 @@ class Rows:
         the ends of episodes, as a share of all.
         """
         episodes = zip(self.metas, self.train_episodes, strict=True)
-        length = np.concatenate([meta.episode_length[numbers] for meta, numbers in episodes])
+        length = np.concatenate([meta.episode_length[n] for meta, n in episodes if not meta.without_actions])
         chunk = 1 + round(max(self.features.delta_timestamps.get("action", (0.0,))) * self.metas[0].fps)
         beyond = np.minimum(length, chunk)  # frames of an episode whose chunk does not fit, and how far it reaches
         padded = beyond * (chunk - beyond) + beyond * (beyond - 1) // 2

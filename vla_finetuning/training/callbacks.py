@@ -85,7 +85,7 @@ class ExactMean(Callback):
     def on_step_begin(self, state: TrainState, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the step's micro-batches, all of which are there before the first is taken. Reads no device."""
         micro_batches = list(itertools.islice(batches, state.micros))
-        count = torch.stack([state.loss.count(batch) for batch in micro_batches]).sum().to(torch.float32)
+        count = torch.stack([state.loss.count(batch) for batch in micro_batches]).sum(dim=0).to(torch.float32)
         if state.worker.world > 1:
             dist.all_reduce(count)
         mean = count.clamp_min(1) / state.run.job.batches_per_step

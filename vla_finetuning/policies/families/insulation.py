@@ -3,13 +3,14 @@
 One forward over [images, prompt] [action tokens] [text] [noisy actions]. Action tokens, and those of a text
 (`text_targets`), see the prefix and those before them of their own; noisy actions see the prefix and each other. The
 expert attends to keys and values of the prefix from which no gradient returns, so that the backbone learns from the
-cross-entropy of tokens alone.
+cross-entropy of tokens alone. Rows of datasets without actions train their text alone (`TextDataset`).
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, S of text, P of the prefix.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +22,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.configs import PreTrainedConfig
+from lerobot.lerobot_types import TransitionKey
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import ACTION, OPENPI_ATTENTION_MASK_VALUE
+from lerobot.processor import create_transition
+from lerobot.utils.constants import (
+    ACTION,
+    OBS_LANGUAGE_ATTENTION_MASK,
+    OBS_LANGUAGE_TOKENS,
+    OPENPI_ATTENTION_MASK_VALUE,
+)
 from torch import Tensor, nn
 
+from vla_finetuning.columns import IS_PRESENT, ROBOT, ROW_COLUMNS
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies.action_tokens import (
     ACTION_TOKENIZER_FOLDER,
@@ -36,8 +45,9 @@ from vla_finetuning.policies.action_tokens import (
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix, image_tokens, norm, suffix_layer
 from vla_finetuning.policies.family import MEAN_COUNT, Chunks, Columns, Family, PolicyLoss
-from vla_finetuning.policies.flow import ROW_FACTORS
+from vla_finetuning.policies.flow import ROW_FACTORS, repeat_rows
 from vla_finetuning.policies.text_targets import TEXT, TEXT_COLUMNS, TEXT_MASK, WithText
+from vla_finetuning.policies.texts import TASK
 from vla_finetuning.policies.tiny_pi05 import SPARE_WORD
 from vla_finetuning.terminal import print_safe
 
@@ -45,6 +55,8 @@ FAMILIES = ()
 
 # Columns of a row: its action tokens, and which of them there are.
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
+# Which rows of a batch have an action: those with a ROBOT of at least 0.
+HAS_ACTION = "has_action"
 # PaliGemma's last words are of image segments; LeRobot's PI0-FAST leaves them alone, too.
 LAST_WORDS = 128
 # Of a tokenizer that is fitted, as in the paper.
@@ -56,21 +68,44 @@ class InsulatedLoss(PI05Loss):
 
     The cross-entropy is a mean over the tokens of the batch, or over those of the whole step with MEAN_COUNT. Logits
     of action tokens are of the words that stand for them alone, those of text of all words; the head is tied to the
-    embedding of words, as in PaliGemma.
+    embedding of words, as in PaliGemma. The flow's loss is a mean over rows that have an action: in batches with ROBOT
+    those where it is not -1.
 
     Args: as for `PI05Loss`. vocabulary: number of action tokens. flow_weight: see above. text: whether batches have it.
+        fewest_cameras: of a row without an action; None: there are none.
     """
 
     def __init__(
-        self, policy: PreTrainedPolicy, *, vocabulary: int, flow_weight: float, text: bool = False, **options: Any
+        self,
+        policy: PreTrainedPolicy,
+        *,
+        vocabulary: int,
+        flow_weight: float,
+        text: bool = False,
+        fewest_cameras: int | None = None,
+        **options: Any,
     ):
         super().__init__(policy, **options)
-        self._end, self._flow_weight = vocabulary, flow_weight
+        self._end, self._flow_weight, self._fewest_cameras = vocabulary, flow_weight, fewest_cameras
         self._segments = {"tokens": token_columns(policy.config), **({"text": TEXT_COLUMNS} if text else {})}
         self._token_layer = self._compiled(_token_layer)
 
     def prefix_of_flow(self, prefix: Prefix) -> Prefix:
         return replace(prefix, keys_values=[(key.detach(), value.detach()) for key, value in prefix.keys_values])
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        batch = super().inputs(batch)
+        if ROBOT not in batch:
+            return batch
+        return {**batch, HAS_ACTION: batch[ROBOT] >= 0, ROBOT: batch[ROBOT].clamp_min(0)}
+
+    def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
+        """Compute the flow's loss; by row, that without an action is NaN, which no mean by robot counts."""
+        if HAS_ACTION not in batch:
+            return super().reduce(losses, batch, draws, per_row)
+        absent = ~repeat_rows(batch[HAS_ACTION], draws)[:, None, None]
+        reduced = super().reduce(losses.masked_fill(absent, math.nan if per_row else 0.0), batch, draws, per_row)
+        return reduced if per_row else reduced * (len(batch[HAS_ACTION]) / self._mean_count(batch)[1].to(reduced.dtype))
 
     def combine(self, losses: Tensor, prefix: Prefix, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
         flow = super().combine(losses, prefix, batch, draws, per_row)
@@ -83,14 +118,23 @@ class InsulatedLoss(PI05Loss):
             by_token = by_token * batch[factor][:, None]
         if per_row:
             counts = _all_counted(batch).sum(dim=1).clamp_min(1)
+            if HAS_ACTION in batch:
+                flow = flow.masked_fill(~repeat_rows(batch[HAS_ACTION], draws), 0.0)
             return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
-        total = batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
-        cross_entropy = by_token.sum() / total
+        count = self._mean_count(batch)
+        cross_entropy = by_token.sum() / (count[0] if HAS_ACTION in batch else count)
         self.note({"flow_loss": flow, "token_loss": cross_entropy, **metrics})
         return cross_entropy + self._flow_weight * flow
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return _all_counted(batch).sum()
+        """Count the tokens of a micro-batch, 0-d; in batches with ROBOT these and the rows with an action, (2,)."""
+        tokens = _all_counted(batch).sum()
+        if ROBOT not in batch:
+            return tokens
+        return torch.stack([tokens, batch.get(HAS_ACTION, batch[ROBOT] >= 0).sum()])
+
+    def _mean_count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
 
     def token_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the cross-entropy of each action token, float32 (B, F); 0 where there is none."""
@@ -143,7 +187,9 @@ class InsulatedLoss(PI05Loss):
             for name, tokens in self._segments.items()
             for prompt in prompts
         ]
-        return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in shapes)]
+        # A micro-batch may be of rows without actions alone, and of their cameras.
+        fewer = [] if cameras <= (self._fewest_cameras or cameras) else self.attentions(cameras - 1, prompts)
+        return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in shapes), *fewer]
 
 
 def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
@@ -169,6 +215,25 @@ def _all_counted(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class TextDataset:
+    """A dataset without actions: each of its rows trains its text, and nothing else.
+
+    Attributes:
+        number: `dataset_index` of its rows. stand_in: the dataset as whose rows they are prepared, before all that is
+            of actions is masked.
+        cameras: those that it has, by the policy's names.
+        state: whether it has the state of the robot of `stand_in`; prompts of its rows say none otherwise.
+        opening: what its instructions begin with.
+    """
+
+    number: int
+    stand_in: int
+    cameras: frozenset[str]
+    state: bool = False
+    opening: str = ""
+
+
+@dataclass(frozen=True)
 class InsulatedPI05(PI05):
     """PI0.5 with --train.knowledge_insulation.
 
@@ -177,12 +242,14 @@ class InsulatedPI05(PI05):
         flow_weight: of PI0.5's loss, beside the cross-entropy.
         vocabulary: of the tokenizer, also of one that is yet to be fitted.
         text: the column of rows with texts that are targets, too; None: there are none.
+        text_datasets: those without actions.
     """
 
     action_tokenizer: ActionTokenizer | None = None
     flow_weight: float = 1.0
     vocabulary: int = 0
     text: str | None = None
+    text_datasets: tuple[TextDataset, ...] = ()
 
     train_options = PI05.train_options | {"exact_mean"}
 
@@ -204,8 +271,9 @@ class InsulatedPI05(PI05):
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         self.check_words(policy.config)
-        text = self.text is not None
-        return InsulatedLoss(policy, vocabulary=self.vocabulary, flow_weight=self.flow_weight, text=text, **options)
+        options |= {"vocabulary": self.vocabulary, "flow_weight": self.flow_weight, "text": self.text is not None}
+        fewest = min((len(dataset.cameras) for dataset in self.text_datasets), default=None)
+        return InsulatedLoss(policy, fewest_cameras=fewest, **options)
 
     def _token_inputs(self, config: Any, rows: int, device: torch.device | str) -> dict[str, Tensor]:
         shapes = {(TOKENS, TOKENS_MASK): (token_columns(config), token_columns(config))}
@@ -223,8 +291,11 @@ class InsulatedPI05(PI05):
         """Return what prepares rows with their texts, and with their action tokens once there is a tokenizer."""
         if self.text is not None:
             prepare = WithText(prepare, self.text, tokenizer_step.input_tokenizer)
-        tokenizer = self.action_tokenizer
-        return prepare if tokenizer is None else WithActionTokens(prepare, tokenizer, token_columns(config))
+        if (tokenizer := self.action_tokenizer) is not None:
+            prepare = WithActionTokens(prepare, tokenizer, token_columns(config))
+        if not self.text_datasets:
+            return prepare
+        return WithoutActions(prepare, self.text_datasets, tuple(config.image_features), tokenizer_step)
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> InsulatedPI05:
         """Read the tokenizer that an earlier start has written into the run's folder, or write it there.
@@ -294,6 +365,76 @@ class WithActionTokens:
         for number, ids in enumerate(rows):
             tokens[number, : len(ids)], mask[number, : len(ids)] = ids, True
         return {**prepared, TOKENS: tokens, TOKENS_MASK: mask}
+
+
+@dataclass(frozen=True)
+class WithoutActions:
+    """`prepare`, of rows without actions too: their ROBOT is -1, and no action token of theirs counts.
+
+    They never say their text in the prompt: it is a target, always. Cameras that such a row lacks are masked
+    (`CAMERA_is_present`). A row without a state has the policy's prompt without its part on the state.
+
+    Args:
+        datasets: without actions. cameras: of the policy. tokenizer_step: of the policy's processors.
+    """
+
+    prepare: Callable[[Columns], Columns]
+    datasets: tuple[TextDataset, ...]
+    cameras: tuple[str, ...]
+    tokenizer_step: Any
+
+    def __call__(self, batch: Columns) -> Columns:
+        stand_in, task = batch["dataset_index"].copy(), batch[TASK].copy()
+        stateless = np.zeros(len(task), bool)
+        has_camera = {camera: np.ones(len(task), bool) for camera in self.cameras}
+        for dataset in self.datasets:
+            rows = batch["dataset_index"] == dataset.number
+            stand_in[rows] = dataset.stand_in
+            for camera in self.cameras:
+                has_camera[camera][rows] = camera in dataset.cameras
+            if not dataset.state:
+                stateless |= rows
+                task[rows] = ""  # their prompts are written below
+        has_action = ~np.isin(batch["dataset_index"], [dataset.number for dataset in self.datasets])
+        changed = {"dataset_index": stand_in, TASK: task}
+        if "position" in batch:
+            changed["position"] = batch["position"] * has_action  # 0 is even: no prompt says the text (`WithText`)
+        prepared = self.prepare({**batch, **changed})
+        prepared |= {key: batch[key] for key in ROW_COLUMNS if key in batch}
+        prepared[ROBOT] = np.where(has_action, prepared.get(ROBOT, 0), -1).astype(np.int64)
+        for camera in [camera for camera in self.cameras if camera in prepared]:
+            present = prepared.get(camera + IS_PRESENT, True)
+            prepared[camera + IS_PRESENT] = np.where(has_action, present, has_camera[camera])
+        if TOKENS_MASK in prepared:
+            prepared[TOKENS_MASK] = prepared[TOKENS_MASK] & has_action[:, None]
+        return self._with_prompts(prepared, batch, stateless) if stateless.any() else prepared
+
+    def _with_prompts(self, prepared: Columns, batch: Columns, stateless: np.ndarray) -> Columns:
+        """Return the rows with prompts of those without a state."""
+        opening = {dataset.number: dataset.opening for dataset in self.datasets}
+        numbers = batch["dataset_index"][stateless].tolist()
+        prompts = [
+            prompt_without_state(f"{opening[number]}{text}")
+            for number, text in zip(numbers, batch[TASK][stateless], strict=True)
+        ]
+        step = copy.copy(self.tokenizer_step)
+        step.padding = "max_length"  # as `Prepare` has it
+        transition = step(create_transition(observation={}, complementary_data={step.task_key: prompts}))
+        columns = transition[TransitionKey.OBSERVATION]
+        changed = {key: prepared[key].copy() for key in (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)}
+        for key, values in changed.items():
+            values[stateless] = columns[key].numpy()
+        return {**prepared, **changed}
+
+
+def prompt_without_state(instruction: str) -> str:
+    """Return what LeRobot's PI0.5 makes of an instruction, without its part on the state."""
+    return f"Task: {instruction.strip().replace('_', ' ').replace(chr(10), ' ')};\nAction: "
+
+
+def with_text_datasets(family: Family, datasets: Sequence[TextDataset]) -> Family:
+    """Return a family with the datasets without actions of its run; another one, which does not know them, as it is."""
+    return replace(family, text_datasets=tuple(datasets)) if isinstance(family, InsulatedPI05) else family
 
 
 def insulated(

@@ -1,0 +1,373 @@
+"""Mixtures of datasets with actions and of images with text alone: who trains what, and who never sees whom."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lerobot.datasets import LeRobotDataset
+from lerobot.lerobot_types import TransitionKey
+from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
+from lerobot.processor import create_transition
+
+from diagnostics import check_rows, show_dataset
+from tests import in_process
+from tests.datasets import all_rows, make_dataset, one_after_the_other
+from tests.in_process import Rank, RunRows, alone
+from tests.tiny import make_base
+from tests.training.test_insulated_run import apart
+from util import full_tensor
+from vla_finetuning.columns import IS_PRESENT, ROBOT
+from vla_finetuning.data import quantiles
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.look import look_at_rows
+from vla_finetuning.plan.resolve import resolve, with_stats
+from vla_finetuning.plan.robot_facts import robot_facts
+from vla_finetuning.policies.action_tokens import ActionTokenizer
+from vla_finetuning.policies.families.insulation import TOKENS_MASK
+from vla_finetuning.policies.pipelines import tokenizer_step
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.text_targets import TEXT, TEXT_MASK
+from vla_finetuning.run.folder import CONFIG_NAME
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.chunks import read_chunks, sample_chunks
+from vla_finetuning.training.model import build_model, make_prepare
+
+SPARE_WORDS = 270
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+TOKENS_OF_PROMPT, MASK_OF_PROMPT = "observation.language.tokens", "observation.language.attention_mask"
+SUBTASKS = ["reach the red bin", "", "go on"]
+QUESTIONS, ANSWERS = ("what_is red", "where is\nthe bin"), ["the red bin", "to the red", "on", "where it is", "red"]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """Two datasets of a robot, questions about pictures without state and action, and videos with a state alone."""
+    folder = tmp_path_factory.mktemp("texts")
+    root = make_dataset(folder / "robot", episodes=(12, 9, 10), texts={"subtask": SUBTASKS})
+    make_dataset(folder / "second", episodes=(8, 6), texts={"subtask": SUBTASKS}, seed=2)
+    one_camera = {"cameras": {TOP: (40, 40)}, "action_dim": 0, "tasks": QUESTIONS}
+    make_dataset(
+        folder / "answers",
+        episodes=(1, 1, 4, 1, 2),
+        **one_camera,
+        state_dim=0,
+        fps=4,
+        texts={"answer": ANSWERS},
+        seed=5,
+    )
+    make_dataset(folder / "videos", episodes=(5, 4), **one_camera, texts={"subtask": ["go to the red bin"]}, seed=6)
+    meta = load_metadata(root)
+    tasks = [*meta.tasks.values(), *QUESTIONS, *ANSWERS, "gantry: arm: go", *(f"go to the red bin, Subtask: {text}" for text in SUBTASKS)]
+    base = make_base(folder / "base", meta, tasks=tasks, chunk_size=6, spare_words=SPARE_WORDS, **in_process.TINY)
+    chunks = np.random.default_rng(0).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
+    ActionTokenizer.fit(chunks, SPARE_WORDS - 2).save(folder / "tokenizer")
+    return folder, root, base
+
+
+def mixture_of(setting, **weights):
+    """A mixture of the setting's datasets, as a flag has it."""
+    options = {"answers": {"rename_map": {"answer": "subtask"}}}
+    mixture = {str(setting[0] / name): {"weight": weight, **options.get(name, {})} for name, weight in weights.items()}
+    return json.dumps(mixture)
+
+
+def resolved(setting, name, mixture=None, **changes):
+    options = {"train.knowledge_insulation": "true", "train.action_tokenizer": setting[0] / "tokenizer"}
+    options |= {"train.text_targets": "subtask", "batch_size": 4, "grad_accum": 1, "lr": 1e-3}
+    options |= {"output_dir": setting[0] / name, "dataset.statistics": "stored"}
+    if mixture is not None:
+        options |= {"dataset.root": None, "dataset.mixture": mixture_of(setting, **mixture)}
+    return in_process.resolved(setting, **{**options, **changes})
+
+
+BOTH, ALL = {"answers": 1, "robot": 1}, {"answers": 1, "robot": 2, "second": 1, "videos": 1}
+
+
+def read(run, rows):
+    """The first rows of a run's stream, as they are read and as they are prepared."""
+    (raw,) = run.rows.source().read_rows(range(rows), rows)
+    return raw, make_prepare(run.policy, run.rows)(raw)
+
+
+def written(run, columns):
+    """The texts that rows are to write."""
+    preprocessor, _ = run.policy.processors()
+    tokenizer = tokenizer_step(preprocessor).input_tokenizer
+    return [
+        tokenizer.decode(tokens[1:][mask][:-1]) for tokens, mask in zip(columns[TEXT], columns[TEXT_MASK], strict=True)
+    ]
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_without_actions_write_their_text_and_say_no_state(setting):
+    run = resolved(setting, "rows", BOTH)
+    assert [meta.root.rpartition("/")[2] for meta in run.rows.metas] == ["robot", "answers"]
+    raw, columns = read(run, 24)
+    texts = raw["dataset_index"] == 1
+    assert {True, False} == set(texts.tolist()) and {0, 1} == set((raw["position"][texts] % 2).tolist())
+    assert written(run, columns)[: len(texts)] == [
+        text if of_text or position % 2 == 0 else ""
+        for text, of_text, position in zip(raw["subtask"], texts, raw["position"], strict=True)
+    ]
+    assert (columns[ROBOT] == np.where(texts, -1, 0)).all()
+    assert not columns[TOKENS_MASK][texts].any() and columns[TOKENS_MASK][~texts].any(axis=1).all()
+    assert columns[TOP + IS_PRESENT].all() and (columns[WRIST + IS_PRESENT] == ~texts).all()
+    assert not columns[WRIST][texts].any() and columns[TOP][texts].any()
+
+    # LeRobot's own step with a state of no entries, of which nothing is left then.
+    tasks = raw["task"][texts].tolist()
+    transition = create_transition(
+        observation={"observation.state": torch.zeros(len(tasks), 0)}, complementary_data={"task": tasks}
+    )
+    prompts = Pi05PrepareStateTokenizerProcessorStep()(transition)[TransitionKey.COMPLEMENTARY_DATA]["task"]
+    assert all(", State: ;" in prompt for prompt in prompts)
+    step = tokenizer_step(run.policy.processors()[0])
+    expected = step._tokenize_text([prompt.replace(", State: ;", ";") for prompt in prompts])
+    np.testing.assert_array_equal(columns[TOKENS_OF_PROMPT][texts], expected["input_ids"].numpy())
+    np.testing.assert_array_equal(columns[MASK_OF_PROMPT][texts], expected["attention_mask"].numpy().astype(bool))
+
+    frames = LeRobotDataset("local/answers", root=setting[0] / "answers", video_backend="pyav")
+    for index, position in zip(raw["index"][texts].tolist()[:3], np.flatnonzero(texts).tolist()[:3], strict=True):
+        frame = frames[index]
+        assert (frame["task"], frame["answer"]) == (raw["task"][position], raw["subtask"][position])
+
+
+def test_rows_with_actions_are_those_of_a_run_without_texts(setting):
+    size = {"dataset.image_size": "[56, 56]"}
+    run = resolved(setting, "beside", BOTH, **size)
+    single = resolved(setting, "single", **size)
+    raw, columns = read(run, 24)
+    acting = np.flatnonzero(raw["dataset_index"] == 0)
+    per_epoch = single.rows.per_epoch
+    (every,) = single.rows.source((0, per_epoch)).read_rows(range(per_epoch), per_epoch)
+    place = {int(index): at for at, index in enumerate(every["index"])}
+    chosen = {key: values[[place[int(index)] for index in raw["index"][acting]]] for key, values in every.items()}
+    expected = make_prepare(single.policy, single.rows)({**chosen, "position": raw["position"][acting]})
+    assert columns.keys() - expected.keys() == {ROBOT, TOP + IS_PRESENT, WRIST + IS_PRESENT}
+    for key, values in expected.items():
+        np.testing.assert_array_equal(columns[key][acting], values, err_msg=key)
+    assert robot_facts(run)[""] == robot_facts(single)[""]
+
+
+def test_videos_of_the_same_robot_say_its_state(setting):
+    run = resolved(setting, "state", ALL)
+    raw, columns = read(run, 40)
+    metas = [meta.root.rpartition("/")[2] for meta in run.rows.metas]
+    assert metas == ["robot", "second", "answers", "videos"]
+    videos = raw["dataset_index"] == 3
+    state = torch.from_numpy(raw["observation.state"][videos])
+    low, high = (run.robots[0].stats["observation.state"][name] for name in ("q01", "q99"))
+    normalised = 2 * (state - torch.tensor(low)) / torch.tensor(high - low) - 1
+    transition = create_transition(
+        observation={"observation.state": normalised.float()}, complementary_data={"task": raw["task"][videos].tolist()}
+    )
+    prompts = Pi05PrepareStateTokenizerProcessorStep()(transition)[TransitionKey.COMPLEMENTARY_DATA]["task"]
+    expected = tokenizer_step(run.policy.processors()[0])._tokenize_text(prompts)["input_ids"].numpy()
+    np.testing.assert_array_equal(columns[TOKENS_OF_PROMPT][videos], expected)
+    assert (columns[ROBOT][videos] == -1).all() and set(written(run, columns)) >= {"go to the red bin"}
+
+
+# ---- statistics, chunks, evaluation --------------------------------------------------------------------------------
+
+
+def test_statistics_are_those_of_the_datasets_with_actions(setting, monkeypatch):
+    """By numpy over their rows; the state of videos lies elsewhere."""
+    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
+    run = with_stats(resolved(setting, "exact", ALL, **{"dataset.statistics": "exact"}))
+    assert run.rows.metas[3].root.endswith("videos") and run.robots[0].datasets == (0, 1)
+    keys = ["observation.state", "action"]
+    first, second = (all_rows(setting[0] / name, keys) for name in ("robot", "second"))
+    rows = run.rows.identity["rows_per_source"]
+    weights = np.repeat([rows[0] / 31, rows[1] / 14], [31, 14])
+    for key in keys:
+        values, stats = np.concatenate([first[key], second[key]]), run.robots[0].stats[key]
+        np.testing.assert_allclose(stats["min"], values.min(axis=0), rtol=1e-5)
+        np.testing.assert_allclose(stats["max"], values.max(axis=0), rtol=1e-5)
+        mean = np.average(values, axis=0, weights=weights)
+        np.testing.assert_allclose(stats["mean"], mean, rtol=1e-4, atol=1e-5)
+        deviation = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
+        np.testing.assert_allclose(stats["std"], deviation, rtol=1e-4)
+
+
+def test_the_tokenizer_is_fitted_to_actions_alone(setting, monkeypatch):
+    run, single = resolved(setting, "chunks", BOTH), resolved(setting, "chunks alone")
+    (found,), (expected,) = sample_chunks(run), sample_chunks(single)
+    np.testing.assert_array_equal(found.values, expected.values)
+    # Of the stream, as before the first step: rows without actions are among those read, and not among the chunks.
+    monkeypatch.setattr(
+        "vla_finetuning.training.chunks.read_source",
+        lambda source: _Rows(source, run.rows.per_epoch),
+    )
+    raw, columns = read(run, run.rows.per_epoch)
+    (chunks,) = read_chunks(run)
+    np.testing.assert_array_equal(chunks.values, columns["action"][raw["dataset_index"] == 0])
+    assert 0 < len(chunks.values) < len(raw["index"])
+
+
+class _Rows:
+    """Stands in for Ray's dataset."""
+
+    def __init__(self, source, rows):
+        self._batches = [source._reading.prepare(batch) for batch in source.read_rows(range(rows), rows)]
+
+    def iter_batches(self, **_):
+        return iter(self._batches)
+
+
+def test_no_episode_without_actions_is_held_out_and_none_is_idle(setting):
+    changes = {"dataset.eval_split": 0.4, "eval_steps": 2, "dataset.skip_idle": 5}
+    run = resolved(setting, "held out", BOTH, **changes)
+    assert [len(episodes) for episodes in run.rows.eval_episodes] == [2, 0]
+    assert len(run.rows.train_episodes[1]) == 5 and run.rows.per_dataset[1] == 9
+    assert set(run.rows.held_out_rows(0).dataset.tolist()) == {0}
+    chunk, short, episodes, _ = run.rows.padding()
+    assert (chunk, short, episodes) == (6, 0, 1)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+def test_two_micro_batches_and_two_workers_with_uneven_texts_are_one(setting):
+    whole = trained_rows(resolved(setting, "whole", BOTH))
+    halves = trained_rows(resolved(setting, "halves", BOTH, batch_size=2, grad_accum=2))
+    assert apart(halves, whole) < 5e-6
+    for strategy, found in in_process.in_ranks(both, setting, world=2)[0].items():
+        assert found < 5e-6, strategy
+
+
+def trained_rows(run, rank=0, world=1):
+    tensors = in_process.train(run, worker=Rank(rank, world, RunRows(run, rank, world))).named()
+    return {name: full_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def both(rank, world, setting):
+    single = trained_rows(resolved(setting, f"{rank}-alone", BOTH))
+    found = {}
+    for strategy in ("ddp", "fsdp2"):
+        options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy}
+        found[strategy] = apart(
+            trained_rows(resolved(setting, f"{rank}-{strategy}", BOTH, **options), rank, world), single
+        )
+    return found
+
+
+def test_every_row_comes_exactly_once_and_a_resumed_run_goes_on_as_if_nothing_had_happened(setting):
+    """12 steps of 4 rows: more than an epoch of the robot's 31 rows, and of the 9 questions; stopped at step 5."""
+
+    def run_to(name, steps, first_step=0):
+        options = {"steps": 12, "save_freq": 5, "keep_checkpoints": 9, "run.record_rows": "true"}
+        run = resolved(setting, name, {"answers": 1, "robot": 3}, **options)
+        run.job.output_dir.mkdir(exist_ok=True)
+        (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+        run = replace(run, job=replace(run.job, steps=steps))
+        tensors = in_process.train(run, worker=alone(run, first_step), make_checkpoints=CheckpointWriter).named()
+        return run, {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
+
+    run, whole = run_to("once", 12)
+    assert check_rows.main([str(run.job.output_dir)]) == 0
+    run_to("stopped", 5)
+    run, resumed = run_to("stopped", 12, first_step=5)
+    assert check_rows.main([str(run.job.output_dir)]) == 0
+    again = resolve(parse_args([f"--output_dir={run.job.output_dir}", "--resume"]), gpus_found=0)
+    assert again.rows.identity == run.rows.identity
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(np.isfinite([line["flow_loss"], line["token_loss"], line["text_loss"]]).all() for line in lines)
+
+
+def test_of_robots_that_differ_each_loss_is_over_its_own_rows(setting, tmp_path):
+    make_dataset(tmp_path / "arm", episodes=(9, 8), state_dim=5, action_dim=4, seed=3, texts={"subtask": SUBTASKS})
+    members = [
+        {"root": str(setting[0] / "robot"), "robot": "gantry"},
+        {"root": str(tmp_path / "arm"), "robot": "arm"},
+        {"root": str(setting[0] / "answers"), "robot": "web", "rename_map": {"answer": "subtask"}},
+        {"root": str(setting[0] / "videos"), "robot": "gantry"},
+    ]
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"members": members}))
+    changes = {"dataset.root": None, "dataset.mixture": f"@{tmp_path / 'mix.yaml'}", "dataset.robot_in_prompt": "true"}
+    changes |= {"train.action_tokenizer": "fit", "output_dir": tmp_path / "run", "steps": 6, "log_freq": 6}
+    run = resolved(setting, "robots", **changes)
+    assert [robot.name for robot in run.robots] == ["arm", "gantry"]
+    assert [meta.root.rpartition("/")[2] for meta in run.rows.metas] == ["arm", "robot", "answers", "videos"]
+    raw, columns = read(run, 32)
+    number = raw["dataset_index"]
+    assert (columns[ROBOT] == np.array([0, 1, -1, -1])[number]).all()
+    assert (columns[WRIST + IS_PRESENT] == (number < 2)).all()
+    prompts = prompts_of(run, columns)
+    for row, prompt in enumerate(prompts):
+        opening = {0: "task : arm : ", 1: "task : gantry : ", 3: "task : gantry : "}.get(int(number[row]), "task : w")
+        assert prompt.startswith(opening) and ("state" in prompt) == (number[row] != 2), prompt
+    assert len(sample_chunks(run)) == 2
+
+    loss, _ = build_model(run.policy, torch.device("cpu"))
+    assert family_of(run.policy.config).text_datasets[0].cameras == {TOP}
+    lines = [shape for _, shape in loss.attentions(2, [20]) if shape.part == "text"]
+    assert len({shape.images for shape in lines}) == 2  # of two cameras, and of the one of the questions
+
+
+def prompts_of(run, columns):
+    tokenizer = tokenizer_step(run.policy.processors()[0]).input_tokenizer
+    return [
+        tokenizer.decode(tokens[mask])
+        for tokens, mask in zip(columns[TOKENS_OF_PROMPT], columns[MASK_OF_PROMPT], strict=True)
+    ]
+
+
+# ---- what is said, and what is refused -----------------------------------------------------------------------------
+
+
+def test_the_plan_and_the_look_say_it(setting, tmp_path, capsys):
+    run = resolved(setting, "said", BOTH)
+    text = describe(run)
+    assert re.search(r"Note +\S*answers: no actions: its rows train the text of 'subtask' alone; no episode is", text)
+    assert re.search(r"answers +- +9 .* 1 +0 +0\n", text)
+    assert [line.split(":")[0].rpartition("/")[2] for line in look_at_rows(run, None)] == ["robot", "answers"]
+    assert show_dataset.main([str(setting[0] / "answers"), "--output", str(tmp_path / "page.html")]) == 0
+    assert "answers: no actions: 5 episodes, 9 frames with the texts answer, which train" in capsys.readouterr().out
+    mixture = yaml.safe_dump({"members": [{"root": str(setting[0] / name)} for name in ("robot", "answers")]})
+    (tmp_path / "mix.yaml").write_text(mixture)
+    assert show_dataset.main([f"@{tmp_path / 'mix.yaml'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "answers: no actions: 5 episodes" in printed and "no misfits" in printed
+
+
+@pytest.mark.parametrize(
+    "mixture, changes, message",
+    [
+        (
+            BOTH,
+            {"train.text_targets": None},
+            "answers: no feature is called action; its features are .*--train.text_targets subtask",
+        ),
+        ({"answers": 1}, {}, "answers: no feature is called action, and no dataset of the run has one: name it beside"),
+        (
+            BOTH,
+            {"train.text_targets": "plan"},
+            "--train.text_targets=plan: dataset .*robot has no such column of texts",
+        ),
+        (BOTH, {"recap.labels": "labels.parquet"}, "--recap.labels: dataset .*answers has no actions"),
+    ],
+)
+def test_what_cannot_be_is_refused(setting, mixture, changes, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(setting, "refused", mixture, **changes)
+
+
+def test_a_camera_that_no_robot_has_is_named(setting, tmp_path):
+    camera = {"cameras": {"observation.images.web": (40, 40)}, "state_dim": 0, "action_dim": 0}
+    make_dataset(tmp_path / "web", episodes=(2, 1), **camera, texts={"subtask": ["go"]})
+    mixture = {str(tmp_path / "web"): 1, str(setting[1]): 1}
+    with pytest.raises(ValueError, match=r"web: none of its cameras \['observation.images.web'\] is called as one of"):
+        resolved(setting, "camera", **{"dataset.root": None, "dataset.mixture": json.dumps(mixture)})
+    mixture[str(tmp_path / "web")] = {"rename_map": {"observation.images.web": WRIST}}
+    run = resolved(setting, "camera", **{"dataset.root": None, "dataset.mixture": json.dumps(mixture)})
+    raw, columns = read(run, 16)
+    assert (columns[WRIST + IS_PRESENT]).all() and (columns[TOP + IS_PRESENT] == (raw["dataset_index"] == 0)).all()
