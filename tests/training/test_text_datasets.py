@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+import shutil
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ from vla_finetuning.policies.families.insulation import TOKENS_MASK
 from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.text_targets import TEXT, TEXT_MASK
-from vla_finetuning.run.folder import CONFIG_NAME
+from vla_finetuning.run.folder import CONFIG_NAME, attempts
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.chunks import read_chunks, sample_chunks
 from vla_finetuning.training.model import build_model, make_prepare
@@ -63,7 +63,13 @@ def setting(tmp_path_factory):
     )
     make_dataset(folder / "videos", episodes=(5, 4), **one_camera, texts={"subtask": ["go to the red bin"]}, seed=6)
     meta = load_metadata(root)
-    tasks = [*meta.tasks.values(), *QUESTIONS, *ANSWERS, "gantry: arm: go", *(f"go to the red bin, Subtask: {text}" for text in SUBTASKS)]
+    tasks = [
+        *meta.tasks.values(),
+        *QUESTIONS,
+        *ANSWERS,
+        "gantry: arm: go",
+        *(f"go to the red bin, Subtask: {text}" for text in SUBTASKS),
+    ]
     base = make_base(folder / "base", meta, tasks=tasks, chunk_size=6, spare_words=SPARE_WORDS, **in_process.TINY)
     chunks = np.random.default_rng(0).normal(size=(50, 10, 4)).cumsum(axis=1).clip(-1, 1)
     ActionTokenizer.fit(chunks, SPARE_WORDS - 2).save(folder / "tokenizer")
@@ -260,26 +266,28 @@ def both(rank, world, setting):
 
 
 def test_every_row_comes_exactly_once_and_a_resumed_run_goes_on_as_if_nothing_had_happened(setting):
-    """12 steps of 4 rows: more than an epoch of the robot's 31 rows, and of the 9 questions; stopped at step 5."""
+    """12 steps of 4 rows: more than an epoch of the robot's 31 rows, and of the 9 questions; lost from step 5 on."""
 
-    def run_to(name, steps, first_step=0):
-        options = {"steps": 12, "save_freq": 5, "keep_checkpoints": 9, "run.record_rows": "true"}
+    def run_to_end(name, first_step=0):
+        options = {"steps": 12, "save_freq": 5, "keep_checkpoints": 9, "log_freq": 4, "run.record_rows": "true"}
         run = resolved(setting, name, {"answers": 1, "robot": 3}, **options)
         run.job.output_dir.mkdir(exist_ok=True)
         (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
-        run = replace(run, job=replace(run.job, steps=steps))
         tensors = in_process.train(run, worker=alone(run, first_step), make_checkpoints=CheckpointWriter).named()
         return run, {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
-    run, whole = run_to("once", 12)
+    run, whole = run_to_end("once")
     assert check_rows.main([str(run.job.output_dir)]) == 0
-    run_to("stopped", 5)
-    run, resumed = run_to("stopped", 12, first_step=5)
-    assert check_rows.main([str(run.job.output_dir)]) == 0
-    again = resolve(parse_args([f"--output_dir={run.job.output_dir}", "--resume"]), gpus_found=0)
+    lost = shutil.copytree(run.job.output_dir, setting[0] / "lost")
+    for step in (10, 12):
+        shutil.rmtree(lost / "checkpoints" / f"step_{step:08d}")
+    run, resumed = run_to_end("lost", first_step=5)
+    assert check_rows.main([str(lost)]) == 0
+    assert [line["resumed_from_step"] for line in attempts(lost)] == [0, 5]
+    again = resolve(parse_args([f"--output_dir={lost}", "--resume"]), gpus_found=0)
     assert again.rows.identity == run.rows.identity
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
-    lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (lost / "metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite([line["flow_loss"], line["token_loss"], line["text_loss"]]).all() for line in lines)
 
 
