@@ -1,5 +1,6 @@
 """Episodes for learning: each a function of its numbers, whatever plays them, and whatever dies meanwhile."""
 
+import contextlib
 import os
 import signal
 from functools import partial
@@ -45,34 +46,43 @@ def lines_of(played):
     return {number: line for number, (line, _) in played.items()}
 
 
-def play(*made, disturb=lambda rollouts, asked: None, **options):
+def play(rollouts, disturb=lambda rollouts, asked: None):
     """The line of each episode, what was decided together, and seconds."""
-    rollouts, decide = make_scheduler(*made, **options), Scattered()
+    decide = Scattered()
 
     def disturbed(observation, decisions):
         disturb(rollouts, decide.asked)
         return decide(observation, decisions)
 
-    try:
-        return lines_of(rollouts.play_here(EPISODES, disturbed)), decide.asked, rollouts.take_seconds()
-    finally:
-        rollouts.close()
+    return lines_of(rollouts.play_here(EPISODES, disturbed)), decide.asked, rollouts.take_seconds()
 
 
-def test_a_process_that_has_no_cpu_and_no_episode_is_not_waited_for():
-    """Two of four find their CPUs; there are episodes for two."""
-    rollouts, without = make_scheduler(stages=2, slots=1), make_scheduler(stages=2, slots=1, cpus=1000.0)
-    rollouts.seats += without.seats
-    try:
-        assert len(rollouts.play_here(dict(list(EPISODES.items())[:2]), Scattered())) == 2
-        assert rollouts.take_seconds()[0] > 0 and rollouts.take_seconds() == (0.0, 0.0)
-    finally:
-        rollouts.close()
+def play_with(*made, **options):
+    with contextlib.closing(make_scheduler(*made, **options)) as rollouts:
+        return play(rollouts)
 
 
 @pytest.fixture(scope="module")
-def undisturbed():
-    return play()
+def rollouts(ray_cluster):
+    with contextlib.closing(make_scheduler()) as rollouts:
+        yield rollouts
+
+
+def test_a_process_that_has_no_cpu_and_no_episode_is_not_waited_for(rollouts):
+    """Three of four find their CPUs; there are episodes for three."""
+    seats, without = rollouts.seats, make_scheduler(stages=1, slots=1, cpus=1000.0)
+    rollouts.seats = seats + without.seats
+    try:
+        assert len(rollouts.play_here(FIRST, Scattered())) == 3
+        assert rollouts.take_seconds()[0] > 0 and rollouts.take_seconds() == (0.0, 0.0)
+    finally:
+        rollouts.seats = seats
+        without.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(rollouts):
+    return play(rollouts)
 
 
 def test_every_episode_is_that_of_a_plain_loop(undisturbed):
@@ -90,8 +100,11 @@ def test_every_episode_is_that_of_a_plain_loop(undisturbed):
     assert max(map(len, asked)) <= 6  # no more at once than half of the environments hold
 
 
-def test_a_process_that_is_killed_changes_nothing(undisturbed):
-    """Neither an episode nor what is decided together, which does not depend on who was faster."""
+def test_a_process_that_is_killed_changes_nothing(rollouts, undisturbed):
+    """Neither an episode nor what is decided together, which does not depend on who was faster.
+
+    One is killed between two plays, two while they simulate.
+    """
     killed = []
 
     def kill(rollouts, asked):
@@ -101,30 +114,22 @@ def test_a_process_that_is_killed_changes_nothing(undisturbed):
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
 
-    ended, asked, _ = play(disturb=kill)
+    rollouts.play_here(FIRST, Scattered())
+    ray.kill(rollouts.seats[0].stage)
+    assert rollouts.take_seconds()[0] > 0  # the others'
+    ended, asked, _ = play(rollouts, kill)
     assert len(set(killed)) == 2 and (ended, asked) == undisturbed[:2]
-
-
-def test_one_that_is_killed_between_two_plays_is_made_anew(undisturbed):
-    rollouts = make_scheduler()
-    try:
-        rollouts.play_here(FIRST, Scattered())
-        ray.kill(rollouts.seats[0].stage)
-        assert rollouts.take_seconds()[0] > 0  # the others'
-        assert lines_of(rollouts.play_here(EPISODES, Scattered())) == undisturbed[0]
-    finally:
-        rollouts.close()
 
 
 def test_an_environment_that_fails_once_changes_nothing_either(undisturbed, tmp_path):
     options = {"seed": 103, "how": "dies", "marker": str(tmp_path / "marker"), "max_episode_steps": 30}
-    ended, asked, _ = play(faulty(**options))
+    ended, asked, _ = play_with(faulty(**options))
     assert (tmp_path / "marker").exists() and (ended, asked) == undisturbed[:2]
 
 
 def test_one_that_fails_always_is_an_error_and_its_companions_are_not(undisturbed):
     """Two of twelve: both episodes that begin in one scene."""
-    ended, _, _ = play(faulty(seed=103, how="raises", max_episode_steps=30))
+    ended, _, _ = play_with(faulty(seed=103, how="raises", max_episode_steps=30))
     failed = [ended.pop(number) for number, episode in EPISODES.items() if episode.seed == 103]
     assert len(failed) == 2 and all("the simulation diverged" in line["error"] for line in failed)
     assert all(line["success_once"] is None for line in failed)
@@ -142,5 +147,5 @@ def test_no_room_for_environments_is_said(monkeypatch):
 
 def test_the_numbers_of_an_episode_are_its_own(undisturbed):
     """Also where there are fewer environments than episodes, shared otherwise."""
-    few, _, _ = play(stages=1, slots=2)
+    few, _, _ = play_with(stages=1, slots=2)
     assert few == undisturbed[0] and np.mean([line["success_once"] for line in few.values()]) not in (0, 1)
