@@ -1,10 +1,15 @@
 """`evaluate.py` from its flags to its files: what it prints, refuses, goes on with and compares."""
 
+import contextlib
+import io
 import json
 import shutil
 from dataclasses import replace
 
+import gymnasium
+import numpy as np
 import pytest
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import make_pre_post_processors
 
@@ -16,11 +21,12 @@ from tests.rollouts.test_player import STATS, act_config, make_base, masked, obs
 from tests.serving.servers import make_service
 from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets.mirror import as_path
+from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation import trial
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
-from vla_finetuning.files import write_json
+from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.command_line import parse_evaluate
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.rollouts.player import Player
@@ -41,25 +47,68 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.ray
-def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monkeypatch):
-    a, b = tmp_path / "a", tmp_path / "b"
-    monkeypatch.setattr(trial, "TELL_EVERY_S", 0.0)
+@pytest.fixture(scope="module")
+def flags(folder):
     flags = [f"--policy.path={folder}", "--policy.n_action_steps=4", "--eval.videos=2", *FLAGS]
-    assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
-    out = capsys.readouterr().out
-    lines = lines_of(a)
-    assert f"Success      {sum(line['success_once'] for line in lines)} of 6, " in out and str(a) in out
+    return [*flags, "--eval.exact", "--eval.batch_size=3"]
+
+
+@pytest.fixture(scope="module")
+def evaluated(ray_cluster, flags, tmp_path_factory):
+    """A folder of six episodes, and what was printed."""
+    out = tmp_path_factory.mktemp("evaluated") / "out"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(trial, "TELL_EVERY_S", 0.0)
+        assert evaluate.main([*flags, f"--output_dir={out}"]) == 0
+    return out, printed.getvalue()
+
+
+@pytest.mark.ray
+def test_from_flags_to_a_page(evaluated):
+    folder, out = evaluated
+    lines = lines_of(folder)
+    assert f"Success      {sum(line['success_once'] for line in lines)} of 6, " in out and str(folder) in out
     assert sorted(line["seed"] for line in lines) == list(range(1000, 1006))
     assert all(line["steps"] == 12 and line["decisions"] == 3 for line in lines)
     assert "5 of 6 episodes, 0 of 5 succeeded, " in out and " s left" in out
     # Its page: the table by instruction, and of six failures those that were asked for.
-    page = check_page((a / "report.html").read_text())
+    page = check_page((folder / "report.html").read_text())
     assert "all episodes 0 6 0.0% 0.0% to 39.0%" in page.text and "go to the red bin" in page.text
     pictures = [image for image in page.all("img") if image["src"].startswith("data:image/webp")]
     assert len(pictures) == 2 and all(", 12 steps" in image["alt"] for image in pictures)
 
-    # Killed after two: the rest is played, and those two are not.
+
+@pytest.mark.ray
+def test_success_over_latencies(evaluated, flags, tmp_path, capsys):
+    """One of which is none."""
+    late = tmp_path / "late"
+    flags = [*flags, "--eval.n_episodes=3", "--eval.latency_s=0,0.1,0.11", f"--output_dir={late}"]
+    assert evaluate.main(flags) == 0
+    out = capsys.readouterr().out
+    assert all(f"0 of 3, 0.0 % (0.0 to 56.1); latency {name} s" in out for name in ("0", "0.1", "0.11"))
+    assert sorted((line["latency_s"], line["seed"]) for line in lines_of(late)) == [
+        (latency_s, seed) for latency_s in (0, 0.1, 0.11) for seed in (1000, 1001, 1002)
+    ]
+    assert len({line["initial_state"] for line in lines_of(late)}) == 3
+    page = check_page((late / "report.html").read_text())
+    assert "0.11 s, all episodes 0 3" in page.text and "latency / ms" in page.text
+    executed = {(line["condition"], line["seed"]): actions for line, actions in read_actions(late)}
+    at_once = {line["seed"]: actions for line, actions in read_actions(evaluated[0])}
+    for seed in (1000, 1001, 1002):
+        assert (executed["latency 0 s", seed] == at_once[seed]).all()
+        assert not (executed["latency 0.1 s", seed] == executed["latency 0.11 s", seed]).all()
+    assert evaluate.main(["--compare", str(late), str(late)]) == 0
+    assert capsys.readouterr().out.count("At a latency 0.11 s") == 1
+    assert evaluate.main(["--compare", str(late), str(evaluated[0])]) == 2
+    assert "played at other latencies: give both the same --eval.latency_s" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_a_killed_evaluation_goes_on_and_two_are_compared(evaluated, flags, tmp_path, capsys, monkeypatch):
+    """After two episodes: the rest is played, and those two are not."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(evaluated[0], a)
+    lines = lines_of(a)
     kept = [{**line, "steps": -1} for line in lines[:2]]
     (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"cond')
     assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
@@ -73,8 +122,7 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     assert evaluate.main([*flags, f"--output_dir={a}", "--seed=7"]) == 1
     assert "holds another evaluation: it differs in episodes, seed" in capsys.readouterr().err
 
-    assert evaluate.main([*flags, "--policy.n_action_steps=2", f"--output_dir={b}"]) == 0
-    capsys.readouterr()
+    shutil.copytree(a, b)
     assert evaluate.main(["--compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "of 6 distinct scenes that both played" in out and "Verdict  cannot tell" in out and str(b) in out
@@ -89,45 +137,84 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     assert evaluate.main(["--compare", str(a), str(b)]) == 0
 
 
+# ---- as a dataset ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(evaluated, flags):
+    """A dataset of what was played before."""
+    folder = evaluated[0].parent / "recorded"
+    record = [*flags, f"--output_dir={evaluated[0]}", f"--eval.record_dataset={folder}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "play", None)
+        assert evaluate.main(record) == 0
+    return folder, record
+
+
 @pytest.mark.ray
-def test_success_over_latencies(ray_cluster, folder, tmp_path, capsys):
-    a, b = tmp_path / "a", tmp_path / "b"
-    flags = [f"--policy.path={folder}", "--policy.n_action_steps=4", "--eval.videos=2", *FLAGS, "--eval.n_episodes=3"]
-    flags += ["--eval.exact", "--eval.batch_size=3"]
-    late = [*flags, "--eval.latency_s=0,0.1,0.11"]
-    assert evaluate.main([*late, f"--output_dir={a}"]) == 0
-    out = capsys.readouterr().out
-    lines = lines_of(a)
-    assert all(f"0 of 3, 0.0 % (0.0 to 56.1); latency {name} s" in out for name in ("0", "0.1", "0.11"))
-    assert sorted((line["latency_s"], line["seed"]) for line in lines) == [
-        (latency_s, seed) for latency_s in (0, 0.1, 0.11) for seed in (1000, 1001, 1002)
-    ]
-    assert len({line["initial_state"] for line in lines}) == 3
-    page = check_page((a / "report.html").read_text())
-    assert "0.11 s, all episodes 0 3" in page.text and "latency / ms" in page.text
-    assert len([image for image in page.all("img") if image["src"].startswith("data:image/webp")]) == 2
-    # As if nothing were late; and killed, it goes on.
-    assert evaluate.main([*flags, f"--output_dir={b}"]) == 0
-    executed = {(line["condition"], line["seed"]): actions for line, actions in read_actions(a)}
-    for line, actions in read_actions(b):
-        assert (executed["latency 0 s", line["seed"]] == actions).all()
-        assert not (executed["latency 0.1 s", line["seed"]] == executed["latency 0.11 s", line["seed"]]).all()
-    (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
-    assert evaluate.main([*late, f"--output_dir={a}"]) == 0
-    assert sorted(map(json.dumps, lines_of(a))) == sorted(map(json.dumps, lines))
+def test_the_dataset_is_what_gymnasium_shows_for_the_same_actions(evaluated, recorded):
+    dataset = LeRobotDataset("recorded/policy", root=recorded[0], video_backend="pyav")
+    actions = {named["seed"]: executed for named, executed in read_actions(evaluated[0])}
+    assert dataset.meta.total_episodes == 6
+    assert dataset.meta.features["action"]["names"] == ["x_cm", "y_cm", "z_cm"]
+    row = 0
+    for line in read_evaluation(evaluated[0])[1]:
+        env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=12)
+        seen, _ = env.reset(seed=line["seed"])
+        for action in actions[line["seed"]]:
+            frame = dataset[row]
+            assert frame["task"] == env.unwrapped.task_description
+            np.testing.assert_allclose(frame["observation.state"], seen["agent_pos"], atol=1e-5)
+            np.testing.assert_array_equal(frame["action"], action.astype(np.float32))
+            for camera, image in seen["pixels"].items():
+                shown = (frame[f"observation.images.{camera}"].permute(1, 2, 0) * 255).numpy()
+                assert np.abs(shown - image).mean() < 8  # as videos are
+            seen, reward, terminated, truncated, info = env.step(action)
+            assert float(frame["next.reward"]) == reward
+            assert bool(frame["next.success"]) == info["is_success"]
+            assert bool(frame["next.done"]) == (terminated or truncated)
+            row += 1
+        env.close()
+    assert row == len(dataset)
+
+
+@pytest.mark.ray
+def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recorded, tmp_path, capsys):
+    folder, record = recorded
+    before = (folder / "meta" / "info.json").stat().st_mtime_ns
+    assert evaluate.main(record) == 0
+    assert (folder / "meta" / "info.json").stat().st_mtime_ns == before
     capsys.readouterr()
-    assert evaluate.main(["--compare", str(a), str(a)]) == 0
-    assert capsys.readouterr().out.count("At a latency 0.11 s") == 1
-    assert evaluate.main(["--compare", str(a), str(b)]) == 2
-    assert "played at other latencies: give both the same --eval.latency_s" in capsys.readouterr().err
-    # In real time: of its first chunk of 4 actions the policy leaves out one, so that 12 steps take another chunk.
-    flags[0] = f"--policy.path={make_base(tmp_path / 'base', list(INSTRUCTIONS.values()))}"
-    real_time = ["--eval.controller=rtc", "--eval.latency_s=0.1", f"--output_dir={tmp_path / 'c'}"]
-    assert evaluate.main([*flags, *real_time]) == 0
-    assert "latency 0.1 s\n" in (out := capsys.readouterr().out) and "Controller   rtc" in out
-    assert all((line["steps"], line["decisions"]) == (12, 4) for line in lines_of(tmp_path / "c"))
-    policy = json.loads((tmp_path / "c" / "evaluated.json").read_text())["policy"]
-    assert (policy["controller"], policy["latency_s"]) == ("rtc", [0.1])
+    assert evaluate.main([*record, "--seed=5", f"--output_dir={tmp_path / 'other'}"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    about = read_json(folder / "meta" / "environment.json")["evaluation"]
+    assert about["environment"]["type"] == "two_bins" and json.dumps(about)
+
+
+@pytest.mark.ray
+def test_episodes_whose_actions_were_not_written_cannot_be_recorded(evaluated, flags, tmp_path, capsys):
+    plain = shutil.copytree(evaluated[0], tmp_path / "plain", ignore=shutil.ignore_patterns("actions*"))
+    assert evaluate.main([*flags, f"--output_dir={plain}", f"--eval.record_dataset={tmp_path / 'late'}"]) == 1
+    assert "has not the actions of 6 episodes" in capsys.readouterr().err
+
+
+# ---- without playing ------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_played_late_in_real_time(tmp_path):
+    base = make_base(tmp_path / "base", list(INSTRUCTIONS.values()))
+    flags = [f"--policy.path={base}", "--policy.n_action_steps=4", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
+    found = trial.resolve_trial(parse_evaluate([*flags, "--eval.controller=rtc", "--eval.latency_s=0.1"]))
+    assert (found.about["policy"]["controller"], found.about["policy"]["latency_s"]) == ("rtc", [0.1])
+    assert trial.describe_controller(found.source)[0].startswith("Controller   rtc: each chunk was guided")
+    (condition,) = found.conditions.values()
+    assert condition.delay == 1
+    # One of the first chunk's 4 actions is left out: it arrives when that is over.
+    player, seen = found.source.load(1), select_rows(observed(), [0])
+    task = list(INSTRUCTIONS.values())[:1]
+    (first,), left = player.act_late(seen, task, [(7, "two_bins", 0, 0)], 1, None)
+    (second,), _ = player.act_late(seen, task, [(7, "two_bins", 0, 1)], 1, left)
+    assert (len(first), len(second)) == (3, 4)
 
 
 def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tmp_path):  # noqa: F811
