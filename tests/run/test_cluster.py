@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -400,20 +399,6 @@ def test_a_process_for_work_after_training_is_not_waited_for_for_ever(ray_cluste
 # ---- two raylets --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_nodes(tmp_path, monkeypatch, no_ray_cluster):
-    """A head that runs no task and a worker node on which another PyAV is installed; RAY_ADDRESS names them."""
-    (tmp_path / "site" / "av-1.2.3.dist-info").mkdir(parents=True)
-    (tmp_path / "site" / "av-1.2.3.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: av\nVersion: 1.2.3\n"
-    )
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    with clusters.of_several_nodes(num_cpus=0, include_dashboard=False) as nodes:
-        nodes.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path / "site")})
-        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
-        yield nodes
-
-
 @ray.remote
 def where_code_is():
     from vla_finetuning import environment
@@ -422,30 +407,15 @@ def where_code_is():
 
 
 @pytest.mark.ray
-def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two_nodes, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    connect()
-    nodes = cluster.alive_nodes()
-    assert len(nodes) == 2
-    file, beside = ray.get(where_code_is.remote())
-    assert not file.startswith(str(ROOT)) and "data" in beside
-    assert not {"tests", "requirements.txt", "Makefile", ".git"} & set(beside)
-
-    (worker,) = [n for n in nodes if n["Resources"].get("CPU")]
-    with pytest.raises(ValueError) as error:
-        check_nodes(NEEDS, tmp_path, nodes)
-    lines = str(error.value).splitlines()
-    assert lines[0] == "1 of 2 nodes cannot take part:" and len(lines) == 2
-    assert worker["NodeID"][:8] in lines[1] and f"av is 1.2.3, the driver has {VERSIONS['av']}" in lines[1]
-
-    check_nodes(replace(NEEDS, packages={"ray": ray.__version__}), tmp_path, nodes)
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("seen")] == [], "the marker is taken away"
-    assert data_limits(nodes, tmp_path).idle_bytes > 0
-
-
-@pytest.mark.ray
 def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_cluster, tmp_path, monkeypatch, capsys):
-    """As when a cluster has no node for workers until a run wants one."""
+    """As when a cluster has no node for workers until a run wants one.
+
+    On the one that comes another PyAV is installed.
+    """
+    (tmp_path / "site" / "av-1.2.3.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "av-1.2.3.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: av\nVersion: 1.2.3\n"
+    )
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.3)
@@ -477,10 +447,23 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
             time.sleep(0.05)
             said = capsys.readouterr().err
         assert not checked
-        nodes.add_node(num_cpus=2, resources={"accelerator_type:L4": 1})
+        environment = {"PYTHONPATH": str(tmp_path / "site")}
+        nodes.add_node(num_cpus=2, resources={"accelerator_type:L4": 1}, env_vars=environment)
         waiting.join()
         assert waited[0].store_bytes > 0 and checked == [2], "nodes that came are looked at"
-        assert not ray.get(where_code_is.options(num_cpus=2).remote())[0].startswith(str(ROOT))
+        file, beside = ray.get(where_code_is.options(num_cpus=2).remote())
+        assert not file.startswith(str(ROOT)) and "data" in beside
+        assert not {"tests", "requirements.txt", "Makefile", ".git"} & set(beside)
+
+        alive = cluster.alive_nodes()
+        (worker,) = [node for node in alive if node["Resources"]["CPU"] == 2]
+        with pytest.raises(ValueError) as error:
+            check_nodes(NEEDS, tmp_path, alive)
+        lines = str(error.value).splitlines()
+        assert lines[0] == "1 of 2 nodes cannot take part:" and len(lines) == 2
+        assert worker["NodeID"][:8] in lines[1] and f"av is 1.2.3, the driver has {VERSIONS['av']}" in lines[1]
+        check_nodes(replace(NEEDS, packages={"ray": ray.__version__}), tmp_path, alive)
+        assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".seen")] == [], "the marker is taken away"
 
         wait()
         wait()  # what was asked for is given back
@@ -498,18 +481,22 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
 
 
 @pytest.mark.ray
-def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
-    script = (
-        # What is started in the background of a shell ignores it otherwise.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from tests.run.test_cluster import NEEDS, wanting; from vla_finetuning.run import cluster\n"
-        "cluster.LOOK_EVERY_S = 0.2\n"
-        "cluster.connect(); cluster.wait_for_capacity(wanting(cpus_per_worker=100.0), NEEDS, None)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert any("waiting      for capacity" in line for line in process.stderr)
-        process.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in process.stderr.read()
-    assert process.returncode != 0
+def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path, monkeypatch):
+    waits = threading.Event()
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(cluster, "print_safe", lambda *_, **__: waits.set())
+
+    def interrupt():
+        if waits.wait(60):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    # What is started in the background of a shell ignores it otherwise.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            cluster.wait_for_capacity(wanting(cpus_per_worker=100.0), NEEDS, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        thread.join()
