@@ -241,7 +241,7 @@ def test_what_a_backbone_would_have_train_in_bfloat16_trains_in_float32(dataset,
         return policy.float()
 
     with KINDS[kind].here():
-        run = resolved(dataset, kind, tmp_path)
+        run = resolved(dataset, kind, tmp_path, steps=3)
         ours = trained(run)
         expected = lerobots(run, dataset, start=rounded)[0].state_dict()
     assert torch.bfloat16 in found["lerobot"] <= {torch.bfloat16, torch.float32}
