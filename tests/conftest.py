@@ -1,5 +1,6 @@
 """What every test stands on: a hermetic environment, and a local Ray cluster for the modules that ask."""
 
+import gc
 import os
 import shutil
 import stat
@@ -17,6 +18,11 @@ _NUMBERS_DIR = tempfile.mkdtemp(prefix="vla-tests-numbers-")
 # There Ray remembers the cluster that is to be joined: neither the user's nor another test process's. Short: Ray's
 # sockets lie within, and the names of those are bounded.
 _RAY_DIR = tempfile.mkdtemp(prefix="r-", dir=os.environ.get("RAY_TMPDIR"))
+_OWN = [_HF_HOME, _NUMBERS_DIR, _RAY_DIR]
+# Of datasets that all processes of `make test` share: the first of them, which starts the others, makes and removes it.
+if "TEST_DATASETS_DIR" not in os.environ:
+    os.environ["TEST_DATASETS_DIR"] = tempfile.mkdtemp(prefix="vla-tests-datasets-")
+    _OWN.append(os.environ["TEST_DATASETS_DIR"])
 for _name in [name for name in os.environ if name.startswith("HF_")]:
     del os.environ[_name]
 os.environ.update(
@@ -41,6 +47,9 @@ os.environ.update(
 )
 os.environ.pop("RAY_ADDRESS", None)
 
+# What is imported while tests are collected is never garbage, and looking through it takes seconds.
+gc.disable()
+
 # The same examples in every run, and no deadline: a busy machine is not a bug.
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, max_examples=75)
 hypothesis.settings.load_profile("deterministic")
@@ -51,7 +60,7 @@ def pytest_unconfigure(config):
         sys.modules["tests.clusters"].stop()
     if "tests.buckets" in sys.modules:
         sys.modules["tests.buckets"].forget()  # lines for servers that are gone would be tried for a minute
-    for folder in (_HF_HOME, _NUMBERS_DIR, _RAY_DIR):
+    for folder in _OWN:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -75,7 +84,8 @@ def pytest_collection_modifyitems(items):
     def starts_ray(item):
         return shares(item) or item.get_closest_marker("ray") is not None
 
-    items.sort(key=lambda item: (not starts_ray(item), not shares(item)))
+    # The longest files come early: else one process is alone with them in the end.
+    items.sort(key=lambda item: (not starts_ray(item), not shares(item), "training" not in item.path.parts))
     for item in items:
         item.add_marker(pytest.mark.xdist_group("ray" if starts_ray(item) else item.path.name))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -89,20 +99,30 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Count the FLOPs of equal policies once: this is most of the time that a plan takes."""
+    """Have the collector look at no import again. Count the FLOPs of equal policies once: most of a plan's time."""
+    gc.freeze()
+    gc.enable()
     counting = sys.modules.get("vla_finetuning.policies.counting")
     if counting is None:
         return
     counts, count = {}, counting.flops_per_sample
+    without_flops = ("pretrained_path", "repo_id", "n_action_steps", "action_feature_names", "normalization_mapping")
+    without_flops += ("vocabulary", "input_features", "output_features", "optimizer_", "scheduler_")
 
-    def flops_per_sample(config, *options):
-        made_of = {name: value for name, value in vars(config).items() if name != "pretrained_path"}
+    def flops_per_sample(policy, *options):
+        config = getattr(policy, "config", policy)
+        made_of = {name: value for name, value in vars(config).items() if not name.startswith(without_flops)}
+        made_of["words"] = len(getattr(config, "vocabulary", ()))
+        features = [*(config.input_features or {}).values(), *(config.output_features or {}).values()]
+        made_of["features"] = [(feature.type, feature.shape) for feature in features]
         key = repr((type(config), made_of, options))
         if key not in counts:
-            counts[key] = count(config, *options)
+            counts[key] = count(policy, *options)
         return counts[key]
 
-    counting.flops_per_sample = flops_per_sample
+    for module in (counting, sys.modules.get("vla_finetuning.rl.expected")):
+        if module is not None:
+            module.flops_per_sample = flops_per_sample
 
 
 @pytest.fixture(scope="module")

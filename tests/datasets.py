@@ -5,9 +5,11 @@ would then hide Hugging Face's `datasets`).
 """
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -53,15 +55,22 @@ def one_after_the_other(meta, episodes, describe):
 
 
 def make_dataset(root: Path, **options: Any) -> Path:
-    """Write a dataset as `write_dataset` does. Equal ones are written once in a process, and copied."""
+    """Write a dataset as `write_dataset` does. Equal ones are written once in a run of the tests, and copied."""
     written = _written() / hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()
     if not written.exists():
-        write_dataset(written.with_suffix(".begun"), **options).rename(written)
+        own = _written() / f"by-{os.getpid()}"
+        own.mkdir(exist_ok=True)
+        begun = write_dataset(own / written.name, **options)
+        with contextlib.suppress(OSError):  # another process has written it meanwhile
+            begun.rename(written)
     return Path(shutil.copytree(written, root))
 
 
 @functools.cache
 def _written() -> Path:
+    """Return the folder of a run of pytest, whose processes share it; else one of this process."""
+    if "TEST_DATASETS_DIR" in os.environ:
+        return Path(os.environ["TEST_DATASETS_DIR"])
     folder = tempfile.mkdtemp(prefix="vla-tests-datasets-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
