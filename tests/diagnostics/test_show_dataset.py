@@ -456,8 +456,16 @@ def test_how_labels_fell_is_told(clean, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("what", SUSPECT)
-def test_an_episode_to_leave_out_is_scored_and_listed(copy, tmp_path, capsys, what):
+def test_an_episode_to_leave_out_is_scored(copy, what):
     plant, episode, reason = SUSPECT[what]
+    plant(copy)
+    scores = list(score_episodes(load_metadata(copy)))
+    assert [score.episode for score in scores if score.reasons] == [episode]
+    assert reason in "; ".join(scores[episode].reasons)
+
+
+def test_an_episode_to_leave_out_is_listed(copy, tmp_path, capsys):
+    plant, episode, reason = SUSPECT["camera"]
     plant(copy)
     lines, listed = tmp_path / "scores.jsonl", tmp_path / "bad.json"
     options = ["--output", str(tmp_path / "page.html"), "--scores", str(lines), "--exclude_to", str(listed)]
