@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from vla_finetuning.files import read_foreign_json
+from vla_finetuning.files import read_foreign_json, write_json
+from vla_finetuning.options.environment import ENVIRONMENT_NAME
+from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.policies.loading import check_header, fetch_pretrained, load_policy, load_policy_config
 from vla_finetuning.policies.pipelines import load_processors
 from vla_finetuning.policies.saving import save_pretrained
@@ -44,9 +47,18 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
     folder, _ = fetch_pretrained(source, None if base else saved.get("revision"))
     config = load_policy_config(adapter)
     policy = load_policy(folder, config)
-    PeftModel.from_pretrained(policy, str(adapter)).merge_and_unload()
+    with warnings.catch_warnings():  # PEFT only warns of adapters of other layers, and leaves them out
+        warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
+        try:
+            adapted = PeftModel.from_pretrained(policy, str(adapter))
+        except UserWarning as error:
+            raise ValueError(f"{adapter / ADAPTER_WEIGHTS} is of other layers than {source} has: {error}") from error
+    adapted.merge_and_unload()
     config.use_peft = False
     save_pretrained(policy, *load_processors(adapter, config), output, config)
+    for name in (ROBOT_NAME, ENVIRONMENT_NAME):  # which the base has too, but of what it was trained on itself
+        if (adapter / name).is_file():
+            write_json(output / name, read_foreign_json(adapter / name))
     print_safe(f"Policy       {output}: {adapter} merged into {source}")
 
 

@@ -9,7 +9,7 @@ import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.policies.factory import make_policy as lerobots_policy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from diagnostics import merge_adapter
 from tests import in_process
@@ -18,7 +18,10 @@ from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.families.pi05 import PI05Loss
+from vla_finetuning.policies.lora import add_adapters
+from vla_finetuning.policies.saving import save_adapters
 from vla_finetuning.policies.trainable import UNUSED, choose_trainable
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE
 from vla_finetuning.training.capacity import planned_memory
@@ -112,7 +115,8 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     saved(folder, tensors, replace(run.job.start, step=run.job.steps))
     assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
 
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.drawn)
+    drawn = {"": {"render": "egl"}}
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, drawn, robot_facts(run))
     outputs = {}
     meta = LeRobotDatasetMetadata("local/test", root=setting[1])
     for name in ("pretrained_model", "adapter"):
@@ -138,9 +142,24 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     for name, value in merged.items():
         torch.testing.assert_close(by_tool[name], value, rtol=1e-5, atol=1e-6, msg=name)
     assert json.loads((tool / "config.json").read_text())["use_peft"] is False
+    for name in ("robot.json", "environment.json"):  # the instructions' beginning, how pictures were drawn
+        assert (tool / name).read_text() == (run.job.output_dir / "pretrained_model" / name).read_text()
+    assert json.loads((tool / "environment.json").read_text()) == {"drawn": {"render": "egl"}}
     in_process.resolved(setting, **{"policy.path": tool})  # training goes on from it
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {name.split(".lora_")[0] + ".weight" for name in trained.named()}
+
+
+def test_adapters_of_other_layers_are_not_merged_into_nothing(setting, tmp_path, capsys):
+    run = resolved(setting, output_dir=tmp_path / "run")
+    policy = run.policy.start()
+    adapted = add_adapters(policy, run.policy.adapters)
+    save_adapters(adapted, str(setting[2]), None, *run.policy.processors(), tmp_path / "adapter", policy.config)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name.replace("q_proj", "query"): tensor for name, tensor in load_file(path).items()}, path)
+    assert merge_adapter.main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 2
+    assert f"{path} is of other layers than {setting[2]} has" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
 
 
 def batch_of(policy):

@@ -30,7 +30,7 @@ from vla_finetuning.policies.own_names import (
 )
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_adapters, save_pretrained
-from vla_finetuning.policies.spec import PolicySpec, Processors
+from vla_finetuning.policies.spec import PolicySpec, Processors, Robot
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     TRAINABLE,
@@ -102,12 +102,28 @@ def export(
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [robot.by_own_names() for robot in spec.robots]
+
+    def describe_to(folder: Path, robot: Robot, renamed: Mapping[str, str]) -> None:
+        about = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
+        if "cameras" in about:
+            about["cameras"] = {key: _camera(size, renamed.get(key)) for key, size in about["cameras"].items()}
+        if robot.opening:
+            # Of a policy that goes on from one of several robots no name is known, and none is needed.
+            about |= {"robot": robot.name} if robot.name else {}
+            about["instructions_begin_with"] = robot.opening
+        if about:
+            write_json(folder / ROBOT_NAME, about)
+        if rendering := renderings.get(robot.name):
+            # An evaluation in the simulator must show it the same pictures.
+            write_json(folder / ENVIRONMENT_NAME, {"drawn": rendering})
+
     if adapted is not None:
         for robot in robots if spec.adapters.export == "adapter" else ():
             robot_spec = spec.select_robot(robot)
             with _made_for(output_dir / "adapter" / robot.name) as folder:
-                pipelines, config, _ = in_own_names(robot_spec)
+                pipelines, config, renamed = in_own_names(robot_spec)
                 save_adapters(adapted, robot_spec.base["path"], robot_spec.base["revision"], *pipelines, folder, config)
+                describe_to(folder, robot, renamed)
         merge(adapted)
     with _made_for(output_dir / "pretrained_model") as root:
         written = None
@@ -116,18 +132,7 @@ def export(
             pipelines, config, renamed = in_own_names(robot_spec)
             save_pretrained(policy, *pipelines, folder, config, written)
             written = folder
-            about = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
-            if "cameras" in about:
-                about["cameras"] = {key: _camera(size, renamed.get(key)) for key, size in about["cameras"].items()}
-            if robot.opening:
-                # Of a policy that goes on from one of several robots no name is known, and none is needed.
-                about |= {"robot": robot.name} if robot.name else {}
-                about["instructions_begin_with"] = robot.opening
-            if about:
-                write_json(folder / ROBOT_NAME, about)
-            if rendering := renderings.get(robot.name):
-                # An evaluation in the simulator must show it the same pictures.
-                write_json(folder / ENVIRONMENT_NAME, {"drawn": rendering})
+            describe_to(folder, robot, renamed)
 
 
 def export_run(run: Run) -> None:
