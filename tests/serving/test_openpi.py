@@ -164,6 +164,16 @@ def test_an_address_of_other_machines_needs_a_token(service, monkeypatch):
     make_service(folder, "--serve.host=0.0.0.0")
 
 
+def test_an_address_of_ipv6_and_a_port_that_is_taken(openpi, service, handle):
+    folder = next(iter(service.sources.values())).folder
+    with served(make_service(folder, "--serve.host=::1"), handle) as addresses:
+        assert addresses.host == "[::1]"
+        client = openpi.WebsocketClientPolicy(f"ws://[::1]:{addresses.port}")
+        assert client.infer(message())["actions"].shape[1] == 3
+        with pytest.raises(OSError, match=rf"--serve.host=::1 --serve.port={addresses.port}: .*: give another"):
+            make_service(folder, "--serve.host=::1", f"--serve.port={addresses.port}")
+
+
 def test_a_page_in_a_browser_does_not_connect(addresses):
     with pytest.raises(InvalidStatus, match="403"):
         connect(f"ws://127.0.0.1:{addresses.port}", origin="http://example.com")

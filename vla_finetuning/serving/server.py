@@ -6,15 +6,19 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
+import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
-from ray.serve.schema import ReplicaState
+from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from vla_finetuning.buckets.mirror import as_path
 from vla_finetuning.environment import Timeouts
@@ -22,6 +26,7 @@ from vla_finetuning.options.programs import ServeConfig
 from vla_finetuning.options.serve import ServeOptions, read_token
 from vla_finetuning.plan.base_policy import resolve_policy
 from vla_finetuning.rollouts.player import PolicySource, check_acts, check_advantage, check_writes, opening_of
+from vla_finetuning.rollouts.scheduler import TELL_AFTER_S
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.serving import lerobot, openpi
@@ -59,8 +64,13 @@ def resolve_service(config: ServeConfig) -> Service:
     Raises:
         ValueError, OSError: saying what to do.
     """
-    for port in filter(None, (config.serve.port, config.serve.grpc_port)):
-        socket.create_server((config.serve.host, port)).close()  # a port that is taken is told before weights are read
+    family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
+    for flag, port in (("port", config.serve.port), ("grpc_port", config.serve.grpc_port)):
+        try:
+            socket.create_server((config.serve.host, port or 0), family=family).close()  # before weights are read
+        except OSError as error:
+            where = f"--serve.host={config.serve.host} --serve.{flag}={port}"
+            raise OSError(f"{where}: cannot listen there ({error.strerror}): give another") from error
     path = config.policy_path or ""
     use_gpu = cluster.find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
     interfaces, sources = {}, {}
@@ -93,10 +103,12 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
 
     Raises:
         OSError: a port is taken.
-        RuntimeError: the replicas do not start.
+        RuntimeError: the replicas do not start, or have no capacity for `Timeouts.nodes`.
     """
     config, options = service.config, service.config.serve
-    name = f"policy-{options.port}"
+    # Of the whole cluster: no server that runs has the name of another, and one that was killed is replaced.
+    node = ray.get_runtime_context().get_node_id()
+    name = f"policy-{node}-{options.host}-{options.port or uuid.uuid4().hex}"
     shared = not cluster.is_local()
     sources = {robot: source.shared() if shared else source for robot, source in service.sources.items()}
     on_gpu = any(source.device == "cuda" for source in sources.values())
@@ -110,16 +122,39 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # Clients connect to this process, which alone knows the token: Serve's own ports stay closed.
     await asyncio.to_thread(serve.start, proxy_location=ProxyLocation.Disabled)
-    handle = await asyncio.to_thread(partial(serve.run, application, name=name, route_prefix=None))
-    timeout_s = Timeouts.from_environment().worker
-    batches = Batches(handle, options.replicas, options.batch_size, options.wait_ms / 1000, timeout_s)
-    gateway = Gateway(service.interfaces, batches, config.seed, read_token())
-
+    timeouts, target = Timeouts.from_environment(), serve.RunTarget(application, name, route_prefix=None)
+    deploy = partial(serve.run_many, [target], wait_for_applications_running=False)
+    deploying = asyncio.ensure_future(asyncio.to_thread(deploy))
     try:
+        (handle,) = await asyncio.shield(deploying)
+        each = f"{options.cpus_per_replica} CPU{'s' * (options.cpus_per_replica > 1)}{' and a GPU' * on_gpu}"
+        await _wait_until_running(name, f"{options.replicas} replicas with {each} each", timeouts.nodes)
+        batches = Batches(handle, options.replicas, options.batch_size, options.wait_ms / 1000, timeouts.worker)
+        gateway = Gateway(service.interfaces, batches, config.seed, read_token())
         async with listening(gateway, options, partial(asyncio.to_thread, runs, name)) as addresses:
             yield addresses
     finally:
+        await asyncio.wait([deploying])
         await asyncio.to_thread(serve.delete, name)
+
+
+async def _wait_until_running(name: str, replicas: str, limit_s: float) -> None:
+    """Wait for an application, as `serve.run` does without end. Raises RuntimeError if it fails, or takes too long."""
+    began, told = time.monotonic(), False
+    while (about := (await asyncio.to_thread(serve.status)).applications[name]).status != ApplicationStatus.RUNNING:
+        if about.status == ApplicationStatus.DEPLOY_FAILED:
+            raise RuntimeError(f"the replicas do not start: {about.message}")
+        free, total, waited_s = ray.available_resources(), ray.cluster_resources(), time.monotonic() - began
+        have = " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        if waited_s > limit_s:
+            raise RuntimeError(
+                f"{replicas} have not started for {limit_s:g} s (VLA_NODES_TIMEOUT_S); of the cluster {have} are free: "
+                "add nodes, or lower --serve.replicas"
+            )
+        if waited_s > TELL_AFTER_S and not told:
+            print_safe(f"waiting      for {replicas}, at most {limit_s:g} s; {have} are free", file=sys.stderr)
+            told = True
+        await asyncio.sleep(0.2)
 
 
 @asynccontextmanager
@@ -134,7 +169,7 @@ async def listening(
         if options.grpc_port is not None:
             robots = lerobot.listening(gateway, options.host, options.grpc_port, max_bytes)
             grpc_port = await stack.enter_async_context(robots)
-        yield Addresses(options.host, port, grpc_port)
+        yield Addresses(f"[{options.host}]" if ":" in options.host else options.host, port, grpc_port)
 
 
 def runs(name: str) -> bool:
@@ -145,17 +180,19 @@ def runs(name: str) -> bool:
 
 
 async def serve_until_stopped(service: Service) -> None:
-    """Serve until SIGINT or SIGTERM. Raises as `running`."""
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    """Serve until SIGINT or SIGTERM, also while replicas start. Raises as `running`."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    async with running(service) as addresses:
-        print_safe(
-            *(f"openpi       ws://{addresses.host}:{addresses.port}/{robot}" for robot in service.interfaces),
-            *([f"LeRobot      {addresses.host}:{addresses.grpc} (gRPC)"] if addresses.grpc else []),
-            f"Health       http://{addresses.host}:{addresses.port}/healthz, and /metrics",
-        )
-        await stopped.wait()
+        loop.add_signal_handler(number, task.cancel)
+    with suppress(asyncio.CancelledError):
+        async with running(service) as addresses:
+            print_safe(
+                *(f"openpi       ws://{addresses.host}:{addresses.port}/{robot}" for robot in service.interfaces),
+                *([f"LeRobot      {addresses.host}:{addresses.grpc} (gRPC)"] if addresses.grpc else []),
+                f"Health       http://{addresses.host}:{addresses.port}/healthz, and /metrics",
+            )
+            await asyncio.Event().wait()
 
 
 def describe_service(service: Service) -> list[str]:
