@@ -98,6 +98,7 @@ def test_a_damaged_or_hostile_message_is_refused(data, error):
         (message(**{"observation.state": np.full(3, np.nan)}), "not finite"),
         (without("prompt"), "needs an instruction.*there is none"),
         (message(prompt=3), "needs an instruction.*it is int"),
+        (message(**{f"x{i}": 0.0 for i in range(100_000)}), "has more than 1000 names"),
         (message(prompt="go " * 1000), "has 3,000 characters"),
         (message(prompt="go " * 100), "has 111 tokens, more than"),
     ],

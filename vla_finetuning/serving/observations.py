@@ -5,6 +5,7 @@ Legend: N rows, H W C image.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from vla_finetuning.policies.registry import family_of
 
 INSTRUCTIONS = ("prompt", "task")
 MOST_CHARACTERS = 2000
+MOST_NAMES = 1000  # one loop reads what all robots send
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,15 @@ class Interface:
         Raises:
             ValueError: names what is missing, unknown, or of another shape, and what to do.
         """
-        sent = dict(_flat(message))
+        sent = dict(itertools.islice(_flat(message), MOST_NAMES + 1))
+        if len(sent) > MOST_NAMES:
+            raise ValueError(f"the observation has more than {MOST_NAMES} names: send arrays by name")
         instruction = _instruction(sent)
         images: dict[str, np.ndarray] = {}
         vectors: dict[str, list[np.ndarray]] = {name: [] for name in self.vectors}
         # In the order of the map: vectors are joined in it.
-        for name in sorted(sent, key=[*self.rename_map, *sent].index):
-            target, value = self._target(name), sent[name]
+        for name, value in {name: sent[name] for name in (*self.rename_map, *sent) if name in sent}.items():
+            target = self._target(name)
             if target in self.cameras:
                 images[target] = _image(name, value)
             elif target in vectors:
