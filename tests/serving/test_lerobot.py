@@ -17,6 +17,8 @@ from lerobot.transport.utils import send_bytes_in_chunks
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
 from tests.serving.servers import InProcess, make_service, served
+from vla_finetuning.options.serve import read_token
+from vla_finetuning.serving import lerobot
 from vla_finetuning.serving.pickles import read_pickle
 
 STATE = {"x": 1.0, "y": 2.0, "z": 3.0}
@@ -173,6 +175,31 @@ def test_a_token_is_part_of_the_name(service, handle):
         for name in ("x", "x?token=wrong-wrong-wrong"):
             with pytest.raises(grpc.RpcError, match="token is missing or wrong: --pretrained_name_or_path"):
                 Stub(addresses, pretrained_name_or_path=name).begin()
+
+
+def test_who_connected_long_ago_and_acts_still_is_remembered(service, handle, monkeypatch):
+    monkeypatch.setattr(lerobot, "MOST_CLIENTS", 2)
+    with served(service, handle) as addresses:
+        first, *others = (Stub(addresses, pretrained_name_or_path=f"x?session={i}") for i in range(4))
+        first.begin()
+        for other in others:
+            other.begin()
+            first.send(observation())
+        with pytest.raises(grpc.RpcError, match="this connection has no session"):
+            others[0].send(observation())
+        metrics = f"http://127.0.0.1:{addresses.port}/metrics"
+        assert 'vla_sessions{protocol="lerobot"} 2.0' in urllib.request.urlopen(metrics).read().decode()
+        others[-1].stub.Ready(services_pb2.Empty())
+        assert 'vla_sessions{protocol="lerobot"} 1.0' in urllib.request.urlopen(metrics).read().decode()
+
+
+def test_a_token_that_the_name_cannot_hold_is_refused(monkeypatch):
+    for token in ("0123456789+abcdef", "0123456789abcdef#x", "0123456789&abcdef", "0123456789%41bcdef"):
+        monkeypatch.setenv("VLA_SERVE_TOKEN", token)
+        with pytest.raises(ValueError, match="give letters and digits, as `openssl rand -hex 16`"):
+            read_token()
+    monkeypatch.setenv("VLA_SERVE_TOKEN", "abc/def=0123456789==")
+    assert read_token() == "abc/def=0123456789=="
 
 
 def test_an_observation_above_the_limit_is_refused_and_the_session_goes_on(service, handle):

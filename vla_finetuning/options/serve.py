@@ -6,6 +6,7 @@ import ipaddress
 import os
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from vla_finetuning.options.fields import option
 
@@ -47,8 +48,15 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token() -> str | None:
-    """Return the secret that clients must send; None: none is set. Raises ValueError if it is too short to be one."""
+    """Return the secret that clients must send; None: none is set.
+
+    Raises:
+        ValueError: it is too short to be one, or cannot be written into an address, as LeRobot's client sends it.
+    """
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and len(token) < 16:
         raise ValueError(f"{TOKEN_VARIABLE} has {len(token)} characters: give at least 16, as `openssl rand -hex 16`")
+    if token is not None and parse_qs(urlsplit(f"?token={token}").query).get("token") != [token]:
+        raise ValueError(f"{TOKEN_VARIABLE} has characters that mean something else in an address: give letters and "
+                         "digits, as `openssl rand -hex 16`")  # fmt: skip
     return token

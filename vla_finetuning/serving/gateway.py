@@ -57,7 +57,8 @@ class Gateway:
         self._seconds = Histogram("vla_request_seconds", latency, ["robot"], buckets=SECONDS, registry=registry)
         together = "Observations computed at once, as each of them saw it"
         self._rows = Histogram("vla_batch_rows", together, buckets=ROWS, registry=registry)
-        self.sessions = Gauge("vla_sessions", "Sessions that are open", ["protocol"], registry=registry)
+        sessions = "Sessions that are open; of LeRobot's protocol, which does not tell of an end, that are remembered"
+        self.sessions = Gauge("vla_sessions", sessions, ["protocol"], registry=registry)
 
     def check_token(self, sent: str | None, remedy: str) -> None:
         """Raise AuthenticationError, with how to send it, unless the token is the server's."""

@@ -105,7 +105,8 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
 
     def __init__(self, gateway: Gateway, max_bytes: int) -> None:
         self._gateway, self._max_bytes = gateway, max_bytes
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _Client] = {}  # the one that was longest not heard of first
+        gateway.sessions.labels("lerobot").set_function(lambda: len(self._clients))
 
     async def Ready(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Forget what the client did before."""
@@ -123,7 +124,6 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
             while len(self._clients) >= MOST_CLIENTS:
                 del self._clients[next(iter(self._clients))]
             self._clients[context.peer()] = client
-            self._gateway.sessions.labels("lerobot").set(len(self._clients))
         return services_pb2.Empty()
 
     async def SendObservations(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
@@ -171,8 +171,9 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
             ]))  # fmt: skip
 
     def _client(self, context: Any) -> _Client:
-        if (client := self._clients.get(context.peer())) is None:
+        if (client := self._clients.pop(context.peer(), None)) is None:
             raise ValueError("this connection has no session: start robot_client anew, which says what robot it is")
+        self._clients[context.peer()] = client
         return client
 
 
