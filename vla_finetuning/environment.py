@@ -23,23 +23,27 @@ FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
 # Where the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local disk.
 DEFAULT_NUMBERS_DIR = str(_CACHE / "numbers")
 NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or DEFAULT_NUMBERS_DIR
-NUMBERS_GB = float(os.environ.get("VLA_NUMBERS_GB") or 20)
 
 
-def number_from_environment(name: str, default: float) -> float:
+def number_from_environment(name: str, default: float, *, zero: bool = False) -> float:
     """Return the number that an environment variable is set to, or the default. Raises ValueError if it is invalid."""
     text = os.environ.get(name)
     if not text:
         return default
     with suppress(ValueError):
-        if 0 < (number := float(text)) < math.inf:
+        if 0 < (number := float(text)) < math.inf or (zero and number == 0):
             return number
-    raise ValueError(f"{name}={text!r} in the environment: expected a number above 0")
+    raise ValueError(f"{name}={text!r} in the environment: expected a number above 0{', or 0' * zero}")
 
 
 def cache_gb(default: float) -> float:
     """Return the size of a cache on each node: `VLA_CACHE_GB`, which applies to each of them, or the default."""
     return number_from_environment("VLA_CACHE_GB", default)
+
+
+def numbers_limit_gb() -> float:
+    """Return `VLA_NUMBERS_GB`: the size of the cache of numbers on each node; 0: there is none."""
+    return number_from_environment("VLA_NUMBERS_GB", 20.0, zero=True)
 
 
 @dataclass(frozen=True)

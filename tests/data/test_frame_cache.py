@@ -260,7 +260,7 @@ def test_a_folder_that_fails_costs_a_warning(original, folder, decoded, monkeypa
             raise OSError(errno.EIO, "Input/output error")
 
         monkeypatch.setattr(os, "preadv", broken)
-        monkeypatch.setattr("vla_finetuning.data.disk_cache.NUMBERS_GB", 0)  # its copies are read so too
+        monkeypatch.setenv("VLA_NUMBERS_GB", "0")  # its copies are read so too
     reset(decoded)
     for seed in (0, 1):
         rows(original, seed=seed)

@@ -245,7 +245,7 @@ def test_a_folder_that_fails_costs_a_warning(originals, folder, work, monkeypatc
     if fault == "folder is a file":
         folder.write_text("")
     else:
-        monkeypatch.setattr(disk_cache, "NUMBERS_GB", (18_000 if fault == "numbers fit" else 100) / 1e9)
+        monkeypatch.setenv("VLA_NUMBERS_GB", "18e-6" if fault == "numbers fit" else "1e-7")
     for seed in (0, 1):
         assert_same(an_epoch(root, seed), expected)
     for key in EACH:
@@ -258,13 +258,22 @@ def test_a_folder_that_fails_costs_a_warning(originals, folder, work, monkeypatc
 
 def test_the_default_folder_is_not_used_where_it_is_memory(root, folder, work, monkeypatch):
     monkeypatch.setattr(disk_cache, "is_in_memory", lambda folder: True)
-    assert disk_cache.numbers_gb() == disk_cache.NUMBERS_GB > 0  # somebody chose it
+    assert disk_cache.numbers_gb() == 20  # somebody chose it
     monkeypatch.setattr(disk_cache, "DEFAULT_NUMBERS_DIR", str(folder))
     assert disk_cache.numbers_gb() == 0
     source = datasource([load_metadata(root)], delta_timestamps=WINDOWS)
     for _ in range(2):
         list(source.read_rows(range(8), 8))
         assert work.pop("numbers") and not folder.exists()
+
+
+def test_a_size_that_is_none_is_said_where_it_is_used(monkeypatch):
+    for text in ("20GB", "nan", "-1"):
+        monkeypatch.setenv("VLA_NUMBERS_GB", text)
+        with pytest.raises(ValueError, match=f"VLA_NUMBERS_GB='{text}' in the environment: expected a number above 0"):
+            disk_cache.describe_numbers()
+    monkeypatch.setenv("VLA_NUMBERS_GB", "0")
+    assert "VLA_NUMBERS_GB=0" in disk_cache.describe_numbers()
 
 
 def arrow(values, type_, shape, dtype=np.float32):

@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from vla_finetuning.environment import DEFAULT_NUMBERS_DIR, NUMBERS_DIR, NUMBERS_GB
+from vla_finetuning.environment import DEFAULT_NUMBERS_DIR, NUMBERS_DIR, numbers_limit_gb
 
 logger = logging.getLogger(__name__)
 
@@ -502,8 +502,11 @@ def _size_on_disk(folder: Path) -> int:
 
 
 def numbers_gb() -> float:
-    """10^9 bytes of numbers that this node caches, at most; 0 where the default folder is memory (tmpfs)."""
-    return 0.0 if NUMBERS_DIR == DEFAULT_NUMBERS_DIR and is_in_memory(Path(NUMBERS_DIR)) else NUMBERS_GB
+    """10^9 bytes of numbers that this node caches, at most; 0 where the default folder is memory (tmpfs).
+
+    Raises ValueError for what VLA_NUMBERS_GB cannot be.
+    """
+    return 0.0 if NUMBERS_DIR == DEFAULT_NUMBERS_DIR and is_in_memory(Path(NUMBERS_DIR)) else numbers_limit_gb()
 
 
 def numbers_cache() -> DiskCache:
@@ -532,5 +535,6 @@ def describe_numbers() -> str:
             f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR}, and as much of encoded "
             "images of data files (VLA_NUMBERS_GB=0: none)"
         )
-    why = f"{NUMBERS_DIR} is memory (tmpfs); VLA_NUMBERS_DIR names another folder" if NUMBERS_GB else "VLA_NUMBERS_GB=0"
+    in_memory = f"{NUMBERS_DIR} is memory (tmpfs); VLA_NUMBERS_DIR names another folder"
+    why = in_memory if numbers_limit_gb() else "VLA_NUMBERS_GB=0"
     return f"Numbers      unpacked whenever rows of them are wanted, as images of data files are, on this node: {why}"
