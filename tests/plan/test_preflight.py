@@ -335,7 +335,7 @@ def test_chunks_longer_than_episodes_are_said(setting):
     text = describe(run_of(setting))
     lengths = (12, 7, 15, 1, 10, 9)
     padded = sum(at + step >= length for length in lengths for at in range(length) for step in range(8))
-    assert f"spans 8 frames, and 2 of 6 episodes are shorter: {padded / (8 * sum(lengths)):.0%} of the steps" in text
+    assert f"has 8 steps, and 2 of 6 episodes are shorter: {padded / (8 * sum(lengths)):.0%} of the steps" in text
     assert "are shorter" not in describe(run_of(setting, **{"dataset.episodes": "0,2"}))
 
 

@@ -32,6 +32,7 @@ from vla_finetuning.options.mixture import members, read_mixture, robots
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.matching import policy_data
+from vla_finetuning.plan.record import record_run
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
@@ -223,6 +224,20 @@ def test_a_stride_takes_every_second_frame(folder):
     row = dataset[int(rows["index"][at])]
     np.testing.assert_array_equal(rows["action"][at], row["action"].numpy())
     np.testing.assert_array_equal(rows["action_is_pad"][at], row["action_is_pad"].numpy())
+
+
+def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
+    """Against the rows, which are LeRobot's (above)."""
+    mixture = {"members": [{**MIXTURE["members"][1], "fps": 10}]}
+    run = mixed(folder, "--dataset.missing_cameras=mask", f"--output_dir={tmp_path}", mixture=mixture)
+    (rows,) = run.rows.source((0, run.rows.per_epoch)).read_rows(range(run.rows.per_epoch), run.rows.per_epoch)
+    lengths = [run.rows.metas[0].episode_length[number] for number in run.rows.train_episodes[0]]
+    chunk, short, episodes, share = run.rows.padding()
+    assert (chunk, short, episodes) == (6, sum(length < 11 for length in lengths), len(lengths))
+    assert share == pytest.approx(rows["action_is_pad"].mean())
+    record_run(run.job, run.policy, "", {}, run.rows)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["actions_per_s"] == 10 and facts["datasets"][0]["fps"] == 20
 
 
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])

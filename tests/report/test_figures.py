@@ -94,11 +94,11 @@ def test_a_log_axis_is_labelled_with_plain_numbers(high):
 
 def test_padded_steps_of_an_example_are_not_drawn():
     example = {"recorded": [[1], [2]], "predicted": [[3], [4]], "is_pad": [False, True]}
-    chunk = figures.example_chunk(example | {"episode_index": 7, "frame_index": 15}, fps=10)
-    assert chunk.title == "episode 7, 1.5 s"
+    chunk = figures.example_chunk(example | {"episode_index": 7, "frame_index": 15})
+    assert chunk.title == "episode 7, frame 15"
     assert np.array_equal(chunk.recorded, [[1], [np.nan]], equal_nan=True)
     assert np.array_equal(chunk.predicted, [[3], [np.nan]], equal_nan=True)
-    assert figures.example_chunk(example, fps=10).title == ""
+    assert figures.example_chunk(example).title == ""
 
 
 def test_a_single_point_has_ticks_where_it_is_and_nowhere_else():

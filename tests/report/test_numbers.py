@@ -78,7 +78,10 @@ def report(tmp_path_factory):
     scaling = {"num_workers": WORKERS, "use_gpu": True}
     config = {"batch_size": 4, "grad_accum": 2, "scaling": scaling, "steps": 60}
     write_json(folder / "config.json", config)
-    robots = {name: {"action_names": [f"{name}_{i}_rad" for i in range(n)], "fps": FPS} for name, n in ROBOTS.items()}
+    robots = {
+        name: {"action_names": [f"{name}_{i}_rad" for i in range(n)], "actions_per_s": FPS}
+        for name, n in ROBOTS.items()
+    }
     write_json(folder / "run.json", {"steps": 60, "robots": robots})
     write_json(folder / "evaluation.json", EVALUATION)
     over_steps = [
@@ -211,7 +214,7 @@ def test_held_out_errors(report):
                 np.testing.assert_allclose(line.get_xdata(), np.arange(CHUNK) / FPS)
                 values = np.array(example[key])[:, dimension]
                 np.testing.assert_array_equal(line.get_ydata(), [*values[:-1], np.nan])
-        assert axes[-1].get_xlabel() == "episode 4, 1.5 s"
+        assert axes[-1].get_xlabel() == "episode 4, frame 15"
 
 
 def test_the_closed_loop(report):

@@ -184,7 +184,7 @@ def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
     chunk, short, episodes, share = rows.padding()
     if short:
         lines.append(
-            f"             an action chunk spans {chunk} frames, and {short} of {episodes} episodes are shorter: "
+            f"             an action chunk has {chunk} steps, and {short} of {episodes} episodes are shorter: "
             f"{share:.0%} of the steps of all chunks are padding"
         )
     meeting = f": the last {rows.per_epoch % batch} rows of one share a step with the first of the next"

@@ -61,6 +61,7 @@ def record_run(
         "rows_per_epoch": rows.per_epoch if rows else None,
         "mixing": asdict(rows.mixing) if rows else None,
         "action_names": dimension_names(rows.metas[0], "action") if rows else None,
+        "actions_per_s": rows.metas[0].fps / rows.window_step(0) if rows else None,
         "robots": _robots(policy, rows) if rows and policy.mixes_robots else None,
         "use_gpu": job.use_gpu,
         "hardware": {
@@ -81,9 +82,15 @@ def record_run(
 
 
 def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
-    """Return by each robot's name what its actions are called, and its datasets' rate."""
-    first = {robot.name: rows.metas[robot.datasets[0]] for robot in policy.robots}
-    return {name: {"action_names": dimension_names(meta, "action"), "fps": meta.fps} for name, meta in first.items()}
+    """Return by each robot's name what its actions are called, and how many there are a second."""
+    first = {robot.name: robot.datasets[0] for robot in policy.robots}
+    return {
+        name: {
+            "action_names": dimension_names(rows.metas[dataset], "action"),
+            "actions_per_s": rows.metas[dataset].fps / rows.window_step(dataset),
+        }
+        for name, dataset in first.items()
+    }
 
 
 def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
 
 def _facts(run: Run, robot: Robot) -> dict[str, Any]:
     rows, config = run.rows, robot.config
-    meta, steps = rows.metas[robot.datasets[0]], rows.features.window_steps
+    meta = rows.metas[robot.datasets[0]]
     keys = robot.match_of_rows.dataset_keys
     vectors = {key: dimension_names(meta, key) for key in keys if key in meta.features and key not in meta.camera_keys}
     instructions = sorted({task for n in robot.datasets for task in tasks_of(rows.metas[n], rows.episodes[n])})
@@ -45,7 +45,7 @@ def _facts(run: Run, robot: Robot) -> dict[str, Any]:
     return {
         **({"robot": robot.name} if robot.name else {}),
         **({"robot_type": meta.robot_type} if meta.robot_type else {}),
-        "fps": meta.fps / (1 if steps is None else steps[robot.datasets[0]]),
+        "fps": meta.fps / rows.window_step(robot.datasets[0]),
         **{robot.own_names.get(key, key): names for key, names in vectors.items()},
         "action_kind": "relative to the state at the start of the chunk" if relative else "absolute",
         **({"absolute_entries": sorted(set(sum(absolute_dimensions(config).values(), [])))} if relative else {}),

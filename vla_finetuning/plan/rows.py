@@ -93,15 +93,24 @@ class Rows:
     described: tuple[tuple[str, ...], ...] = ()
 
     def padding(self) -> tuple[int, int, int, float]:
-        """Frames of an action chunk; how many of how many training episodes are shorter; their steps of chunks beyond
+        """Steps of an action chunk; how many of how many training episodes are shorter; their steps of chunks beyond
         the ends of episodes, as a share of all.
         """
-        episodes = zip(self.metas, self.train_episodes, strict=True)
-        length = np.concatenate([meta.episode_length[n] for meta, n in episodes if not meta.without_actions])
         chunk = 1 + round(max(self.features.delta_timestamps.get("action", (0.0,))) * self.metas[0].fps)
-        beyond = np.minimum(length, chunk)  # frames of an episode whose chunk does not fit, and how far it reaches
-        padded = beyond * (chunk - beyond) + beyond * (beyond - 1) // 2
-        return chunk, int((length < chunk).sum()), len(length), padded.sum() / (length.sum() * chunk)
+        count = short = padded = frames = 0
+        for number, (meta, episodes) in enumerate(zip(self.metas, self.train_episodes, strict=True)):
+            if meta.without_actions:
+                continue
+            length, step = meta.episode_length[episodes], self.window_step(number)
+            beyond = (chunk - 1) * step  # frames of an episode's end whose chunk does not fit, the last first
+            lacking = np.append(0, np.cumsum(chunk - 1 - np.arange(beyond) // step))
+            short, padded = short + int((length <= beyond).sum()), padded + lacking[np.minimum(length, beyond)].sum()
+            count, frames = count + len(length), frames + length.sum()
+        return chunk, short, count, padded / (frames * chunk)
+
+    def window_step(self, dataset: int) -> int:
+        """Return how many frames of a dataset lie between two actions of a chunk."""
+        return 1 if self.features.window_steps is None else self.features.window_steps[dataset]
 
     def of_datasets(self, numbers: Sequence[int]) -> Rows:
         """The rows of a robot's datasets alone; of some of them without padding, weights or labels."""

@@ -83,14 +83,14 @@ class Chunk(NamedTuple):
     predicted: np.ndarray
 
 
-def example_chunk(example: Mapping[str, Any], fps: float) -> Chunk:
+def example_chunk(example: Mapping[str, Any]) -> Chunk:
     """One of the examples that `evaluate.open_loop_errors` keeps, as `chunk_strips` draws it."""
     padded = np.asarray(example["is_pad"], bool)[:, None]
     recorded, predicted = (
         np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")
     )
     has_place = "episode_index" in example
-    title = f"episode {example['episode_index']}, {example['frame_index'] / fps:.1f} s" if has_place else ""
+    title = f"episode {example['episode_index']}, frame {example['frame_index']}" if has_place else ""
     return Chunk(title, recorded, predicted)
 
 

@@ -308,12 +308,11 @@ def _totals(metrics: Metrics) -> tuple[float, float, float]:
 
 def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each robot's errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
-    fps = next((dataset["fps"] for dataset in facts.get("datasets") or ()), None)
     for robot, errors in errors_by_robot(evaluation).items():
-        about = {"action_names": facts.get("action_names"), "fps": fps, **(facts.get("robots") or {}).get(robot, {})}
+        about = {**facts, **(facts.get("robots") or {}).get(robot, {})}
         trained, untrained = errors["trained"], errors.get("untrained") or {}
         baseline, size = trained["mean_action"]["mse"], len(trained["policy"]["mae"])
-        names = about["action_names"] or []
+        names = about.get("action_names") or []
         names = names if len(names) == size else [f"{ACTION}[{i}]" for i in range(size)]
 
         def mse(error: Mapping[str, Any], baseline: float = baseline) -> tuple[str, str]:
@@ -336,20 +335,20 @@ def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
                 ],
                 "tasks": len(by_task),
                 "by_dimension": [(figures.with_unit(name), _g(policy, 3), _g(mean, 3)) for name, policy, mean in mae],
-                "chunks": _chunk_figures(trained.get("examples", []), names, about["fps"]),
+                "chunks": _chunk_figures(trained.get("examples", []), names, about.get("actions_per_s")),
             },
         )
 
 
-def _chunk_figures(examples: list[dict[str, Any]], names: list[str], fps: float | None) -> list[dict[str, str]]:
-    if not examples or fps is None:
+def _chunk_figures(examples: list[dict[str, Any]], names: list[str], rate: float | None) -> list[dict[str, str]]:
+    if not examples or rate is None:
         return []
     chosen = [examples[i] for i in np.unique(np.linspace(0, len(examples) - 1, EXAMPLES).round().astype(int))]
-    chunks = [figures.example_chunk(example, fps) for example in chosen]
+    chunks = [figures.example_chunk(example) for example in chosen]
 
     def draw(part: slice) -> figures.Figure:
         some = [Chunk(c.title, c.recorded[:, part], c.predicted[:, part]) for c in chunks]
-        return figures.chunk_strips(some, names[part], fps)
+        return figures.chunk_strips(some, names[part], rate)
 
     charts = _in_parts("Recorded and predicted", "Predicted and recorded actions of", names, draw)
     charts[0]["instructions"] = "; ".join(dict.fromkeys(f"“{plain(e['task'])}”" for e in chosen))
