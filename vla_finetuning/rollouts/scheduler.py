@@ -89,8 +89,10 @@ class Policy:
     def __init__(self) -> None:
         self.pending: dict[ray.ObjectRef[Any], list[Seat]] = {}
 
-    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray]]]:
-        """Yield seats that need not wait any more, and the actions (T, A) of each of their decisions."""
+    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray] | RayError]]:
+        """Yield seats that need not wait any more, and the actions (T, A) of each of their decisions; or why what some
+        of them saw is lost.
+        """
         raise NotImplementedError
 
 
@@ -186,7 +188,11 @@ class Scheduler:
                 if seat.started and seat.call is None and not seat.playing:
                     self._advance(seat)
             for batch, chunks in policy.decide(self.seats):
-                self._give(batch, chunks)
+                if isinstance(chunks, RayError):
+                    for seat in batch:
+                        self._replace(seat, chunks)
+                else:
+                    self._give(batch, chunks)
             self._check_capacity()
             calls = {seat.call[0]: seat for seat in self.seats if seat.call is not None}
             timeout = LOOK_EVERY_S if stopped is None else 1.0
@@ -219,7 +225,8 @@ class Scheduler:
     def _make_stage(self, seat: Seat) -> None:
         # DEFAULT: anywhere in the cluster, not in the placement group that Ray Train holds for this process.
         stage_class: Any = ray.remote(Stage).options(num_cpus=self._cpus, scheduling_strategy="DEFAULT")
-        seat.stage, seat.started = stage_class.remote(self._makers, self._slots, self._step_limit_s), False
+        seat.stage = stage_class.remote(self._makers, self._slots, self._step_limit_s)
+        seat.started = seat.worked = False
         seat.call = seat.stage.advance.options(num_returns=2).remote(())  # answered when it has started
 
     def _advance(self, seat: Seat, chunks: Sequence[np.ndarray] | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError
 
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.protocol import Maker, Observation, concatenate, map_arrays, select_rows
@@ -145,13 +145,13 @@ class PolicyServers(Policy):
         for server in (*self._free, *self._busy.values()):
             ray.kill(server)
 
-    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray]]]:
+    def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray] | RayError]]:
         for ref in ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)[0] if self.pending else ():
             server, batch = self._busy.pop(ref), self.pending.pop(ref)
             self._free.append(server)
             try:
                 decided = ray.get(ref)  # a few numbers a row; what went wrong is raised here
-            except RayActorError as error:
+            except (RayActorError, OutOfMemoryError) as error:
                 self._deaths += 1
                 if self._deaths > SERVER_DEATHS:
                     raise RuntimeError(f"policy servers died {self._deaths} times: {root_cause(error)}") from error
@@ -160,6 +160,9 @@ class PolicyServers(Policy):
                 self._make_server()
                 for seat in batch:
                     seat.since = 0.0  # before others
+                continue
+            except ObjectLostError as error:  # with the node of a stage whose episodes waited
+                yield batch, error
                 continue
             self.lacks = None
             if batch:

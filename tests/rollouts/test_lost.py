@@ -1,0 +1,94 @@
+"""What is lost while episodes are played, with a stand-in for Ray: policy servers, what stages saw, stages."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ObjectLostError, OutOfMemoryError
+
+from vla_finetuning.options.environment import EvalOptions
+from vla_finetuning.rollouts import scheduler, servers
+from vla_finetuning.rollouts.episodes import Condition, Episode, Playing
+from vla_finetuning.rollouts.scheduler import Scheduler, Seat
+from vla_finetuning.rollouts.stage import Decision
+
+
+class Actor:
+    """An actor whose calls are references to themselves: (actor, method, arguments)."""
+
+    def __init__(self, *_):
+        self.killed = False
+
+    def __getattr__(self, method):
+        def remote(*arguments):
+            return self, method, str(arguments)
+
+        return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=lambda *a: remote(*a)))
+
+
+@pytest.fixture
+def actors(monkeypatch):
+    """All actors that were made; calls of `act` end in what `results` says of the first ones, and then in actions."""
+    made = SimpleNamespace(all=[], results=[])
+
+    def options(**_):
+        return SimpleNamespace(remote=lambda *arguments: made.all.append(Actor()) or made.all[-1])
+
+    def get(ref):
+        if ref[1] == "act" and isinstance(result := made.results.pop(0), Exception):
+            raise result
+        return [np.zeros((2, 3))], [None]
+
+    def kill(actor):
+        actor.killed = True
+
+    stand_in = SimpleNamespace(
+        ObjectRef=list,
+        remote=lambda of: SimpleNamespace(options=options),
+        wait=lambda refs, **_: (refs, []),
+        get=get,
+        kill=kill,
+    )
+    monkeypatch.setattr(servers, "ray", stand_in)
+    monkeypatch.setattr(scheduler, "ray", stand_in)
+    return made
+
+
+def waiting():
+    """A seat with an episode that waits for its first decision."""
+    playing = Playing(0, Episode("plain", "two_bins", 0, 1))
+    return Seat(playing=[playing], decisions=[Decision(0, 0, "go")], seen="seen", since=1.0)
+
+
+def policy_of(actors):
+    policy = servers.PolicyServers(
+        {"plain": Condition()}, {}, EvalOptions(), servers=1, threads=1, seed=0, use_gpu=False
+    )
+    assert len(actors.all) == 1
+    return policy
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError("killed for memory"), ActorDiedError()])
+def test_a_server_that_is_gone_is_replaced_and_asked_again(actors, error):
+    actors.results, policy, seat = [error, None], policy_of(actors), waiting()
+    for _ in range(3):  # it starts and is asked; it fails; the next one starts and is asked
+        assert list(policy.decide([seat])) == []
+    assert [actor.killed for actor in actors.all] == [True, False]
+    ((batch, chunks),) = policy.decide([seat])
+    assert batch == [seat] and chunks[0].shape == (2, 3)
+
+
+def test_what_a_stage_saw_and_its_node_took_along_is_played_again(actors):
+    actors.results, policy, seat = [ObjectLostError("id", None, "")], policy_of(actors), waiting()
+    assert list(policy.decide([seat])) == []
+    (lost,) = policy.decide([seat])
+    assert lost[0] == [seat] and isinstance(lost[1], ObjectLostError) and not actors.all[0].killed
+
+
+def test_a_stage_that_is_made_anew_is_not_asked_for_its_seconds(actors):
+    rollouts = Scheduler({"two_bins": None}, stages=1, slots=1, cpus=1, step_limit_s=1)
+    (seat,) = rollouts.seats
+    seat.worked, seat.playing = True, waiting().playing
+    rollouts._replace(seat, ActorDiedError())
+    assert rollouts.take_seconds() == (0, 0)
+    assert len(actors.all) == 2 and list(seat.queue) and not seat.playing
