@@ -16,10 +16,12 @@ from tests.rl.test_learning import make_base, resolved, train_as
 from vla_finetuning.buckets import mirror
 from vla_finetuning.buckets.mirror import as_path, pull, push
 from vla_finetuning.envs import two_bins
-from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.envs.configs import env_config, task_makers
+from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.files import read_lines
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
+from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.player import Eyes
 from vla_finetuning.rollouts.recording import DatasetForm, record_played, replay_frames, write_share
 
@@ -65,6 +67,26 @@ def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+def test_an_expert_that_raises_costs_its_episode_alone(tmp_path):
+    config, form = env_config("two_bins", ["--episode_length=40"]), DatasetForm("recorded/two_bins", 10)
+
+    def play(env, seed, error=ValueError):
+        if seed == 1:
+            env.step(np.zeros(3))
+            raise error("no plan")
+        return play_expert(config, 0, env, seed)
+
+    makers = task_makers(config)
+    share = [(next(iter(makers)), seed) for seed in range(3)]
+    written, left_out = write_share(tmp_path / "dataset", makers, play, share, form)
+    assert written == [True, False, True] and left_out == [f"{share[1][0]}: ValueError: no plan"]
+    dataset = LeRobotDataset("recorded/two_bins", root=tmp_path / "dataset", video_backend="pyav")
+    frames = [play_expert(config, 0, makers[share[0][0]](), seed) for seed in (0, 2)]
+    assert [dataset.meta.episodes[i]["length"] for i in range(2)] == [len(episode) for episode in frames]
+    with pytest.raises(ContractError, match="no plan"):
+        write_share(tmp_path / "none", makers, partial(play, error=ContractError), share, form)
+
+
 def test_every_other_iteration_is_written_down(run):
     folder = run.job.output_dir / "rollouts"
     assert [path.name for path in sorted(folder.iterdir())] == ["000000-0.jsonl", "000002-0.jsonl"]
@@ -80,7 +102,7 @@ def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
     root, share = tmp_path / "dataset", [(line["task"], (line, actions)) for line, actions in episodes]
     play = partial(replay_frames, Eyes(run.scene.env, run.policy.config))
     form = DatasetForm("recorded/policy", run.scene.env.fps, "two_bins")
-    assert write_share(root, task_makers(run.scene.env), play, share, form) == [True] * len(episodes)
+    assert write_share(root, task_makers(run.scene.env), play, share, form) == ([True] * len(episodes), [])
     dataset, row = LeRobotDataset("recorded/policy", root=root, video_backend="pyav"), 0
     for line, actions in episodes:
         env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=6)

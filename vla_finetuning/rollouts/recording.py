@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import ray
 from lerobot.utils.constants import ACTION, DONE, REWARD
 
 from vla_finetuning.envs.configs import how_drawn
+from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import Maker, Observation, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import read_json, write_json
@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # experts are recorded without PyTorch
 
     from vla_finetuning.rollouts.player import Eyes
 
-logger = logging.getLogger(__name__)
 REPO_ID, SUCCESS = "recorded/policy", "next.success"
 # Episodes that a process writes as a dataset of its own: enough that starting it is not what takes the time.
 SHARE_EPISODES = 10
@@ -58,28 +57,34 @@ class DatasetForm:
     robot_type: str | None = None
 
 
-def write_share(folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm) -> list[bool]:
-    """Write some episodes as a dataset of their own; return which: not those of which `Play` gives nothing, or that do
-    not repeat. Runs in a Ray task; done again, it begins anew.
+def write_share(
+    folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm
+) -> tuple[list[bool], list[str]]:
+    """Write some episodes as a dataset of their own. Runs in a Ray task; done again, it begins anew.
+
+    Returns:
+        Which were written: not those of which `Play` gives nothing; and why others were not, which do not repeat, or
+        whose environment raised.
     """
     choose_gl()
     shutil.rmtree(folder, ignore_errors=True)
-    dataset, written, current = None, [], None
+    dataset, current = None, None
+    written, left_out = list[bool](), list[str]()
     with contextlib.ExitStack() as env_stack, writing_videos():
         try:
             for task, episode in share:
                 if task != current:
                     env_stack.close()
                     env, current = env_stack.enter_context(makers[task]()), task
-                frames = play(env, episode)
-                written.append(frames is not None)
+                written.append(False)
                 try:
-                    for frame in frames or ():
+                    for frame in _frames(play, env, episode):
                         if dataset is None:
                             dataset = _create(folder, form, env, frame)
                         dataset.add_frame(frame)
+                        written[-1] = True
                 except NotRepeatedError as error:
-                    logger.warning("an episode of %s is left out: %s", task, error)
+                    left_out.append(f"{task}: {error}")
                     written[-1] = False
                     if dataset is not None:
                         dataset.clear_episode_buffer()
@@ -91,7 +96,17 @@ def write_share(folder: Path, makers: Mapping[str, Maker], play: Play, share: Sh
         finally:
             if dataset is not None:
                 dataset.finalize()
-    return written
+    return written, left_out
+
+
+def _frames(play: Play, env: gymnasium.Env[Any, Any], episode: Any) -> Iterator[Frame]:
+    """Yield an episode's frames. Raises NotRepeatedError for whatever its environment raises: that costs it alone."""
+    try:
+        yield from play(env, episode) or ()
+    except (ContractError, NotRepeatedError):
+        raise
+    except Exception as error:
+        raise NotRepeatedError(f"{type(error).__name__}: {error}") from error
 
 
 def _create(folder: Path, form: DatasetForm, env: gymnasium.Env[Any, Any], frame: Frame) -> LeRobotDataset:
@@ -152,12 +167,15 @@ def record_dataset(
             (ready,), running = ray.wait(running)
             ray.get(ready)
             print_safe(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written")
-        written = ray.get(pending)
+        written, reasons = zip(*ray.get(pending), strict=True)
         full = [folder for folder, flags in zip(folders, written, strict=True) if any(flags)]
+        left_out = sum(reasons, [])
         if not full:
-            raise ValueError(f"{nothing}: nothing is written")
+            raise ValueError(f"{nothing}: nothing is written{f'; {left_out[0]}' if left_out else ''}")
+        if left_out:
+            print_safe(f"left out     {len(left_out)} episodes, e.g. of {left_out[0]}")
         merge_datasets(form.repo_id, full, partial_folder / "dataset")
-        write_json(partial_folder / "dataset" / "meta" / ENVIRONMENT_NAME, about(written))
+        write_json(partial_folder / "dataset" / "meta" / ENVIRONMENT_NAME, about(list(written)))
         if root.is_dir():
             root.rmdir()  # it is empty
         (partial_folder / "dataset").rename(root)
