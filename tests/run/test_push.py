@@ -25,7 +25,7 @@ from vla_finetuning.files import append_line, write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
-from vla_finetuning.options.programs import Config
+from vla_finetuning.options.programs import Config, GrpoConfig
 from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.pipelines import make_processors
@@ -372,6 +372,14 @@ def test_a_run_that_is_not_over_has_nothing_to_push(server, finished, capsys):
     (finished / "pretrained_model/config.json").unlink()
     assert push.main([str(finished)]) == 1
     assert "no trained policy is there" in capsys.readouterr().err
+    assert REPO not in server.private  # no repository was made
+
+
+def test_a_run_without_a_dataset_is_refused_before_a_repository_is_made(server, finished, capsys):
+    (finished / "config.json").write_text(json.dumps(GrpoConfig().to_json()))
+    assert push.main([str(finished), f"--repo_id={REPO}"]) == 1
+    assert f"`hf upload USER/NAME {finished / 'pretrained_model'}`" in capsys.readouterr().err
+    assert REPO not in server.private
 
 
 def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatch, tmp_path, capsys):

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.buckets.mirror import address, as_path, fetched, pull
+from vla_finetuning.buckets.mirror import address, as_path, contents, fetched, pull
 from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.options.job import CONFIG_NAME
@@ -104,22 +104,36 @@ def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
         ValueError: there is no policy yet, or a link in it; no such repository, or no access.
         OSError: the Hub cannot be reached.
     """
+    _check_pushable(output_dir, robot)
     with fetched(output_dir / POLICY_DIR / robot) as folder:
         return _push(output_dir, folder, repo_id, robot)
+
+
+def _check_pushable(output_dir: Path, robot: str) -> None:
+    """Raise ValueError unless a run's folder has what is pushed, before a repository is made for it."""
+    folder = output_dir / POLICY_DIR / robot
+    files = contents(folder)
+    if CONFIG_NAME not in files:
+        if names := exported_robots(output_dir / POLICY_DIR):
+            raise ValueError(
+                f"{address(output_dir)}: no robot {robot!r} among those that were trained: {', '.join(names)}"
+            )
+        raise ValueError(
+            f"{address(folder)}: no trained policy is there; it is written when a run has done its last step"
+        )
+    if WEIGHTS_NAME not in files:
+        raise ValueError(f"{address(folder)} lacks {WEIGHTS_NAME}: a policy without weights is not pushed")
+    if "dataset" not in read_json(output_dir / CONFIG_NAME):
+        raise ValueError(
+            f"{address(output_dir)} is no run of vla.py, and has no data for a model card: write one, and push it with "
+            f"`hf upload USER/NAME {address(folder)}`"
+        )
 
 
 def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    if not (folder / CONFIG_NAME).is_file():
-        if names := exported_robots(output_dir / POLICY_DIR):
-            raise ValueError(
-                f"{address(output_dir)}: no robot {robot!r} among those that were trained: {', '.join(names)}"
-            )
-        raise ValueError(f"{folder}: no trained policy is there; it is written when a run has done its last step")
-    files, _ = exported_files(folder)  # the card is made of one of them
-    if WEIGHTS_NAME not in files:
-        raise ValueError(f"{folder} lacks {WEIGHTS_NAME}: a policy without weights is not pushed")
+    exported_files(folder)  # the card is made of one of them
     _write_card(folder / CARD_NAME, model_card(output_dir, repo_id, robot))
     files, rest = exported_files(folder)
     if rest:
@@ -316,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else repositories(repo_id, exported_robots(args.output_dir / POLICY_DIR))
         )
         for robot, repository in targets.items():
+            _check_pushable(args.output_dir, robot)
             check_push(repository, args.private or config.get("policy_private"))
             print_safe(f"Pushed       {push_policy(args.output_dir, repository, robot)}")
     except (ValueError, OSError) as error:
