@@ -171,6 +171,18 @@ def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
     assert played.threads[0] is not main and played.threads[2] is main
 
 
+def test_half_a_line_that_a_full_disk_left_is_not_joined_to_the_next(run, played):
+    played.may.set()
+    path = run.job.output_dir / "evaluations.jsonl"
+    saved(run, 2)
+    assert Evaluator(run, policy_at).finish() == 0
+    with path.open("a") as file:
+        file.write('{"step": 4, "epis')
+    saved(run, 4)
+    assert Evaluator(run, policy_at).finish() == 0
+    assert [line["step"] for line in evaluations(run.job.output_dir)] == [2, 4]
+
+
 def test_of_several_tasks_each_has_its_figures(run, played, monkeypatch):
     played.may.set()
     saved(run, 4)

@@ -31,7 +31,7 @@ from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
 from vla_finetuning.evaluation.episodes import Book, OtherEvaluationError, read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
-from vla_finetuning.files import append_line, read_lines, write_whole
+from vla_finetuning.files import append_line, drop_half_line, read_lines, write_whole
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.plan.resolve import Run
@@ -207,6 +207,7 @@ class Evaluator:
         line = {"step": step, "errors": 0, **score(lines), "seconds": round(time.monotonic() - started, 1)}
         if len(self._makers) > 1:
             line["by_task"] = score_rows(lines)[1:]
+        drop_half_line(run.job.output_dir / EVALUATIONS_NAME)
         append_line(run.job.output_dir / EVALUATIONS_NAME, json.dumps(line))
         if self._training.is_set():
             _say(f"evaluated    step {step}: {share(line)}")
