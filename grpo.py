@@ -20,7 +20,6 @@ if __name__ == "__main__":  # help and errors come before seconds of imports
     EXAMINED = examine_command_line(GRPO)
 
 import contextlib
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -144,9 +143,9 @@ def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
         cluster.connect()  # for both halves
-        shutil.rmtree(folder, ignore_errors=True)
         print_safe("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
         flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
+        flags += ["--resume", "auto"]  # one that broke off; another's that trains there now is refused
         if vla.main([*flags, "--dataset.eval_split", "0"]):
             raise ValueError(f"the demo's imitation failed; {folder} has its log")
     return folder / POLICY_DIR

@@ -1,10 +1,15 @@
 """The story of `make grpo`, from the dataset to the page."""
 
 import json
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 
 import grpo
+from vla_finetuning.rl import before_after
+from vla_finetuning.run.lease import LOCK_NAME
 
 
 @pytest.mark.slow
@@ -24,3 +29,38 @@ def test_the_demo_repairs_what_its_demonstrators_did_wrong(tmp_path, no_ray_clus
     spent = [sum(line[f"{name}_s"] for name in ("play", "score", "update", "held_out")) for line in lines[1:]]
     assert spent == pytest.approx([line["step_s"] for line in lines[1:]], rel=0.05, abs=0.1)
     assert (run / "pretrained_model" / "model.safetensors").is_file() and (run / "report.html").is_file()
+
+
+def test_an_imitation_that_trains_already_is_left_alone(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "disobedient-policy"
+    (folder / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(grpo, "prepare_disobedient", lambda cache: tmp_path / "disobedient")
+    monkeypatch.setattr(grpo.cluster, "connect", lambda: None)
+    with FileLock(folder / LOCK_NAME), ExitStack() as stack, pytest.raises(ValueError, match="imitation failed"):
+        grpo.imitated(stack, dry_run=False)
+    assert "a run is going on there" in capsys.readouterr().err
+    assert (folder / "checkpoints").is_dir()
+
+
+def test_what_plays_before_and_after_is_trusted_as_what_trains(tmp_path, monkeypatch):
+    given = []
+
+    def compare(conditions, sources, *args, **kwargs):
+        given.extend(sources.values())
+        raise InterruptedError
+
+    monkeypatch.setattr(before_after, "SideBySide", compare)
+    monkeypatch.setattr(before_after, "fetched_for_good", lambda folder: folder)
+    monkeypatch.setattr(before_after, "load_policy_config", lambda folder: SimpleNamespace())
+    monkeypatch.setattr(before_after, "task_makers", lambda env: {"task": None})
+    robot = SimpleNamespace(opening="", rename_map={})
+    policy = SimpleNamespace(
+        folder=tmp_path, config=SimpleNamespace(n_action_steps=1), robots=[robot], trusted=True, seed=0
+    )
+    run = SimpleNamespace(
+        job=SimpleNamespace(output_dir=tmp_path, use_gpu=False), policy=policy, scene=SimpleNamespace(env=None),
+        config=SimpleNamespace(eval=None),
+    )  # fmt: skip
+    with pytest.raises(InterruptedError):
+        before_after.before_and_after(run)
+    assert [source.trusted for source in given] == [True, True]

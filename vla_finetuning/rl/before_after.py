@@ -42,6 +42,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     after.n_action_steps = policy.config.n_action_steps
     (robot,) = policy.robots
     options: dict[str, Any] = {"env": env, "opening": robot.opening, "device": "cuda" if job.use_gpu else "cpu"}
+    options["trusted"] = policy.trusted
     started = copy.deepcopy(policy.config)
     sources = {
         "before": PolicySource(policy.folder, started, rename_map=robot.rename_map, **options),

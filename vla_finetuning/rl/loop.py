@@ -74,7 +74,8 @@ class GrpoState(LoopState):
         assert isinstance(loss, FlowLoss)  # the plan refuses others
         check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
         processors, (robot,) = policy.processors(), policy.robots
-        acting = Acting(env=run.scene.env, rename_map=robot.rename_map, opening=robot.opening)
+        trusted, opening = policy.trusted, robot.opening
+        acting = Acting(env=run.scene.env, rename_map=robot.rename_map, trusted=trusted, opening=opening)
         player = Player(loss.policy, *processors, acting)
         self.actor = Actor(
             loss,
