@@ -187,6 +187,9 @@ def test_given_again_it_is_done_and_another_evaluation_does_not_replace_it(recor
     capsys.readouterr()
     assert evaluate.main([*record, "--seed=5", f"--output_dir={tmp_path / 'other'}"]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
+    more = [flag for flag in record if not flag.startswith("--eval.n_episodes")] + ["--eval.n_episodes=7"]
+    assert evaluate.main([*more, f"--output_dir={tmp_path / 'more'}"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
     about = read_json(folder / "meta" / "environment.json")["evaluation"]
     assert about["environment"]["type"] == "two_bins" and json.dumps(about)
 

@@ -85,6 +85,11 @@ class Trial:
     dataset: Path | None = None
     videos: int = 0
 
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What tells the dataset of its episodes from others, as JSON."""
+        return {**self.about, "episodes": len(self.episodes)}
+
 
 def resolve_trial(config: EvaluateConfig) -> Trial:
     """Find and check policy and environment.
@@ -138,13 +143,14 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     output_dir = as_path(config.output_dir or "").absolute()
     check_place(output_dir)
     dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
-    if dataset is not None:
-        is_recorded(dataset, about)
     latencies = dict(zip(conditions, config.latency_s, strict=bool(config.latency_s)))
-    return Trial(
+    trial = Trial(
         *(output_dir, env, makers, source, episodes, conditions, latencies, options, config.seed, about, dataset),
         videos=config.videos,
     )
+    if dataset is not None:
+        is_recorded(dataset, trial.recorded)
+    return trial
 
 
 def _conditions(config: EvaluateConfig, env: EnvConfig, policy_config: PreTrainedConfig) -> dict[str, Condition]:
@@ -307,7 +313,7 @@ def record_trial(trial: Trial) -> None:
         ValueError: actions were not written as it was played, or no episode repeats.
     """
     root = trial.dataset
-    if root is None or is_recorded(root, trial.about):
+    if root is None or is_recorded(root, trial.recorded):
         return
     _, lines = read_evaluation(trial.output_dir)
     actions = {name_of(named): executed for named, executed in read_actions(trial.output_dir)}
@@ -318,7 +324,7 @@ def record_trial(trial: Trial) -> None:
             "--eval.record_dataset: give another --output_dir"
         )
     eyes = Eyes(trial.env, trial.source.config)
-    record_played(root, trial.makers, eyes, [(line, actions[name_of(line)]) for line in played], trial.about)
+    record_played(root, trial.makers, eyes, [(line, actions[name_of(line)]) for line in played], trial.recorded)
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
