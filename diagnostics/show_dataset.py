@@ -116,6 +116,8 @@ def show_dataset(options: argparse.Namespace) -> None:
     if options.augmentation:
         look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
     if options.scores or options.exclude_to:
+        for path in filter(None, (options.scores, options.exclude_to)):  # scoring takes long
+            path.parent.mkdir(parents=True, exist_ok=True)
         scores = list(
             score_episodes(meta, tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty()))
         )

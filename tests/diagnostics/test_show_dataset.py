@@ -467,7 +467,7 @@ def test_an_episode_to_leave_out_is_scored(copy, what):
 def test_an_episode_to_leave_out_is_listed(copy, tmp_path, capsys):
     plant, episode, reason = SUSPECT["camera"]
     plant(copy)
-    lines, listed = tmp_path / "scores.jsonl", tmp_path / "bad.json"
+    lines, listed = tmp_path / "new" / "scores.jsonl", tmp_path / "other" / "bad.json"
     options = ["--output", str(tmp_path / "page.html"), "--scores", str(lines), "--exclude_to", str(listed)]
     assert main([str(copy), *options]) == 0
     assert json.loads(listed.read_text()) == [episode]
