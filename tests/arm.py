@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from lerobot.configs import PolicyFeature
 from lerobot.envs.configs import EnvConfig
 
-from vla_finetuning.envs.configs import TwoBinsConfig, _features, _features_map
+from vla_finetuning.envs.configs import TwoBinsConfig, _of_robot
 from vla_finetuning.envs.two_bins_scene import GANTRY
 
 ARM = replace(
@@ -21,5 +21,5 @@ ARM = replace(
 @EnvConfig.register_subclass("arm")
 @dataclass
 class ArmConfig(TwoBinsConfig):
-    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(ARM))
-    features_map: dict[str, str] = field(default_factory=lambda: _features_map(ARM))
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _of_robot(ARM)[0])
+    features_map: dict[str, str] = field(default_factory=lambda: _of_robot(ARM)[1])

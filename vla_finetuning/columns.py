@@ -13,7 +13,9 @@ HOST_COLUMNS = (*ROW_COLUMNS, TASK_BYTES)
 RETURN = "return"
 # After a camera's key: false for rows of robots that lack it. Of actions: which dimensions are the row's robot's.
 IS_PRESENT, ACTION_DIMS = "_is_present", "action_dims"
-# Which of a mixture's robots a row is of, by number.
+# What the robot is at, a text, where a dataset or an environment says so.
+SUBTASK = "subtask"
+# Which of a mixture's robots a row is of, by number; -1: of none, as the row has no action.
 ROBOT = "robot_index"
 # The position once more, for those that draw random numbers by it on the device.
 STREAM_POSITION = "stream_position"

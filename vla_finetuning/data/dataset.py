@@ -19,8 +19,6 @@ CAMERA_DTYPES = ("video", "image")
 NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 )
-# What the robot is at, a text, where a dataset says so.
-SUBTASK = "subtask"
 DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 
 

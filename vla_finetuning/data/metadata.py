@@ -20,6 +20,7 @@ import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.columns import SUBTASK
 from vla_finetuning.data import metadata_v2, metadata_v3
 from vla_finetuning.data.dataset import (
     CAMERA_DTYPES,
@@ -27,7 +28,6 @@ from vla_finetuning.data.dataset import (
     DTYPES,
     FRAME_FEATURES,
     NUMERIC_DTYPES,
-    SUBTASK,
     DatasetMetadata,
     Feature,
     shorten,

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.data.dataset import SUBTASK, shorten
+from vla_finetuning.columns import SUBTASK
+from vla_finetuning.data.dataset import shorten
 from vla_finetuning.data.episode_table import EpisodeTable
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES, MAX_INSTRUCTION, MAX_TASKS, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, check_inside

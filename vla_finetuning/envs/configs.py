@@ -183,7 +183,8 @@ class GymConfig(EnvConfig):
                 kind = "a Box (height, width, channels)" if axes == 3 else "a Box of one axis"
                 raise ValueError(f"{self.task}: '{key}' is {space}: expected {kind}")
             shapes[key] = tuple(space.shape)
-        self.features, self.features_map = _features(shapes)
+        features, self.features_map = _features(shapes)
+        self.features = features
         if len(self.features) == 1:
             raise ValueError(
                 f"{self.task} shows {', '.join(spaces.keys() - {ACTION, ''}) or 'one array'}: expected a "

@@ -13,7 +13,7 @@ import numpy as np
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION
 
-from vla_finetuning.data.dataset import SUBTASK
+from vla_finetuning.columns import SUBTASK
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, is_own, task_makers
 from vla_finetuning.envs.protocol import Maker, choose_initial_state
 from vla_finetuning.options.programs import RecordConfig
