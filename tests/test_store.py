@@ -234,7 +234,7 @@ def test_credentials_that_expire_are_looked_for_anew(bucket, faults, monkeypatch
     assert bucket.get("a")[0] == b"2" and bucket._clients[PATIENCE_S, False] is not used
 
 
-def test_a_role_that_does_not_answer_once_is_asked_again(bucket, faults, impatient, monkeypatch):
+def test_a_role_that_does_not_answer_once_is_asked_again(bucket, faults, monkeypatch):
     """The metadata service of a machine, within a second: unsigned clients would be for the life of the process."""
     bucket.put("a", b"1")
     options, first = store_module._s3_options, iter([{"skip_signature": True}])
