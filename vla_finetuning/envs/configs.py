@@ -153,6 +153,7 @@ class GymConfig(EnvConfig):
 
     fps: int = 0
     episode_length: int | None = None
+    features: dict[str, PolicyFeature] = field(default_factory=dict)
     # Of its constructor.
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -183,8 +184,7 @@ class GymConfig(EnvConfig):
                 kind = "a Box (height, width, channels)" if axes == 3 else "a Box of one axis"
                 raise ValueError(f"{self.task}: '{key}' is {space}: expected {kind}")
             shapes[key] = tuple(space.shape)
-        features, self.features_map = _features(shapes)
-        self.features = features
+        self.features, self.features_map = _features(shapes)
         if len(self.features) == 1:
             raise ValueError(
                 f"{self.task} shows {', '.join(spaces.keys() - {ACTION, ''}) or 'one array'}: expected a "

@@ -73,10 +73,10 @@ class GrpoState(LoopState):
         loss, self._autocast = build_model(policy, device)
         assert isinstance(loss, FlowLoss)  # the plan refuses others
         check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
-        processors, (robot,) = policy.processors(), policy.robots
+        (preprocessor, postprocessor), (robot,) = policy.processors(), policy.robots
         trusted, opening = policy.trusted, robot.opening
         acting = Acting(env=run.scene.env, rename_map=robot.rename_map, trusted=trusted, opening=opening)
-        player = Player(loss.policy, *processors, acting)
+        player = Player(loss.policy, preprocessor, postprocessor, acting)
         self.actor = Actor(
             loss,
             player,

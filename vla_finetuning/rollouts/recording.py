@@ -169,7 +169,7 @@ def record_dataset(
             print_safe(f"{len(shares) - len(running)} of {len(shares)} parts of {root.name} written")
         written, reasons = zip(*ray.get(pending), strict=True)
         full = [folder for folder, flags in zip(folders, written, strict=True) if any(flags)]
-        left_out = sum(reasons, [])
+        left_out = [reason for some in reasons for reason in some]
         if not full:
             raise ValueError(f"{nothing}: nothing is written{f'; {left_out[0]}' if left_out else ''}")
         if left_out:
