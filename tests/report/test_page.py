@@ -189,7 +189,7 @@ def test_held_out_errors_and_chunks_are_the_evaluations(page, finished):
         assert f"motor_{i} 0.1 {trained['mean_action']['mae'][i]:.3g}" in page.text
     assert f"{HOSTILE} 4 0.01" in page.text and f"{TASKS[1]} 4 0.01" in page.text
     assert "Predicted and recorded actions of motor_0, motor_1, motor_2" in [a["aria-label"] for a in page.all("svg")]
-    assert "recorded predicted" in page.text and "episode 3, 3.0 s" in page.text
+    assert "recorded predicted" in page.text and "episode 3, frame 30" in page.text
 
 
 def test_what_was_survived_and_skipped_is_listed(page):

@@ -161,7 +161,7 @@ def _texts_last(
             f"{label}: no feature is called action; its features are "
             f"{', '.join(key for key in texts[0].features if key not in ('action', *FRAME_FEATURES))}. Beside datasets "
             f"with actions (--dataset.mixture) it trains the texts of a column alone: {flags} --train.text_targets "
-            f"{texts[0].text_keys[0]}"
+            f"{texts[0].text_keys[0]}{''.join(f'; not read of the dataset: {line}' for line in texts[0].not_read)}"
         )
     if len(texts) == len(metas) or not config.dataset.mixture:
         beside = "no dataset of the run has one" if len(texts) == len(metas) else "it is not part of a mixture"

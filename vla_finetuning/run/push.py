@@ -112,6 +112,7 @@ def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
 def _check_pushable(output_dir: Path, robot: str) -> None:
     """Raise ValueError unless a run's folder has what is pushed, before a repository is made for it."""
     folder = output_dir / POLICY_DIR / robot
+    pull(folder, at_the_top=True)
     files = contents(folder)
     if CONFIG_NAME not in files:
         if names := exported_robots(output_dir / POLICY_DIR):
