@@ -38,12 +38,11 @@ from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import frame_ranges_of, movement_keys, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
-from vla_finetuning.options.mixture import members, read_mixture
+from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import look as run_look
-from vla_finetuning.plan.datasets import load_datasets
 from vla_finetuning.plan.labels import show_labels
-from vla_finetuning.plan.mixture_look import look_at_mixture
+from vla_finetuning.plan.mixture_look import describe_texts, look_at_mixture
 from vla_finetuning.plan.names import with_names
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
@@ -77,30 +76,12 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
     return [*([] if weight is None else [told_weights(weight)]), *table(meta, everything, left)]
 
 
-def told_texts(meta: DatasetMetadata) -> str:
-    """Return a line on a dataset without actions."""
-    return (
-        f"{meta.root}: no actions: {meta.num_episodes:,} episodes, {meta.total_frames:,} frames with the texts "
-        f"{', '.join(meta.text_keys)}, which train beside datasets with actions (--dataset.mixture, "
-        "--train.knowledge_insulation, --train.text_targets)"
-    )
-
-
 def show_mixture(file: str, rename_map: dict[str, str]) -> None:
     """Print the datasets of a mixture side by side, and what does not go together; those without actions below them."""
     config = Config(rename_map=rename_map)
-    config.dataset.mixture = mixture = read_mixture(file)
-    metas = dict(zip(mixture, load_datasets(config, members(mixture)), strict=True))
-    texts = [meta for meta in metas.values() if meta.without_actions]
-    if texts:
-        others = {root: meta for root, meta in metas.items() if not meta.without_actions}
-        columns = {c.key for meta in others.values() for feature in meta.features.values() for c in feature.columns}
-        if not others:
-            raise ValueError("; ".join(map(told_texts, texts)))
-        config.dataset.mixture = {root: mixture[root] for root in others}
-        config.rename_map = {key: name for key, name in rename_map.items() if key in columns}
+    config.dataset.mixture = read_mixture(file)
     tables, misfits = look_at_mixture(config)
-    print_safe(*tables, *map(told_texts, texts))
+    print_safe(*tables)
     print_safe(*(f"does not fit: {misfit}" for misfit in misfits))
     print_safe(f"{len(misfits) or 'no'} misfit{'s' * (len(misfits) != 1)}")
 
@@ -133,7 +114,7 @@ def show_dataset(options: argparse.Namespace) -> None:
     print_safe(*(f"episode {score.episode}: {'; '.join(score.reasons)}" for score in scores or [] if score.reasons))
     print_safe(*selection, *tokens, *map(escaped, labels[0] if labels is not None else ()))
     print_safe(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
-    texts = [told_texts(meta)] if "action" not in meta.features and meta.text_keys else []
+    texts = [describe_texts(meta)] if "action" not in meta.features and meta.text_keys else []
     print_safe(*look.shares, *texts, *(f"not read: {what}" for what in meta.not_read), str(page))
 
 

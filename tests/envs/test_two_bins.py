@@ -308,36 +308,30 @@ def check_rows(dataset, make, seeds):
                 own, before, after = (
                     np.abs(shown[1:-1] - images[1 + late : len(images) - 1 + late]).mean() for late in (0, -1, 1)
                 )
-                assert own < 5 and own < min(before, after)
+                assert own < 5 and own < 0.9 * min(before, after)
 
 
 @pytest.mark.ray
 def test_recorded_episodes_are_what_gymnasium_shows(ray_cluster, tmp_path, capsys):
     root = tmp_path / "data"
-    flags = ["--env.type=two_bins", "--env.many_instructions=true", "--episodes=2", f"--root={root}"]
-    assert record.main(flags) == 0
+    assert record.main(["--env.type=two_bins", "--episodes=2", f"--root={root}"]) == 0
     assert "2 of 2  two_bins" in capsys.readouterr().out
     dataset = LeRobotDataset("recorded/data", root=root, video_backend="pyav")
     assert dataset.meta.robot_type == "tabletop_gantry" and dataset.fps == GANTRY.fps
     assert dataset.meta.total_episodes == 2
     assert dataset.meta.names["action"] == dataset.meta.names["observation.state"] == AXES
     seeds = [lambda env, seed=seed: env.reset(seed=seed)[0] for seed in (100000, 100001)]
-    check_rows(dataset, lambda: gymnasium.make(two_bins.GYM_ID, many_instructions=True), seeds)
+    check_rows(dataset, lambda: gymnasium.make(two_bins.GYM_ID), seeds)
 
     # The demo's policy has words for all that it is to write.
     config = parse_args([f"--dataset.root={root}", "--preset=demo", "--train.text_targets=subtask", *INSULATED])
     _, datasets = find_datasets(config)
-    tasks, texts = (
-        set(dataset.meta.tasks.index),
-        {row["subtask"] for row in map(dataset.__getitem__, range(len(dataset)))},
-    )
+    tasks = set(dataset.meta.tasks.index)
+    texts = {row["subtask"] for row in map(dataset.__getitem__, range(len(dataset)))}
     data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
-    assert len(texts) == 4 and {task.partition(", Subtask: ")[2] for task in data.tasks} == texts | {""}
+    assert {task.partition(", Subtask: ")[2] for task in data.tasks} == texts | {""}
     assert {task.partition(", Subtask: ")[0] for task in data.tasks} == tasks
-    (first,) = texts & {row["subtask"] for row in [dataset[0]]}
+    first = dataset[0]["subtask"]
+    of_first = {"", first, first.replace("move to", "stay over")}
     data = policy_data(config, datasets, [np.array([0])])
-    assert {task.partition(", Subtask: ")[2] for task in data.tasks} == {
-        "",
-        first,
-        first.replace("move to", "stay over"),
-    }
+    assert {task.partition(", Subtask: ")[2] for task in data.tasks} == of_first

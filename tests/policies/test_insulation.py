@@ -128,6 +128,19 @@ def gradients(policy):
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
 
 
+def check_gradients(policy, plain, flow, within):
+    """The expert's are those of the flow alone, the backbone's those of the tokens alone."""
+    found, of_tokens, of_flow = gradients(policy), gradients(plain), gradients(flow)
+    experts = {name for name in of_flow if any(part in name for part in EXPERT)}
+    backbone = of_tokens.keys() - {name for name in of_tokens if "lm_head" in name}
+    assert found.keys() == experts | backbone and experts and backbone
+    for name, gradient in found.items():
+        wanted = (of_flow if name in experts else of_tokens)[name]
+        # A vector added to all keys changes no attention: the true gradient of that bias is zero.
+        scale = policy.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
+        assert (gradient - wanted).norm() <= within * scale, name
+
+
 @pytest.mark.parametrize("attention, checkpointing", [("eager", False), ("sdpa", True)])
 @pytest.mark.parametrize("missing", [(), ("observation.images.1",)])
 @pytest.mark.parametrize("text", [NO_TEXT, SOME_TEXT])
@@ -145,15 +158,7 @@ def test_loss_and_gradients_are_those_of_a_forward_for_each_part(
     loss.backward()
 
     assert loss.item() == pytest.approx((expected_tokens + FLOW_WEIGHT * expected_flow).item(), rel=1e-12)
-    found, of_tokens, of_flow = gradients(policy), gradients(plain), gradients(flow)
-    experts = {name for name in of_flow if any(part in name for part in EXPERT)}
-    backbone = of_tokens.keys() - {name for name in of_tokens if "lm_head" in name}
-    assert found.keys() == experts | backbone and experts and backbone
-    for name, gradient in found.items():
-        wanted = (of_flow if name in experts else of_tokens)[name]
-        # A vector added to all keys changes no attention: the true gradient of that bias is zero.
-        scale = policy.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
-        assert (gradient - wanted).norm() <= 1e-9 * scale, name
+    check_gradients(policy, plain, flow, 1e-9)
 
 
 def test_who_sees_whom_is_said_by_a_loop_over_all_pairs(policy, in_float64):
@@ -330,14 +335,7 @@ def test_rows_without_an_action_train_their_text_alone(policy, robots, in_float6
     loss.backward()
 
     assert loss.item() == pytest.approx((expected_tokens + FLOW_WEIGHT * expected_flow).item(), rel=1e-7)
-    found, of_tokens, of_flow = gradients(policy), gradients(plain), gradients(flow)
-    experts = {name for name in of_flow if any(part in name for part in EXPERT)}
-    backbone = of_tokens.keys() - {name for name in of_tokens if "lm_head" in name}
-    assert found.keys() == experts | backbone and experts and backbone
-    for name, gradient in found.items():
-        wanted = (of_flow if name in experts else of_tokens)[name]
-        scale = policy.get_parameter(name.replace("k_proj.bias", "k_proj.weight")).grad.norm()
-        assert (gradient - wanted).norm() <= 1e-7 * scale, name
+    check_gradients(policy, plain, flow, 1e-7)
 
 
 def test_the_expert_sees_nothing_of_rows_without_an_action(policy, in_float64):

@@ -117,6 +117,7 @@ def two(rank, world, run, folder):
             "gradients": gradients_of(run, strategy, rank),
             "uneven": uneven_steps(run, strategy, rank) if strategy != "fsdp2_reshard" else None,
             "recomputed in bf16": losses_of(run, strategy, rank, **RECOMPUTED),
+            "recomputed": losses_of(run, strategy, rank, activation_checkpointing=True),
             "average": average_of(run, strategy, rank),
             "held out": held_out_of(run, strategy, rank),
             "adapters": losses_of(run, strategy, rank, adapters=True),
@@ -449,7 +450,9 @@ def test_losses_are_those_of_copies(found):
             assert losses[:3] == pytest.approx(ddp[:3], rel=1e-5)
 
 
-@pytest.mark.parametrize("options, within", [("recomputed in bf16", 2e-3), ("uneven", 1e-5), ("adapters", 1e-5)])
+@pytest.mark.parametrize(
+    "options, within", [("recomputed in bf16", 2e-3), ("recomputed", 1e-5), ("uneven", 1e-5), ("adapters", 1e-5)]
+)
 def test_losses_are_those_of_copies_with(found, options, within):
     for rank in found.ranks:
         ddp = rank["ddp"][options]

@@ -21,16 +21,28 @@ def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
     """Tables of the datasets of `--dataset.mixture`, and what a run would refuse, as lines.
 
     Raises:
-        ValueError, OSError: a dataset cannot be read, or lacks a feature that its rename map names.
+        ValueError, OSError: a dataset cannot be read, or lacks a feature that its rename map names; none has actions.
     """
     listed = members(config.dataset.mixture)
     metas = load_datasets(config, listed)
-    named = list(zip(listed, metas, strict=True))
+    texts = [describe_texts(meta) for meta in metas if meta.without_actions]
+    named = [(member, meta) for member, meta in zip(listed, metas, strict=True) if not meta.without_actions]
+    if not named:
+        raise ValueError("; ".join(texts))
     misfits = [f"{meta.root}: {error}" for member, meta in named if (error := _error(window_step, meta, member.fps))]
-    for robot in robots(listed):
+    for robot in robots(tuple(member for member, _ in named)):
         group = [(member, meta) for member, meta in named if robot in ("", member.robot)]
         misfits += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _misfits(config, group)]
-    return [*_datasets(named), "", *_cameras(named), "", *_dimensions(named)], misfits
+    return [*_datasets(named), "", *_cameras(named), "", *_dimensions(named), *texts], misfits
+
+
+def describe_texts(meta: DatasetMetadata) -> str:
+    """Return a line on a dataset without actions."""
+    return (
+        f"{meta.root}: no actions: {meta.num_episodes:,} episodes, {meta.total_frames:,} frames with the texts "
+        f"{', '.join(meta.text_keys)}, which train beside datasets with actions (--dataset.mixture, "
+        "--train.knowledge_insulation, --train.text_targets)"
+    )
 
 
 def _name(meta: DatasetMetadata) -> str:
