@@ -140,6 +140,17 @@ def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind,
     assert errors["policy"]["mse"] == pytest.approx(float((torch.cat(differences) ** 2).mean()), rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["pi05", "smolvla"])
+def test_a_policy_that_trained_in_bfloat16_plays_in_lerobots_tools_as_lerobot_loads_it(dataset, kind, tmp_path):
+    with KINDS[kind].here():
+        flags = {"train.mode": "expert", "train.precision": "bf16", "dataset.eval_split": 0.5}
+        run = resolved(dataset, kind, tmp_path, **flags)
+        save_pretrained(run.policy.start(), *run.policy.processors(), run.job.output_dir / "pretrained_model")
+        errors = evaluate_run(run, frames=2)
+    assert errors["tools"] == {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
+    assert errors["trained"]["frames"] == 2
+
+
 def test_a_policy_that_predicts_nothing_is_not_measured(monkeypatch, capsys):
     config = SimpleNamespace(type="molmoact2", inference_action_mode=None)
     monkeypatch.setattr(after_training, "family_of", lambda config: FAMILIES[config.type])
@@ -276,9 +287,7 @@ def test_held_out_frames_are_lerobots(tmp_path):
     rows = SimpleNamespace(
         metas=metas,
         eval_episodes=(np.array([], int), np.array([1, 2])),
-        features=Features(
-            camera_keys=metas[1].camera_keys, columns=("observation.state", "action"), delta_timestamps={}
-        ),
+        features=Features(camera_keys=metas[1].camera_keys, columns=("observation.state", "action"), image_size=(8, 8)),
         reading=Reading(frame_cache=FrameCache(str(tmp_path / "kept"), 1.0)),
     )
     theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")

@@ -36,7 +36,7 @@ from vla_finetuning.policies.pipelines import load_processors
 from vla_finetuning.policies.processors import to_float
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import remote_code
-from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
 
@@ -275,11 +275,11 @@ def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None 
 
 
 def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, Any]]:
-    """Return `episode_frames` of the first held-out episode. Raises ValueError if none is held out."""
+    """Return `episode_frames` of the first held-out episode, images in stored size; ValueError if none is held out."""
     number = next((n for n, held_out in enumerate(rows.eval_episodes) if len(held_out)), None)
     if number is None:
         raise ValueError("no episode is held out: give --dataset.eval_split")
-    features = replace(rows.features, delta_timestamps={})
+    features = replace(rows.features, delta_timestamps={}, image_size=None)
     reading = Reading(frame_cache=rows.reading.frame_cache)
     return episode_frames(rows.metas[number], int(rows.eval_episodes[number][0]), features, reading, limit)
 
@@ -331,12 +331,7 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
     return errors
 
 
-def _errors_of(
-    run: Run,
-    datasets: Sequence[int],
-    folder: Path,
-    frames: int,
-) -> dict[str, Any]:
+def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> dict[str, Any]:
     """`evaluate_run` of the run's only robot, whose policy is in `folder`.
 
     Args:
@@ -372,18 +367,10 @@ def _errors_of(
     pre, post = load_processors(folder, saved, trusted=spec.trusted)
     with remote_code(spec.trusted):
         trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
+    errors: dict[str, Any] = {"tools": _compare_tools(trained.to(device), folder, rows, robot, spec)}
     trained = _placed(spec, trained, autocast, device)
     named = [{robot.own_names.get(key, key): values for key, values in batch.items()} for batch in batches]
-    errors = {"trained": open_loop_errors(trained, pre, post, named, **options)}
-    try:
-        seen = list(held_out_frames(rows, MOST_STEPS))
-    except (ValueError, OSError) as error:  # with --dataset.on_error=skip no error of the evaluation
-        errors["tools"] = {"LeRobot's tools": f"not tried, the first held-out episode cannot be read: {error}"}
-    else:
-        seen = [{robot.own_names.get(key, key): value for key, value in frame.items()} for frame in seen]
-        seen = [{**frame, TASK: f"{robot.opening}{frame[TASK]}"} for frame in seen]
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            errors["tools"] = compare_tools(trained, folder, seen, trusted=spec.trusted)
+    errors["trained"] = open_loop_errors(trained, pre, post, named, **options)
     del trained
     if spec.folder is not None:
         untrained = spec.start()
@@ -392,6 +379,19 @@ def _errors_of(
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
     return errors
+
+
+def _compare_tools(
+    policy: PreTrainedPolicy, folder: Path, rows: Rows, robot: Robot, spec: PolicySpec
+) -> dict[str, Any]:
+    """Return `compare_tools` over the first held-out episode, of weights in the precision that LeRobot loads."""
+    try:
+        frames = list(held_out_frames(rows, MOST_STEPS))
+    except (ValueError, OSError) as error:  # with --dataset.on_error=skip no error of the evaluation
+        return {"LeRobot's tools": f"not tried, the first held-out episode cannot be read: {error}"}
+    frames = [{robot.own_names.get(key, key): value for key, value in frame.items()} for frame in frames]
+    frames = [{**frame, TASK: f"{robot.opening}{frame[TASK]}"} for frame in frames]
+    return compare_tools(policy, folder, frames, trusted=spec.trusted)
 
 
 def _placed(
