@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.tiny_backbones import smolvlm
+
 
 @pytest.fixture
 def process_group(tmp_path):
@@ -20,3 +22,9 @@ def in_float64(monkeypatch):
     """Double precision, where rounding hides no mistake: casts to float32 in anybody's code become casts to float64."""
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+@pytest.fixture(scope="session")
+def backbone(tmp_path_factory):
+    """Options of SmolVLA for a tiny SmolVLM of four layers."""
+    return smolvlm(tmp_path_factory.mktemp("smolvla"), layers=4)

@@ -1,13 +1,13 @@
 """Augmentation on the device, against LeRobot's own objects and openpi's formula on the same parameters."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.transforms import ImageTransformConfig, make_transform_from_config
+from torchvision.transforms import InterpolationMode
 
 from tests.tiny import make_config
 from vla_finetuning.columns import STREAM_POSITION
@@ -81,7 +81,7 @@ LEROBOTS = {
     "affine": ("RandomAffine", {"degrees": [-30, 30], "translate": [0.1, 0.2]}, affine),
     "sheared": (
         "RandomAffine",
-        {"degrees": 5, "scale": [0.7, 1.3], "shear": [-20, 20, -10, 10], "interpolation": 2},
+        {"degrees": 5, "scale": [0.7, 1.3], "shear": [-20, 20, -10, 10], "interpolation": InterpolationMode.BILINEAR},
         affine,
     ),
 }
@@ -90,8 +90,6 @@ LEROBOTS = {
 @pytest.mark.parametrize("name", LEROBOTS)
 def test_a_transform_is_lerobots_on_the_same_parameters(name):
     kind, kwargs, params_of = LEROBOTS[name]
-    if "interpolation" in kwargs:
-        kwargs = {**kwargs, "interpolation": torch_interpolation()}
     transform = make_transform_from_config(ImageTransformConfig(type=kind, kwargs=kwargs))
     step = augment._lerobot_transform("here", transform)
     before, numbers = images(), drawn(3, torch.arange(ROWS), 0)[:, : step.draws]
@@ -105,12 +103,6 @@ def test_a_transform_is_lerobots_on_the_same_parameters(name):
     odd = (apart > 2e-4).float().mean().item()
     assert odd <= (0.002 if name == "affine" else 0), apart.max()
     assert (found - before).abs().mean() > 0.005
-
-
-def torch_interpolation():
-    from torchvision.transforms import InterpolationMode
-
-    return InterpolationMode.BILINEAR
 
 
 def openpis(image, top, left, degrees, brightness, contrast, saturation, wrist):
@@ -215,10 +207,7 @@ def test_a_color_jitter_of_several_parts_has_them_in_any_order():
         ({"none": {"type": "ColorJitter", "kwargs": {"brightness": 0}}}, "'none': this ColorJitter changes nothing"),
         ({"odd": {"type": "Nothing"}}, "'odd': Transform 'Nothing' is not valid"),
         ({"odd": {"kind": "ColorJitter"}}, "'odd': .*unexpected keyword argument 'kind'"),
-        (
-            {"turn": {"type": "RandomAffine", "kwargs": {"degrees": 5, "fill": 1}}},
-            "'turn': .*leave center and fill out",
-        ),
+        ({"turn": {"type": "RandomAffine", "kwargs": {"degrees": 5, "fill": 1}}}, "'turn': .*center and fill out"),
     ],
 )
 def test_transforms_that_are_not_done_are_refused(transforms, message):
@@ -226,15 +215,11 @@ def test_transforms_that_are_not_done_are_refused(transforms, message):
         augmentation(make_config(1), **transforms)
 
 
-def test_flags_have_lerobots_names(tmp_path):
+def test_flags_have_lerobots_names():
     tfs = {"dark": {"weight": 2.0, "type": "ColorJitter", "kwargs": {"brightness": [0.1, 0.2]}}}
-    given = {"enable": "", "max_num_transforms": "2", "random_order": "true", "tfs": json.dumps(tfs)}
-    flags = [f"--dataset.image_transforms.{name}" + (f"={value}" if value else "") for name, value in given.items()]
+    given = {"enable": "true", "max_num_transforms": "2", "random_order": "true", "tfs": json.dumps(tfs)}
+    flags = [f"--dataset.image_transforms.{name}={value}" for name, value in given.items()]
     options = parse_args(["--preset=demo", *flags]).dataset.image_transforms
-    assert SimpleNamespace(**vars(options)) == SimpleNamespace(
-        enable=True, max_num_transforms=2, random_order=True, tfs=tfs
-    )
+    assert vars(options) == {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": tfs}
     with pytest.raises(ValueError, match="give one of them"):
         parse_args(["--preset=demo", flags[0], "--train.augmentation=openpi"])
-    with pytest.raises(ValueError, match="expected one of none, openpi"):
-        parse_args(["--preset=demo", "--train.augmentation=much"])

@@ -80,26 +80,21 @@ def test_what_is_said_of_half_precision_is_true():
         FlexAttnFunc()(query, query, query, dtype=torch.float32)
 
 
-def test_a_folder_of_a_refused_type_is_not_read_further(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(base_policy, "policy_config_of", None)
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_of_a_refused_type_no_more_is_read_or_downloaded_than_its_configuration(dataset, tmp_path, monkeypatch, on_hub):
     (tmp_path / "config.json").write_text('{"type": "lingbot_va"}')
     (tmp_path / "model.safetensors").touch()
-    argv = [f"--dataset.root={dataset}", f"--policy.path={tmp_path}", f"--output_dir={dataset.parent / 'out'}"]
-    with pytest.raises(ValueError, match=f"policy {tmp_path}: a 'lingbot_va' is not trained here: LeRobot"):
-        resolve(parse_args(argv), gpus_found=0)
-
-
-def test_of_a_refused_type_on_the_hub_no_weights_are_downloaded(dataset, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text('{"type": "lingbot_va"}')
 
     def snapshot_download(repo_id, *, allow_patterns, **_):
         assert allow_patterns == ["config.json"]
         return str(tmp_path)
 
+    monkeypatch.setattr(base_policy, "policy_config_of", None)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: SimpleNamespace(sha="ab" * 20))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    argv = [f"--dataset.root={dataset}", "--policy.path=somebody/lingbot", f"--output_dir={dataset.parent / 'out'}"]
-    with pytest.raises(ValueError, match="policy somebody/lingbot: a 'lingbot_va' is not trained here: LeRobot"):
+    path = "somebody/lingbot" if on_hub else tmp_path
+    argv = [f"--dataset.root={dataset}", f"--policy.path={path}", f"--output_dir={dataset.parent / 'out'}"]
+    with pytest.raises(ValueError, match=f"policy {path}: a 'lingbot_va' is not trained here: LeRobot"):
         resolve(parse_args(argv), gpus_found=0)
 
 

@@ -107,9 +107,8 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
 
     trained = in_process.train(run)
     assert all(".lora_" in name for name in trained.named()) and len(trained.names) > 4
-    assert (
-        run.policy.parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * run.policy.parameters.total
-    )
+    parameters = run.policy.parameters
+    assert parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * parameters.total
     folder = run.job.checkpoints_dir / f"step_{run.job.steps:08d}"
     tensors = {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}
     saved(folder, tensors, replace(run.job.start, step=run.job.steps))
@@ -174,14 +173,13 @@ def batch_of(policy):
 def test_the_plan_counts_adapters(setting):
     """A weight, a gradient and Adam's two moments of each of their numbers; a step of each parameter."""
     run = resolved(setting)
-    adapters, whole = planned(run), planned(in_process.resolved(setting))
+    whole_run = in_process.resolved(setting)
+    adapters, whole = planned(run), planned(whole_run)
     assert adapters.gradients == 4 * run.policy.parameters.trainable
     assert 0 <= adapters.optimizer - 8 * run.policy.parameters.trainable < 1024
     assert adapters.needed < whole.needed
-    assert (
-        run.policy.flops_by_prompt[run.policy.prompts[0]]
-        < in_process.resolved(setting).policy.flops_by_prompt[run.policy.prompts[0]]
-    )
+    flops, of_whole = (one.policy.flops_by_prompt[run.policy.prompts[0]] for one in (run, whole_run))
+    assert flops < of_whole
 
 
 @pytest.mark.parametrize(
@@ -203,12 +201,7 @@ def test_any_option_of_adapters_asks_for_them():
     given = ["--dataset.root=/d", "--output_dir=/o", "--policy.path=/p"]
     assert parse_args([*given, "--peft.r=8"]).peft.method_type == "lora"
     assert parse_args([*given, "--peft.target_modules", "all-linear"]).peft.target_modules == "all-linear"
-    assert parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft.target_modules == [
-        "q_proj",
-        "v_proj",
-    ]
-    assert not parse_args(given).peft.enabled
-    with pytest.raises(
-        ValueError, match="--policy.type=act with --peft.method_type=lora: .*start from a pretrained policy"
-    ):
+    modules = parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft.target_modules
+    assert modules == ["q_proj", "v_proj"] and not parse_args(given).peft.enabled
+    with pytest.raises(ValueError, match="--policy.type=act with --peft.method_type=lora: .*start from a pretrained"):
         parse_args([*given[:2], "--policy.type=act", "--peft.r=8"])

@@ -1,43 +1,34 @@
-"""The loss against LeRobot's own forward and plain autograd."""
+"""PI0.5's loss against LeRobot's own: what it does not share with other families (`test_flow_losses.py`)."""
 
+import contextlib
 import copy
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.common.flow_matching import sample_time_beta
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
-from torch._subclasses.fake_tensor import FakeTensorMode
+from scipy.stats import ks_2samp
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from tests.tiny import ACTION_DIM, act_config, make_batch, make_config, make_policy, real_config, reference
+from tests.policies.flow_policies import (
+    assert_equal_gradients,
+    gradients,
+    lerobots,
+    to_float64,
+)
+from tests.tiny import ACTION_DIM, act_config, make_batch, make_config, make_policy, reference
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import continue_chunk, sample_noise_and_time
-from vla_finetuning.policies.meta import meta_policy
+from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 
-MODES = ("heads", "expert", "full")
 # Attention does not change when a vector is added to all its keys, so the true gradient of this bias is zero.
-KEY_BIAS = "k_proj.bias"
-
-
-def gradients(policy):
-    return {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
-
-
-def relative_error(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-def gradient_errors(found, expected):
-    """Relative error of each gradient; of those that are zero but for rounding, relative to their layer's weights."""
-    scales = {name: expected[name.replace(KEY_BIAS, "k_proj.weight")].norm() for name in expected}
-    return {name: ((found[name] - expected[name]).norm() / scales[name]).item() for name in expected}
 
 
 @pytest.fixture(autouse=True)
@@ -46,78 +37,6 @@ def _one_thread():
 
 
 # --- equality with LeRobot --------------------------------------------------------------------------------
-
-
-MISSING = ("observation.images.1",)
-
-
-def loss_and_gradients(policy, mode, batch, noise, time, **options):
-    """Ours, and LeRobot's forward with plain autograd."""
-    choose_trainable(policy, mode)
-    theirs = reference(policy, noise, time)
-    expected, _ = theirs.forward(batch)
-    expected.backward()
-    loss = PI05Loss(policy, **options)(batch, noise, time)
-    loss.backward()
-    return loss, gradients(policy), expected, gradients(theirs)
-
-
-def to_float64(batch, noise, time):
-    batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
-    return batch, noise.double(), time.double()
-
-
-@pytest.mark.parametrize(
-    "mode, attention, cameras, missing, padded_language",
-    [
-        ("heads", "eager", 1, (), True),
-        ("heads", "sdpa", 2, (), True),
-        ("expert", "eager", 2, (), False),
-        ("expert", "sdpa", 3, MISSING, True),
-        ("full", "eager", 3, (), True),
-        ("full", "eager", 3, MISSING, False),
-        ("full", "sdpa", 1, (), False),
-        ("full", "sdpa", 3, MISSING, True),
-    ],
-)
-def test_loss_and_every_gradient_are_lerobots(mode, attention, cameras, missing, padded_language, in_float64):
-    policy = make_policy(cameras).double()
-    arguments = to_float64(*make_batch(policy, padded_language=padded_language, missing=missing))
-    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments, attention=attention)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
-    assert found.keys() == wanted.keys()
-    errors = gradient_errors(found, wanted)
-    assert max(errors.values()) <= 1e-12, sorted(errors.items(), key=lambda item: -item[1])[:3]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_loss_and_gradient_are_lerobots_in_float32(mode, attention):
-    policy = make_policy(2)
-    loss, found, expected, wanted = loss_and_gradients(policy, mode, *make_batch(policy), attention=attention)
-    assert loss.shape == () and loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    whole = [torch.cat([gradient.flatten() for gradient in side.values()]) for side in (found, wanted)]
-    assert relative_error(*whole) <= 1e-6
-
-
-def test_fused_attention_in_bfloat16_is_no_further_from_float32(monkeypatch):
-    """Over several batches: LeRobot's attention rounds the scores to bfloat16, the fused one does not."""
-    policy = make_policy(2)
-    choose_trainable(policy, "full")
-    errors = {}
-    for attention in ("eager", "sdpa"):
-        errors[attention] = 0.0
-        for seed in range(4):
-            arguments, found = make_batch(policy, 8, seed=seed), []
-            for bf16 in (True, False):
-                policy.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    loss = PI05Loss(policy, attention=attention)(*arguments)
-                loss.backward()
-                found.append(torch.cat([gradient.flatten() for gradient in gradients(policy).values()]))
-            errors[attention] += relative_error(*found) / 4
-    assert errors["sdpa"] <= 1.05 * errors["eager"] < 0.1
 
 
 @pytest.mark.parametrize("rows, draws", [(1, 1), (1, 2), (4, 1)])
@@ -151,35 +70,6 @@ def test_fused_attention_stores_no_attention_weights():
         return [shape for shape in shapes if shape[-2:] == (tokens, tokens)]
 
     assert weights("eager") and not weights("sdpa")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_loss_of_several_draws_is_the_mean_of_lerobots_losses(mode):
-    draws = 3
-    policy = make_policy(2)
-    choose_trainable(policy, mode)
-    batch, _, _ = make_batch(policy)
-    noise, time = sample_noise_and_time(policy.config, 4 * draws, 0, 0, "cpu")
-    calls = []
-    key = policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0].self_attn.k_proj
-    hook = key.register_forward_hook(lambda *_: calls.append(1))
-    loss = PI05Loss(policy)(batch, noise, time)
-    loss.backward()
-    assert len(calls) == 1  # images and language once for all draws
-    hook.remove()
-    losses, wanted = [], {}
-    for draw in range(draws):
-        theirs = reference(policy, noise[draw::draws], time[draw::draws])
-        theirs.zero_grad()
-        expected, _ = theirs.forward(batch)
-        expected.backward()
-        losses.append(expected.item())
-        for name, gradient in gradients(theirs).items():
-            wanted[name] = wanted.get(name, 0) + gradient / draws
-    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-6)
-    assert len(set(losses)) == draws
-    whole = [torch.cat([g.flatten() for g in side.values()]) for side in (gradients(policy), wanted)]
-    assert relative_error(*whole) <= 1e-6
 
 
 def with_given_actions(policy, number, monkeypatch):
@@ -219,14 +109,7 @@ def test_loss_and_gradients_of_chunks_with_given_actions_are_of_a_plain_loop(mod
     loss = PI05Loss(policy, attention=attention, checkpointing=mode == "full")
     whole = loss(batch, noise, time)
     whole.backward()
-    half, half_draws = rows // 2, rows // 2 * draws
-    parts = [
-        loss({k: v[i * half :][:half] for k, v in batch.items()}, noise[i * half_draws :][:half_draws],
-             time[i * half_draws :][:half_draws], per_row=True).mean().item()
-        for i in range(2)
-    ]  # fmt: skip
-    assert whole.item() == pytest.approx(np.mean(parts), rel=1e-13) and parts[0] != parts[1]
-
+    assert whole.item() == pytest.approx(loss(batch, noise, time, per_row=True).mean().item(), rel=1e-13)
     delays = [int((row[:, 0] == 0).sum()) for row in time]
     assert len(set(delays)) > 2
     total, wanted = 0.0, {}
@@ -247,8 +130,7 @@ def test_loss_and_gradients_of_chunks_with_given_actions_are_of_a_plain_loop(mod
             wanted[name] = wanted.get(name, 0) + gradient
     count = sum(policy.config.chunk_size - delay for delay in delays) * ACTION_DIM
     assert whole.item() == pytest.approx(total / count, rel=1e-12)
-    errors = gradient_errors(gradients(policy), {name: gradient / count for name, gradient in wanted.items()})
-    assert max(errors.values()) <= 1e-9, sorted(errors.items(), key=lambda item: -item[1])[:3]
+    assert_equal_gradients(gradients(policy), {name: gradient / count for name, gradient in wanted.items()}, 1e-9)
 
 
 def test_how_many_actions_are_given_is_drawn_after_noise_and_time():
@@ -283,17 +165,6 @@ def test_a_chunk_goes_on_from_given_actions_as_by_lerobots_sampler(delay, monkey
         assert (found - plain)[:, delay:].abs().max() > 1e-3
 
 
-def test_several_draws_leave_padded_steps_out_as_one_does():
-    policy = make_policy(1)
-    batch, _, _ = make_batch(policy)
-    noise, time = sample_noise_and_time(policy.config, 8, 0, 0, "cpu")
-    module = PI05Loss(policy, mask_padding=True)
-    one_by_one = [module(batch, noise[draw::2], time[draw::2]).item() for draw in range(2)]
-    assert module(batch, noise, time).item() == pytest.approx(np.mean(one_by_one), rel=1e-6)
-    with pytest.raises(ValueError, match="7 draws of noise and time for 4 rows"):
-        module(batch, noise[:7], time[:7])
-
-
 def test_uint8_images_are_what_lerobot_makes_of_them():
     policy = make_policy(2)
     batch, noise, time = make_batch(policy)
@@ -306,44 +177,6 @@ def test_uint8_images_are_what_lerobot_makes_of_them():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_ten_steps_with_accumulation_follow_lerobots(mode, in_float64):
-    """Losses and final weights of a plain loop over LeRobot's forward.
-
-    In float32 the losses agree to 1e-6 as well, but Adam makes whole steps of gradients that are rounding noise.
-    """
-    ours = make_policy(2).double()
-    choose_trainable(ours, mode)
-    theirs = copy.deepcopy(ours)
-    loss_module = PI05Loss(ours)
-
-    def optimizer(policy):
-        return torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.01)
-
-    def train(policy, compute):
-        stepper, losses = optimizer(policy), []
-        for step in range(10):
-            for micro in range(2):
-                loss = compute(*to_float64(*make_batch(policy, seed=2 * step + micro)))
-                (loss / 2).backward()
-                losses.append(loss.item())
-            torch.nn.utils.clip_grad_norm_(stepper.param_groups[0]["params"], 1.0)
-            stepper.step()
-            stepper.zero_grad()
-        return losses
-
-    def lerobots(batch, noise, time):
-        theirs.model.sample_noise = lambda shape, device: noise
-        theirs.model.sample_time = lambda rows, device: time
-        return theirs.forward(batch)[0]
-
-    start = copy.deepcopy(ours.state_dict())
-    np.testing.assert_allclose(train(ours, loss_module), train(theirs, lerobots), rtol=1e-12)
-    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert relative_error(found, expected) <= 1e-12, name
-        assert torch.equal(found, start[name]) is not found.requires_grad, name
-
-
 def test_bfloat16_policy_is_lerobots_to_its_precision():
     policy = make_policy(2, dtype="bfloat16")
     batch, noise, time = make_batch(policy)
@@ -353,56 +186,43 @@ def test_bfloat16_policy_is_lerobots_to_its_precision():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
 
 
-@pytest.mark.parametrize("mode", ["expert", "full"])
-@pytest.mark.parametrize("asked_by", ["us", "the policy"])
+@pytest.mark.parametrize(("mode", "asked_by"), [("expert", "us"), ("full", "the policy")])
 def test_checkpointing_changes_nothing_but_memory(mode, asked_by):
     policy = make_policy(2, gradient_checkpointing=asked_by == "the policy")
     choose_trainable(policy, mode)
-    batch, noise, time = make_batch(policy)
-    vlm = policy.model.paligemma_with_expert
+    arguments, vlm = make_batch(policy), policy.model.paligemma_with_expert
     layers = [
         *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
         *vlm.paligemma.model.language_model.layers[:-1],
         *vlm.gemma_expert.model.layers,
     ]
+    computed, saved = Counter(), Counter()
+    for number, layer in enumerate(layers):
+        output = getattr(layer.self_attn, "o_proj", None) or layer.self_attn.out_proj
+        output.register_forward_pre_hook(lambda *_, number=number: computed.update([number]))
 
     def run(module):
         policy.zero_grad()
-        saved, calls = 0, Counter()
-
-        def count(tensor):
-            nonlocal saved
-            saved += tensor.numel()
-            return tensor
-
-        hooks = [
-            projection.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
-            for number, layer in enumerate(layers)
-            for name, projection in layer.self_attn.named_children()
-            if name in ("o_proj", "out_proj")
-        ]
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            loss = module(batch, noise, time)
+        computed.clear()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update(all=t.numel()) or t, lambda t: t):
+            loss = module(*arguments)
         loss.backward()
-        for hook in hooks:
-            hook.remove()
-        return loss.item(), copy.deepcopy(gradients(policy)), saved, calls
+        return loss.item(), copy.deepcopy(gradients(policy)), saved["all"], dict(computed)
 
     checkpointed = run(PI05Loss(policy, checkpointing=asked_by == "us"))
     policy.config.gradient_checkpointing = False
     plain = run(PI05Loss(policy))
-    assert checkpointed[0] == plain[0]
-    for name, expected in plain[1].items():
-        assert torch.equal(checkpointed[1][name], expected), name
-    assert checkpointed[2] < plain[2] / 2
-    assert set(plain[3].values()) == {1}
+    assert checkpointed[0] == plain[0] and checkpointed[2] < plain[2] / 2
+    assert all(torch.equal(checkpointed[1][name], expected) for name, expected in plain[1].items())
     # What trains is computed twice: not more often, as checkpoints within checkpoints would.
-    again = {number for number, times in checkpointed[3].items() if times == 2}
-    assert set(checkpointed[3].values()) <= {1, 2}
-    assert again == set(range(len(layers)) if mode == "full" else range(len(layers) - 3, len(layers)))
+    trains = range(len(layers)) if mode == "full" else range(len(layers) - 3, len(layers))
+    assert plain[3] == dict.fromkeys(range(len(layers)), 1)
+    assert checkpointed[3] == plain[3] | dict.fromkeys(trains, 2)
 
 
 def test_masked_padding_leaves_padded_steps_out():
+    """With several draws too; rows differ in padding, and still the whole is the mean of its halves."""
     policy = make_policy(1)
     batch, noise, time = make_batch(policy)
     theirs = reference(policy, noise, time)
@@ -415,31 +235,24 @@ def test_masked_padding_leaves_padded_steps_out():
     masked = PI05Loss(policy, mask_padding=True)
     assert masked(batch, noise, time).item() == pytest.approx(expected.item(), rel=1e-6)
     assert PI05Loss(policy)(batch, noise, time).item() == pytest.approx(losses.mean().item(), rel=1e-6)
-    # Rows differ in padding; still the whole is the mean of its halves.
     halves = [
         masked({key: value[rows] for key, value in batch.items()}, noise[rows], time[rows]).item()
         for rows in (slice(0, 2), slice(2, 4))
     ]
     assert np.mean(halves) == pytest.approx(expected.item(), rel=1e-6)
+    noise, time = sample_noise_and_time(policy.config, 8, 0, 0, "cpu")
+    one_by_one = [masked(batch, noise[draw::2], time[draw::2]).item() for draw in range(2)]
+    assert masked(batch, noise, time).item() == pytest.approx(np.mean(one_by_one), rel=1e-6)
+    with pytest.raises(ValueError, match="7 draws of noise and time for 4 rows"):
+        masked(batch, noise[:7], time[:7])
+    with pytest.raises(ValueError, match="needs noise and time"):
+        masked(batch)
 
 
-def test_other_policies_use_their_own_forward():
-    from lerobot.policies.act.modeling_act import ACTPolicy
-
-    from vla_finetuning.policies.processors import DeviceHalf
-
-    config = act_config(make_config(1).input_features, chunk_size=4, n_action_steps=4, use_vae=False, dropout=0.0)
-    policy = ACTPolicy(config)
-    batch = {
-        "observation.images.0": torch.rand(2, 3, 64, 64),
-        "observation.state": torch.rand(2, 4),
-        "action": torch.rand(2, 4, 3),
-        "action_is_pad": torch.zeros(2, 4, dtype=torch.bool),
-    }
-    family = family_of(config)
-    assert family.draw(config, 2, 0, 0, "cpu") == (None, None)
-    loss = family.make_loss(policy, images=DeviceHalf(None, config))(batch)
-    assert torch.equal(loss, policy.forward(batch)[0])
+def test_other_policies_have_no_options_of_this_loss():
+    config = act_config(make_config(1).input_features, chunk_size=4, n_action_steps=4, use_vae=False)
+    policy, family = ACTPolicy(config), family_of(config)
+    assert family.draw(config, 2, 0, 0, "cpu") == (None, None) and flops_per_sample(policy, 1, "full") is None
     with pytest.raises(ValueError, match="normalises images"):
         PolicyLoss(policy)
     report = choose_trainable(policy, "full")
@@ -448,7 +261,6 @@ def test_other_policies_use_their_own_forward():
         choose_trainable(policy, "expert")
     with pytest.raises(ValueError, match="LeRobot's own loss of a 'act' has no mask_padding"):
         family.make_loss(policy, images=DeviceHalf(None, config), mask_padding=True)
-    assert flops_per_sample(policy, 1, "full") is None
 
 
 # --- what is computed -------------------------------------------------------------------------------------
@@ -467,20 +279,14 @@ def test_projections_of_actions_and_time_are_float32_under_autocast():
         assert torch.equal(made, torch.nn.functional.linear(given.float(), module.weight, module.bias))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_frozen_prefix_runs_without_autograd(mode, monkeypatch):
-    policy = make_policy(2)
+@pytest.mark.parametrize("mode", ["heads", "expert", "full"])
+def test_a_frozen_prefix_runs_once_and_without_autograd(mode):
+    policy, tracked = make_policy(2), []
     choose_trainable(policy, mode)
-    vlm = policy.model.paligemma_with_expert
-    tracked, calls = [], []
-
-    def watch(module, arguments, output):
-        tracked.append(output.requires_grad)
-        calls.append(module)
-
-    for layer in vlm.paligemma.model.language_model.layers:
-        layer.self_attn.k_proj.register_forward_hook(watch)
-    PI05Loss(policy)(*make_batch(policy)).backward()
+    for layer in policy.model.paligemma_with_expert.paligemma.model.language_model.layers:
+        layer.self_attn.k_proj.register_forward_hook(lambda module, inputs, out: tracked.append(out.requires_grad))
+    batch, *_ = make_batch(policy)
+    PI05Loss(policy)(batch, *sample_noise_and_time(policy.config, 12, 0, 0, "cpu")).backward()
     assert tracked == [mode == "full"] * 3
 
 
@@ -531,26 +337,16 @@ class OuterProducts(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def rotary_of(loss):
-    return loss.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_is_gemmas_and_no_product_of_matrices(dtype):
-    loss, positions = PI05Loss(make_policy(1)), torch.arange(968)[None].expand(2, -1)
-    with OuterProducts() as ours:
-        found = loss._rotation(torch.empty(0, dtype=dtype), positions)
-    with OuterProducts() as gemmas:
-        expected = rotary_of(loss)(torch.empty(0, dtype=dtype), positions)
-    assert (ours.count, gemmas.count) == (0, 1)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == dtype and torch.equal(mine, theirs.unsqueeze(1))
-
-
-def test_no_angle_of_a_step_is_a_product_of_matrices():
+def test_rotation_is_gemmas_and_no_angle_of_a_step_is_a_product_of_matrices():
     policy = make_policy(1)
+    loss, positions = PI05Loss(policy), torch.arange(968)[None].expand(2, -1)
+    rotary = policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
+    for dtype in (torch.float32, torch.bfloat16):
+        found, expected = (of(torch.empty(0, dtype=dtype), positions) for of in (loss._rotation, rotary))
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.dtype == dtype and torch.equal(mine, theirs.unsqueeze(1))
     with OuterProducts() as ours:
-        PI05Loss(policy)(*make_batch(policy)).backward()
+        loss(*make_batch(policy)).backward()
     with OuterProducts() as lerobots:
         policy.forward(make_batch(policy)[0])
     assert ours.count == 0 < lerobots.count
@@ -564,122 +360,10 @@ def test_angles_at_far_positions_are_exact_whatever_matrix_products_are():
         found = loss._rotation(torch.empty(0, device="cuda"), torch.tensor([[900]], device="cuda"))
     finally:
         torch.set_float32_matmul_precision(before)
-    angles = 900 * rotary_of(loss).inv_freq.double().cpu()
+    rotary = loss.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
+    angles = 900 * rotary.inv_freq.double().cpu()
     for mine, exact in zip(found, (angles.cos(), angles.sin()), strict=True):
         assert (mine.double().cpu().flatten() - exact.repeat(2)).abs().max() < 1e-4
-
-
-class ListSyncs(TorchDispatchMode):
-    """Notes every operation that would make the host wait for a CUDA device, or copy to or from one."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        options = options or {}
-        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-        on_device = any(tensor.device.type == "cuda" for tensor in tensors)
-        name = function.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero") and on_device:
-            self.found.append(name)
-        if name == "_local_scalar_dense":
-            return 1.0
-        result = function(*arguments, **options)
-        if name in ("_to_copy", "copy_") and isinstance(result, torch.Tensor):
-            devices = {tensor.device.type for tensor in [*tensors, result]}
-            if len(devices) > 1:
-                self.found.append(f"{name} {sorted(devices)}")
-        return result
-
-
-def to_fake_cuda(module):
-    """Give a module parameters and buffers on a CUDA device that need not exist; call under a FakeTensorMode."""
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
-                child._parameters[name] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_forward_neither_waits_nor_copies(mode):
-    policy = make_policy(2)
-    choose_trainable(policy, mode)
-    loss = PI05Loss(policy, mask_padding=True)
-    batch, _, _ = make_batch(policy)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        to_fake_cuda(loss)
-        on_device = {key: torch.empty(value.shape, dtype=value.dtype, device="cuda") for key, value in batch.items()}
-        on_device["observation.images.0"] = torch.empty((4, 28, 28, 3), dtype=torch.uint8, device="cuda")
-        noise, time = torch.empty(4, 6, 32, device="cuda"), torch.empty(4, device="cuda")
-        with ListSyncs() as ours:
-            result = loss(on_device, noise, time)
-        assert result.device.type == "cuda"
-        del on_device["observation.images.0"]
-        # The positive control: LeRobot's own forward copies its times and two masks, then reads its losses as numpy,
-        # which is where a fake tensor gives up.
-        with ListSyncs() as theirs, pytest.raises(RuntimeError, match="numpy"):
-            policy.forward(on_device)
-        with ListSyncs() as planted:
-            result.item()
-    assert ours.found == []
-    assert theirs.found == ["_to_copy ['cpu', 'cuda']"] * 4
-    assert planted.found == ["_local_scalar_dense"]
-
-
-def test_flops_are_counted_and_less_than_lerobots():
-    policy = make_policy(3)
-
-    def lerobots(mode):
-        counted = meta_policy(policy.config)
-        choose_trainable(counted, mode)
-        with torch.device("meta"):
-            batch = {key: torch.empty(1, *f.shape) for key, f in counted.config.image_features.items()}
-            tokens = (1, counted.config.tokenizer_max_length)
-            images, masks = counted._preprocess_images(batch)
-            tokens, language_mask = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)
-            actions = torch.empty(1, 6, 32)
-            with FlopCounterMode(display=False) as counter:
-                losses = counted.model.forward(images, masks, tokens, language_mask, actions, actions, torch.empty(1))
-                losses.mean().backward()
-        return counter.get_total_flops()
-
-    ours = {mode: flops_per_sample(policy, 3, mode) for mode in MODES}
-    assert 0 < ours["heads"] < ours["expert"] < 0.7 * lerobots("expert")
-    assert ours["expert"] < 0.5 * ours["full"] < ours["full"] < lerobots("full")
-    one, two, three = (flops_per_sample(policy, 3, "expert", draws) for draws in (1, 2, 3))
-    assert one < two < 1.5 * one and three - two == two - one  # the prefix is counted once
-    assert flops_per_sample(policy, 1, "full") < flops_per_sample(policy.config, 3, "full") == ours["full"]
-
-
-@pytest.mark.parametrize("cameras", [1, 3])
-def test_tokens_are_those_of_lerobots_sequence(cameras):
-    policy = make_policy(cameras)
-    batch, noise, time = make_batch(policy)
-    lengths = []
-    theirs = reference(policy, noise, time)
-    joint = theirs.model.paligemma_with_expert
-    forward = joint.forward
-
-    def note(**arguments):
-        lengths.append(arguments["position_ids"].shape[1])
-        return forward(**arguments)
-
-    joint.forward = note
-    theirs.forward(batch)
-    family = family_of(policy.config)
-    assert lengths == [family.tokens(policy.config, cameras)]
-    assert family.tokens(policy.config, cameras, 3) == lengths[0] + 2 * policy.config.chunk_size
-    assert family.tokens(real_config(), 3) == 3 * 256 + 200 + 50
-
-
-def test_flops_of_the_real_policy():
-    """4.14 B parameters, 3 cameras, 200 tokens, chunks of 50; LeRobot's plain autograd takes 8.64 T in this mode."""
-    assert flops_per_sample(real_config(), 3, "expert") / 1e12 == pytest.approx(4.53, rel=0.01)
 
 
 # --- noise and time ---------------------------------------------------------------------------------------
@@ -698,6 +382,8 @@ def test_draws_depend_on_seed_and_step_only():
     for seed, step in ((8, 3), (7, 4), (3, 7)):
         other = sample_noise_and_time(config, 8, seed, step, "cpu")
         assert not torch.equal(other[0], noise) and not torch.equal(other[1], time)
+    many, _ = sample_noise_and_time(config, 1000, 0, 0, "cpu")
+    assert many.mean().item() == pytest.approx(0, abs=0.01) and many.std().item() == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("alpha, beta", [(1.5, 1.0), (1.0, 1.0), (2.0, 3.0)])
@@ -707,37 +393,21 @@ def test_time_has_lerobots_distribution(alpha, beta):
     rows = 20_000
     torch.manual_seed(0)
     options = {"scale": config.time_sampling_scale, "offset": config.time_sampling_offset}
-    expected = np.sort(sample_time_beta(rows, "cpu", alpha=alpha, beta=beta, **options).numpy())
-    found = np.sort(sample_noise_and_time(config, rows, 0, 0, "cpu")[1].numpy())
-    # Kolmogorov and Smirnov's distance of two samples; equal distributions stay below in 99.9 % of cases.
-    everything = np.concatenate([expected, found])
-    below = [np.searchsorted(sample, everything, side="right") / rows for sample in (expected, found)]
-    assert np.abs(below[0] - below[1]).max() < 1.95 * np.sqrt(2 / rows)
+    expected = sample_time_beta(rows, "cpu", alpha=alpha, beta=beta, **options)
+    found = sample_noise_and_time(config, rows, 0, 0, "cpu")[1]
+    assert ks_2samp(found, expected).pvalue > 0.001
     assert found.min() >= 0.001 and found.max() <= 1.0
-
-
-def test_noise_is_standard_normal():
-    noise, _ = sample_noise_and_time(make_config(1), 1000, 0, 0, "cpu")
-    assert noise.mean().item() == pytest.approx(0, abs=0.01)
-    assert noise.std().item() == pytest.approx(1, abs=0.01)
 
 
 # --- bad input --------------------------------------------------------------------------------------------
 
 
-def test_a_good_batch_passes():
-    policy = make_policy(2)
-    batch, _, _ = make_batch(policy)
-    family_of(policy.config).check_batch(batch, policy.config)
-    image = (batch["observation.images.0"].movedim(1, -1) * 255).to(torch.uint8)
-    family_of(policy.config).check_batch({**batch, "observation.images.0": image}, policy.config)
-    del batch["observation.images.1"]
-    family_of(policy.config).check_batch(batch, policy.config)
-
-
 @pytest.mark.parametrize(
-    "changes, message",
+    ("changes", "message"),
     [
+        ({}, None),
+        ({"observation.images.0": torch.zeros(4, 28, 28, 3, dtype=torch.uint8)}, None),
+        ({"observation.images.1": None}, None),
         ({"action": torch.zeros(4, 3)}, r"a chunk of actions is \(4,\), expected \(4, 6\), and its dimensions"),
         ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1\), expected \(4, 6\)"),
         ({"observation.images.0": None, "observation.images.1": None}, r"none of the policy's cameras"),
@@ -745,31 +415,20 @@ def test_a_good_batch_passes():
 )
 def test_check_batch_names_what_does_not_fit(changes, message):
     policy = make_policy(2)
-    batch = {**make_batch(policy)[0], **changes}
-    with pytest.raises(ValueError, match=message):
-        given = {key: value for key, value in batch.items() if value is not None}
-        family_of(policy.config).check_batch(given, policy.config)
+    batch = {key: value for key, value in {**make_batch(policy)[0], **changes}.items() if value is not None}
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        family_of(policy.config).check_batch(batch, policy.config)
 
 
-def test_pi05_needs_noise_and_time():
-    policy = make_policy(1)
-    with pytest.raises(ValueError, match="needs noise and time"):
-        PI05Loss(policy)(make_batch(policy)[0])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_of_weight_zero_count_for_nothing_but_the_denominator(mode, in_float64):
+def test_rows_of_weight_zero_count_for_nothing_but_the_denominator(in_float64):
     policy = make_policy(2).double()
     batch, noise, time = to_float64(*make_batch(policy))
-    kept = torch.tensor([True, False, True, False])
-    part = {key: value[kept] for key, value in batch.items()}
-    _, _, expected, wanted = loss_and_gradients(policy, mode, part, noise[kept], time[kept])
-    weighted = {**batch, "is_read": kept}
+    choose_trainable(policy, "full")
+    read = torch.tensor([True, False, True, False])
+    expected, wanted = lerobots(policy, {key: value[read] for key, value in batch.items()}, noise[read], time[read])
     # What is in the other rows does not matter.
-    weighted["action"] = torch.where(kept[:, None, None], batch["action"], 1e6)
-    policy.zero_grad()
-    loss = PI05Loss(policy)(weighted, noise, time)
+    actions = torch.where(read[:, None, None], batch["action"], 1e6)
+    loss = PI05Loss(policy)({**batch, "is_read": read, "action": actions}, noise, time)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-12)
-    errors = gradient_errors(gradients(policy), {name: gradient / 2 for name, gradient in wanted.items()})
-    assert max(errors.values()) <= 1e-12
+    assert_equal_gradients(gradients(policy), {name: gradient / 2 for name, gradient in wanted.items()})

@@ -15,20 +15,18 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError
-from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
+from lerobot.configs import NormalizationMode, PreTrainedConfig
 from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.lerobot_types import TransitionKey
 from lerobot.policies.factory import make_pre_post_processors
-from lerobot.processor import NormalizerProcessorStep, ProcessorStep, RenameObservationsProcessorStep
+from lerobot.processor import ProcessorStep, RenameObservationsProcessorStep
 from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
 from transformers import AutoTokenizer
 
 from tests.datasets import make_dataset
-from tests.tiny import make_config
 from vla_finetuning.policies import tokenizer_check
-from vla_finetuning.policies.matching import match_features
 from vla_finetuning.policies.pipelines import check_prompts_differ, make_processors
-from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats, to_float
+from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.saving import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
@@ -107,7 +105,7 @@ def split(case, preprocessor, columns, rename_map=None):
 
 def test_what_the_policy_gets_is_lerobots_to_the_bit(case):
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
-    columns = case.rows(INDICES)
+    columns = case.rows(INDICES) | {"observation.force": np.zeros((len(INDICES), 2), np.float32)}
     prepared, found = split(case, preprocessor, columns)
     expected = case.lerobots_batch(INDICES, preprocessor)
     keys = {TOP, WRIST, "observation.state", "action", "action_is_pad", TOKENS, MASK, "index"}
@@ -165,32 +163,14 @@ def test_normalised_images_are_lerobots_to_the_bit(case, mode):
     assert not torch.equal(expected[TOP], plain[TOP])
 
 
-def test_every_byte_value_converts_as_lerobots():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_byte_value_converts_as_lerobots(case, device):
     image = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 16, 16, 3)
-    expected = image.movedim(-1, 1).to(torch.float32) / 255.0
-    found = to_float(image, torch.tensor(255.0))
+    half = DeviceHalf(None, case.config).to(device)
+    found = half({TOP: image.to(device)})[TOP].cpu()
     assert found.is_contiguous() and found.dtype == torch.float32
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.gpu
-def test_every_byte_value_converts_as_lerobots_on_a_gpu(case):
-    image = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 16, 16, 3)
-    half = DeviceHalf(None, case.config).to("cuda")
-    found = half({TOP: image.cuda()})[TOP].cpu()
     assert torch.equal(found, image.movedim(-1, 1).to(torch.float32) / 255.0)
-
-
-def test_a_window_of_observations():
-    image = torch.randint(0, 256, (2, 3, 8, 6, 3), dtype=torch.uint8)
-    found = to_float(image)
-    assert torch.equal(found[1, 2], image[1, 2].permute(2, 0, 1) / 255)
-
-
-def test_images_that_are_float_already_stay(case):
-    half = DeviceHalf(None, case.config)
-    image = torch.rand(1, 3, 8, 8)
-    assert half({TOP: image})[TOP] is image
+    assert half({TOP: found})[TOP] is found  # floats stay
 
 
 # --- Prepare as a function of blocks ----------------------------------------------------------------------
@@ -224,11 +204,6 @@ def test_an_empty_block_has_the_same_columns(case, prepare):
         key: (value.dtype, value.shape[1:]) for key, value in full.items()
     }
     assert {len(value) for value in empty.values()} == {0}
-
-
-def test_columns_to_keep(case, prepare):
-    columns = prepare(case.rows([0]))
-    assert "index" in columns and "episode_index" not in columns
 
 
 def test_bad_blocks(case, prepare):
@@ -287,16 +262,6 @@ def test_nothing_of_a_block_travels_along(case):
 # --- make_processors --------------------------------------------------------------------------------------
 
 
-def test_statistics_are_the_datasets_and_not_the_folders(case):
-    other = {key: {k: np.asarray(v) * 3 for k, v in value.items()} for key, value in case.meta.stats.items()}
-    preprocessor, postprocessor = make_processors(case.folder, case.config, other, {})
-    normalizer = next(step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep))
-    np.testing.assert_allclose(normalizer._tensor_stats["action"]["q99"], other["action"]["q99"], rtol=1e-6)
-    action = torch.rand(2, CHUNK, 3)
-    normalized = normalizer._normalize_action(action, inverse=False)
-    torch.testing.assert_close(postprocessor(normalized), action)
-
-
 def test_as_lerobot_train_makes_them(case):
     """The same call as in lerobot_train.py, with its overrides."""
     features = {**case.config.input_features, **case.config.output_features}
@@ -311,18 +276,15 @@ def test_as_lerobot_train_makes_them(case):
         },
         postprocessor_overrides={"unnormalizer_processor": {"features": case.config.output_features, **shared}},
     )
+    renamed = {"observation.images.x": TOP}
+    step, *_ = make_processors(None, case.config, case.meta.stats, renamed)[0].steps
+    assert isinstance(step, RenameObservationsProcessorStep) and step.rename_map == renamed
     for folder in (case.folder, str(case.folder), None):
         found, found_post = make_processors(folder, case.config, case.meta.stats, {})
         assert found.get_config() == expected.get_config()
         assert found_post.get_config() == expected_post.get_config()
         for key, state in expected.state_dict().items():
             assert all(torch.equal(found.state_dict()[key][name], value) for name, value in state.items())
-
-
-def test_fresh_processors_rename(case):
-    preprocessor, _ = make_processors(None, case.config, case.meta.stats, {"observation.images.x": TOP})
-    step = next(step for step in preprocessor.steps if isinstance(step, RenameObservationsProcessorStep))
-    assert step.rename_map == {"observation.images.x": TOP}
 
 
 def test_required_stats_follow_the_normalisation_mode(case):
@@ -469,36 +431,6 @@ def test_a_tokenizer_named_on_the_hub_is_saved_beside_and_read_from_there(case, 
     with pytest.raises(ValueError, match="could not be loaded again"):
         save_pretrained(TinyPI05Policy(case.config), preprocessor, postprocessor, tmp_path / "unnamed")
     assert not (tmp_path / "unnamed").exists()
-
-
-def test_features_of_a_dataset_with_more_than_the_policy_uses(tmp_path):
-    root = make_dataset(tmp_path / "dataset", episodes=(4, 3), cameras={TOP: (28, 28)}, extra_features=True)
-    meta = LeRobotDatasetMetadata("local/test", root=root)
-    config = make_config(1, tokenizer_max_length=24)
-    config.input_features = {
-        TOP: config.input_features["observation.images.0"],
-        "observation.state": config.input_features["observation.state"],
-    }
-    case = Case(root, Path(), meta, config)
-    features = {
-        key: SimpleFeature(**{k: v.get(k) for k in ("dtype", "shape", "names")}) for key, v in meta.features.items()
-    }
-    match_features(config, features, {}, fps=meta.fps)
-    preprocessor, _ = make_processors(None, config, meta.stats, {})
-    _, found = split(case, preprocessor, case.rows([0, 3, 6]))
-    assert set(found) == {TOP, "observation.state", "action", "action_is_pad", TOKENS, MASK, "index"} | {
-        "dataset_index",
-        "position",
-    }
-    assert config.output_features.keys() == {"action"}
-    assert {feature.type for feature in config.image_features.values()} == {FeatureType.VISUAL}
-
-
-@dataclass
-class SimpleFeature:
-    dtype: str
-    shape: tuple
-    names: list | None
 
 
 def written_tokenizer(folder, **changes):

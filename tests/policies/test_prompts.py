@@ -1,13 +1,10 @@
 """Prompts without their padding: the same loss, and lengths that no kernel is known to compute wrongly."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 
 from tests.tiny import make_batch, make_config, make_policy, real_config
-from vla_finetuning.policies.counting import flops_by_prompt, flops_per_sample
 from vla_finetuning.policies.families.pi05 import PI05Loss, image_tokens
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
@@ -87,11 +84,3 @@ def test_every_token_that_counts_is_kept(counts, length):
     assert cut[TOKENS].dtype == tokens.dtype and cut[MASK].dtype == bool
     np.testing.assert_array_equal(cut[TOKENS][cut[MASK]], tokens[mask])
     assert cut["action"] is columns["action"] and columns[TOKENS] is tokens
-
-
-def test_operations_of_all_lengths_follow_from_three():
-    config = copy.deepcopy(make_config(2))
-    prompts = (4, 9, 20, 33, 50)
-    counted = {prompt: flops_per_sample(config, 2, "full", 2, prompt) for prompt in prompts}
-    assert flops_by_prompt(config, 2, "full", 2, prompts) == counted
-    assert flops_by_prompt(config, 2, "full", 2, (20,)) == {20: flops_per_sample(config, 2, "full", 2)}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-import vla
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
@@ -33,17 +32,14 @@ def test_what_is_read_is_what_was_said():
     assert as_texts(column) == TEXTS == as_texts(torch.from_numpy(column))
     (batch,) = cuda_prefetcher([NumpyToTorchCollate(False)({TASK_BYTES: column})], torch.device("cpu"))
     assert with_texts(batch) == {"task": TEXTS}
+    without = {"action": torch.zeros(1)}
+    assert with_texts(without) is without
 
 
 @pytest.mark.parametrize("text", ["a" * (LONGEST_BYTES + 1), "é" * (LONGEST_BYTES // 2 + 1), "a\0b"])
 def test_an_instruction_that_does_not_fit_is_refused(text):
     with pytest.raises(ValueError, match=rf"the instruction .* has [\d,]+ bytes: at most {LONGEST_BYTES:,}.*shorten"):
         as_bytes(["go", text])
-
-
-def test_a_batch_without_texts_is_left_alone():
-    batch = {"action": torch.zeros(1)}
-    assert with_texts(batch) is batch
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +69,6 @@ def test_an_instruction_that_is_too_long_is_told_before_the_run(tmp_path):
     with pytest.raises(ValueError, match="the instruction 'to to .* has 1,200 bytes"):
         resolved(root, "evo1", tmp_path)
     resolved(root, "act", tmp_path)
-
-
-@pytest.mark.slow  # the whole program; what of it is about texts is tested above without Ray
-def test_the_whole_program_trains_and_measures_one_that_reads_texts(dataset, tmp_path, ray_cluster):
-    run = resolved(dataset, "evo1", tmp_path)
-    options = {
-        "dataset.root": dataset,
-        "policy.type": "evo1",
-        "output_dir": tmp_path / "run",
-        **{f"policy.{name}": value for name, value in KINDS["evo1"].options.items()},
-        "policy.vlm_model_name": run.policy.config.vlm_model_name,
-        **{"train.mode": "full", "scaling.num_workers": 1, "scaling.cpus_per_worker": 0.5, "scaling.use_gpu": "false"},
-        **{"dataset.image_size": "stored", "dataset.eval_split": 0.3, "eval_steps": 2, "batch_size": 2, "steps": 2},
-    }
-    assert vla.main([f"--{name}={value}" for name, value in options.items()]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == 2 and lines[-1]["eval_loss"] > 0
-    judged = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert judged["trained"]["other_instruction"]["mse"] != judged["trained"]["policy"]["mse"]
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -22,7 +22,6 @@ from vla_finetuning.policies.tiny_pi05 import (
     make_tokenizer,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]
 
 
@@ -97,6 +96,10 @@ def test_lerobot_makes_and_trains_one_from_dataset_metadata(tmp_path):
     assert torch.isfinite(loss)
 
 
+def test_a_robots_machine_needs_this_file_alone():
+    assert "vla_finetuning" not in Path(tiny_pi05.__file__).read_text()
+
+
 def test_lerobot_is_left_as_it_was():
     names = ("get_gemma_config", "PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM")
     before = [getattr(modeling_pi05, name) for name in names]
@@ -123,15 +126,6 @@ def test_sizes_reach_the_model():
     assert config.vocab_size < 300 and sum(p.numel() for p in policy.parameters()) < 200_000
 
 
-@pytest.mark.parametrize(
-    ("option", "complaint"),
-    [({"width": 33}, "even"), ({"vision_heads": 5}, "vision_heads"), ({"patch_size": 9}, "patch")],
-)
-def test_sizes_that_cannot_work_are_refused(option, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        make_config(**option)
-
-
 def test_a_fresh_policy_starts_with_open_gates_and_scaled_weights():
     joint = TinyPI05Policy(make_config(width=64)).model.paligemma_with_expert
     norms = [m for m in joint.gemma_expert.model.modules() if isinstance(m, PiGemmaRMSNorm)]
@@ -148,9 +142,6 @@ def test_a_base_is_a_function_of_its_arguments(tmp_path):
     bases = [make_base(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     assert torch.equal(torch.random.get_rng_state(), state)
     files = [{path.name: path.read_bytes() for path in base.iterdir()} for base in bases]
-    assert {"config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json"} <= set(
-        files[0]
-    )
     assert files[0] == files[1]
     assert [name for name in files[0] if files[0][name] != files[2][name]] == ["model.safetensors"]
     for name, content in files[0].items():
@@ -184,12 +175,6 @@ def test_any_dataset_gets_a_base_that_runs(tmp_path):
     assert postprocessor(policy.predict_action_chunk(prepared)).shape == (2, 30, 32)
 
 
-def test_a_chunk_is_a_second_unless_told_otherwise(tmp_path):
-    for fps, expected in ((10, 10), (200, 50), (1, 2)):
-        folder = make_base(tmp_path / str(fps), fps=fps, chunk_size=None)
-        assert json.loads((folder / "config.json").read_text())["chunk_size"] == expected
-
-
 def test_statistics_may_come_later(tmp_path):
     folder = make_base(tmp_path / "base", stats=None)
     features = make_features()
@@ -221,7 +206,16 @@ def test_a_dataset_that_pi05_cannot_use_is_refused(tmp_path, change, complaint):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("fps", "expected"), [(10, 10), (200, 50), (1, 2)])
+def test_a_chunk_is_a_second_unless_told_otherwise(tmp_path, fps, expected):
+    folder = make_base(tmp_path / "base", fps=fps, chunk_size=None)
+    assert json.loads((folder / "config.json").read_text())["chunk_size"] == expected
+
+
 def test_other_bad_arguments_are_refused(tmp_path):
+    for option, complaint in (("width", "even"), ("vision_heads", "vision_heads"), ("patch_size", "patch")):
+        with pytest.raises(ValueError, match=complaint):
+            make_config(**{option: 33})
     wide = make_features(state=33)
     with pytest.raises(ValueError, match="'observation.state' has 33 dimensions, more than PI0.5's 32"):
         make_base(tmp_path / "base", features=wide)
@@ -238,36 +232,13 @@ def test_other_bad_arguments_are_refused(tmp_path):
 # --- tokenizer -------------------------------------------------------------------------------------------------------
 
 
-def test_every_state_bin_is_a_token_of_its_own():
-    tokenizer = make_tokenizer([])
-    ids = [tokenizer(str(value))["input_ids"] for value in range(-1, 256)]
-    assert all(len(token) == 1 for token in ids) and len({token[0] for token in ids}) == 257
-    assert tokenizer.unk_token_id not in {token[0] for token in ids}
-
-
 def test_words_are_told_apart_and_strangers_are_unknown():
     tokenizer = make_tokenizer(["red", "größer"])
-    pieces = tokenizer.convert_ids_to_tokens(
-        tokenizer("Task: RED blue 红色 Größer 300, State: -1 7;\nAction: ")["input_ids"]
-    )
-    unknown = tokenizer.unk_token
-    assert pieces == [
-        "task",
-        ":",
-        "red",
-        unknown,
-        unknown,
-        "größer",
-        unknown,
-        ",",
-        "state",
-        ":",
-        "-1",
-        "7",
-        ";",
-        "action",
-        ":",
-    ]
+    ids = tokenizer("Task: RED blue 红色 Größer 300, State: -1 7;\nAction: ")["input_ids"]
+    pieces = " ".join(tokenizer.convert_ids_to_tokens(ids))
+    assert pieces == "task : red <unk> <unk> größer <unk> , state : -1 7 ; action :"
+    bins = [tokenizer(str(value))["input_ids"] for value in range(-1, 256)]
+    assert len({token for (token,) in bins} - {tokenizer.unk_token_id}) == 257
 
 
 def test_every_word_of_the_instructions_is_known(tmp_path):
