@@ -2,13 +2,11 @@
 
 import json
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
 
 import grpo
-from vla_finetuning.rl import before_after
 from vla_finetuning.run.lease import LOCK_NAME
 
 
@@ -40,27 +38,3 @@ def test_an_imitation_that_trains_already_is_left_alone(tmp_path, monkeypatch, c
         grpo.imitated(stack, dry_run=False)
     assert "a run is going on there" in capsys.readouterr().err
     assert (folder / "checkpoints").is_dir()
-
-
-def test_what_plays_before_and_after_is_trusted_as_what_trains(tmp_path, monkeypatch):
-    given = []
-
-    def compare(conditions, sources, *args, **kwargs):
-        given.extend(sources.values())
-        raise InterruptedError
-
-    monkeypatch.setattr(before_after, "SideBySide", compare)
-    monkeypatch.setattr(before_after, "fetched_for_good", lambda folder: folder)
-    monkeypatch.setattr(before_after, "load_policy_config", lambda folder: SimpleNamespace())
-    monkeypatch.setattr(before_after, "task_makers", lambda env: {"task": None})
-    robot = SimpleNamespace(opening="", rename_map={})
-    policy = SimpleNamespace(
-        folder=tmp_path, config=SimpleNamespace(n_action_steps=1), robots=[robot], trusted=True, seed=0
-    )
-    run = SimpleNamespace(
-        job=SimpleNamespace(output_dir=tmp_path, use_gpu=False), policy=policy, scene=SimpleNamespace(env=None),
-        config=SimpleNamespace(eval=None),
-    )  # fmt: skip
-    with pytest.raises(InterruptedError):
-        before_after.before_and_after(run)
-    assert [source.trusted for source in given] == [True, True]

@@ -7,9 +7,8 @@ import pytest
 import ray
 import torch
 
-from tests.rl.test_learning import CPU, make_base, resolved, train
+from tests.rl.test_learning import make_base, resolved, train
 from vla_finetuning.plan.demo import make_demo_dataset
-from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.rl import loop
 from vla_finetuning.rl.demonstrations import as_batch, in_tasks, micro_positions
 from vla_finetuning.rl.objectives.filtered import FilteredImitation
@@ -72,7 +71,7 @@ def test_each_row_is_used_once_and_a_resumed_run_goes_on_with_the_next(base, roo
 
 
 def test_rows_are_what_imitation_trains_on(base, root, tmp_path):
-    """LeRobot's dataset through LeRobot's processors, and LeRobot's loss of it."""
+    """LeRobot's dataset through LeRobot's processors."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import make_pre_post_processors
 
@@ -83,21 +82,11 @@ def test_rows_are_what_imitation_trains_on(base, root, tmp_path):
     seconds = [i / 10 for i in range(10)]
     dataset = LeRobotDataset("local/t", root=root, video_backend="pyav", delta_timestamps={"action": seconds})
     batch = torch.utils.data.default_collate([dataset[int(index)] for index in rows["index"]])
-    policy = run.policy.start()
-    pre, _ = make_pre_post_processors(policy.config, pretrained_path=str(base))
+    pre, _ = make_pre_post_processors(run.policy.config, pretrained_path=str(base))
     expected = pre(batch)
-    torch.testing.assert_close(found["action"], expected["action"])
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(3, 10, policy.config.max_action_dim, generator=generator)
-    time = torch.rand(3, generator=generator)
-    images, masks = policy._preprocess_images(expected)
-    language = expected["observation.language.tokens"], expected["observation.language.attention_mask"]
-    losses = policy.model.forward(images, masks, *language, policy.prepare_action(expected), noise, time)
-    theirs = losses[:, :, :3].mean()
-    loss = PI05Loss(policy)
-    objective = FilteredImitation(loss, run.sde, run.options).to(CPU)
-    ours = objective({**found, "weight": torch.ones(3), "noise": noise, "time": time})
-    torch.testing.assert_close(ours, 3 * theirs, rtol=1e-4, atol=1e-5)
+    for key in ("action", "observation.language.tokens", "observation.language.attention_mask"):
+        torch.testing.assert_close(found[key], expected[key])
+    assert not found["action_is_pad"].any()
 
 
 def test_actions_that_were_not_executed_are_no_example(base, tmp_path):

@@ -1,7 +1,7 @@
 """Every number in grpo.py's metrics.jsonl against a plain computation of it: numpy on the episodes and the updates.
 
-A key without a computation here fails the test. Log-densities and values are those of `Objective`, which other tests
-compare with torch's; advantages of ppo are compared in `test_learning`.
+A key without a computation here fails the test, but for seconds. Log-densities and values are those of `Objective`,
+which other tests compare with torch's; advantages of ppo are compared in `test_learning`.
 """
 
 import copy
@@ -13,51 +13,39 @@ import pytest
 import torch
 
 import grpo
-from tests.in_process import GivenTime, Rank
+from tests.in_process import Rank
 from tests.rl.test_learning import LocalRollouts, make_base, resolved
 from util import TrainableOptimizer
-from vla_finetuning.rl import actor, learning, loop
-from vla_finetuning.rl.actor import Actor, StochasticActor
+from vla_finetuning.rl import loop
+from vla_finetuning.rl.actor import StochasticActor
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.training import attempt
 
 GROUPS, SIZE, ITERATIONS, PEAK_LR, WARMUP, KL, HELD_OUT = 4, 3, 2, 0.01, 1, 0.02, 4
-PLAY_S, HELD_OUT_S, INFERENCE_S, SCORE_S, UPDATE_S, SIMULATION_S, RENDERING_S = 64.0, 32.0, 0.25, 3.0, 0.5, 7.0, 2.0
+TIMES = ["play", "score", "update", "held_out", "step", "inference", "waiting", "simulation", "rendering"]
 NONFINITE = 1  # the number of the update whose gradient is not finite
 
 
 class Watched:
-    """A run in this process, time in it, and what a plain computation needs: its episodes and updates."""
+    """A run in this process, and what a plain computation needs: its episodes and updates."""
 
     def __init__(self, run):
-        self.run, self.time, self.rng = run, GivenTime(), np.random.default_rng(0)
-        self.plays, self.updates, self.norms, self.inferences, self.iterations = [], [], [], 0, 0
+        self.run, self.rng = run, np.random.default_rng(0)
+        self.plays, self.updates, self.norms, self.iterations = [], [], [], 0
         self.start = self.before = None
 
     def train(self):
         watched, step = self, TrainableOptimizer.step
         objective_type = objective_class(self.run.options.method)
         forward, score = objective_type.forward, GRPO.score_rollouts
-        act, take_step = Actor.act, loop.GrpoState.take_step
+        take_step, train_step = loop.GrpoState.take_step, loop.train_step
 
         class Rollouts(LocalRollouts):
             def play_here(self, episodes, decide, bootstraps=False):
                 return watched.play(super().play_here(episodes, decide), isinstance(decide, StochasticActor))
 
-            def take_seconds(self):
-                return SIMULATION_S, RENDERING_S
-
-        def inference(actor, observation, decisions, sample):
-            def sampled(*rows):
-                self.time.spend(INFERENCE_S * (rows[1] == decisions[: len(rows[1])]))
-                return sample(*rows)
-
-            self.inferences += 1
-            return act(actor, observation, decisions, sampled)
-
         def scored(objective, rollouts, start):
-            self.time.spend(SCORE_S)
             self.start = self.start or copy.deepcopy(objective)
             self.before = copy.deepcopy(objective)
             return score(objective, rollouts, start)
@@ -77,20 +65,15 @@ class Watched:
 
         def trained(*arguments, **options):
             self.updates.append({"iteration": self.iterations, "micros": []})
-            self.time.spend(UPDATE_S)
             return train_step(*arguments, **options)
 
         def iteration(state, batches):
             self.iterations += 1
             return take_step(state, batches)
 
-        train_step = loop.train_step
         with pytest.MonkeyPatch.context() as patch:
-            for module in (learning, actor):
-                patch.setattr(module, "time", self.time)
             patch.setattr(loop, "make_rollouts", lambda scene, *_: Rollouts(scene, self.run.config.seed))
             patch.setattr(attempt, "log_to", mock.Mock())
-            patch.setattr(Actor, "act", inference)
             patch.setattr(GRPO, "score_rollouts", scored)
             patch.setattr(objective_type, "forward", forwarded)
             patch.setattr(TrainableOptimizer, "step", updated)
@@ -118,11 +101,8 @@ class Watched:
             line, _ = played[failed]
             played[failed] = {**dict.fromkeys(line), "task": line["task"], "seed": 7, "error": "died"}, None
         lines = {number: line for number, (line, _) in played.items() if number != failed}
-        play = {"iteration": self.iterations, "explores": explores, "lines": lines, "inferences": self.inferences}
-        play["failed"] = len(played) - len(lines)
-        self.plays.append(play)
-        self.inferences = 0
-        self.time.spend(PLAY_S if explores else HELD_OUT_S)
+        play = {"iteration": self.iterations, "explores": explores, "lines": lines}
+        self.plays.append(play | {"failed": len(played) - len(lines)})
         return played
 
     @torch.no_grad()
@@ -211,21 +191,6 @@ def plainly(watched):
                 wins = sum(one[outcome] for one in held_out)
                 line |= {f"held_out_successes{suffix}": wins, f"held_out_interval{suffix}": wilson(wins / HELD_OUT, 2)}
             line["held_out_scenes"] = 2
-        inference_s = INFERENCE_S * sum(play["inferences"] for play in plays)
-        play_s = PLAY_S * len(explored) + INFERENCE_S * sum(play["inferences"] for play in plays if play["explores"])
-        held_out_s = (PLAY_S * len(explored) + HELD_OUT_S * bool(held_out) + inference_s) - play_s
-        scored = bool(iteration) and options.method != "filtered"
-        line |= {
-            "play_s": play_s,
-            "held_out_s": held_out_s,
-            "score_s": SCORE_S * scored,
-            "update_s": UPDATE_S * len(updates),
-            "step_s": play_s + held_out_s + SCORE_S * scored + UPDATE_S * len(updates),
-            "inference_s": inference_s,
-            "waiting_s": play_s + held_out_s - inference_s,
-            "simulation_s": SIMULATION_S,
-            "rendering_s": RENDERING_S,
-        }
         lines.append(line)
     return lines
 
@@ -295,7 +260,9 @@ def test_every_number_is_a_plain_computation(base, tmp_path, method):
     lines, expected = watched.train(), plainly(watched)
     assert [line["step"] for line in lines] == [0, 1, 2] and len(expected) == 3
     for line, plain in zip(lines, expected, strict=True):
-        assert (line.pop("checkpoint_pause_s", None) is not None) == bool(line["step"])
+        seconds = {key for key in line if key.endswith("_s") and key != "checkpoint_pause_s"}
+        assert seconds == {f"{name}_s" for name in TIMES}
+        line = {key: value for key, value in line.items() if not key.endswith("_s")}
         assert line.keys() == plain.keys(), "a key of metrics.jsonl without a plain computation, or one too many"
         for key, value in plain.items():
             near = value if value is None else pytest.approx(value, rel=2e-3, abs=1e-5, nan_ok=True)

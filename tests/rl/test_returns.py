@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from vla_finetuning.envs.two_bins_scene import demonstrate
-from vla_finetuning.plan.demo import demo_scenes, disobeyed
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.rl.values import auroc, auroc_interval
 
@@ -57,27 +55,6 @@ def test_labels_are_above_their_tasks_quantile():
         assert not found[own & (advantage < threshold)].any()
     assert found[corrected].all()
     assert label_positive(advantage, task, corrected, 1.0).all()
-
-
-def test_with_the_demos_truth_as_value_the_labels_are_the_truth():
-    """Which bin was named decides: the value is how near the gripper is to that one."""
-    pairs, share = 20, 0.3
-    wrong = disobeyed(pairs, share)
-    value, length, truth, moving = [], [], [], []
-    for number, scene in enumerate(demo_scenes(pairs)):
-        for given, colour in enumerate(("red", "blue")):
-            is_wrong = bool(wrong[2 * number + given])
-            other = {"red": "blue", "blue": "red"}
-            state, _ = demonstrate(scene, other[colour] if is_wrong else colour)
-            value.append(-np.linalg.norm(state - np.array(scene.place(colour)), axis=1) / 100)
-            length.append(len(state))
-            truth.append(np.full(len(state), not is_wrong))
-            moving.append(np.arange(len(state)) < len(state) - 6)
-    truth, moving, flat = np.concatenate(truth), np.concatenate(moving), np.concatenate(value).astype(np.float32)
-    found = advantages(np.zeros(len(flat), np.float32), flat, np.array(length), 1)
-    # From wherever a gripper starts, the way to one bin leads away from the other, but for its first frames.
-    positive = label_positive(found[moving], np.zeros(moving.sum(), int), np.zeros(moving.sum(), bool), 0.7)
-    assert (positive == truth[moving]).mean() > 0.95
 
 
 def test_auroc_is_the_share_of_pairs_in_the_right_order():
