@@ -5,22 +5,14 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from types import SimpleNamespace
+from typing import Any, Literal, Self
 
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
-from lerobot.utils.constants import (
-    ACTION,
-    OBS_PREFIX,
-    OBS_STATE,
-    REWARD,
-)
+from lerobot.datasets.factory import resolve_delta_timestamps
+from lerobot.utils.constants import ACTION, OBS_PREFIX, OBS_STATE
 
-from vla_finetuning.policies.processors import (
-    EMPTY_CAMERA,
-    DatasetFeature,
-    normalization_mode,
-    policy_feature,
-)
+from vla_finetuning.policies.processors import EMPTY_CAMERA, DatasetFeature, normalization_mode, policy_feature
 from vla_finetuning.policies.registry import family_of
 
 
@@ -62,9 +54,7 @@ class FeatureMatch:
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
-        """Return what the policy is trained on: the dataset's shapes by the policy's keys, masked cameras not among
-        them.
-        """
+        """Return the dataset's shapes by the policy's keys, without masked cameras: what the policy is trained on."""
         return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
 
     def renamed(self, names: Mapping[str, str]) -> Self:
@@ -107,10 +97,9 @@ def match_features(
 ) -> FeatureMatch:
     """Match a dataset's features to a policy's, and fit the configuration to the dataset.
 
-    As LeRobot's `make_policy`, it sets `config.output_features` to the dataset's actions,
-    `config.input_features` if it is empty, and `config.action_feature_names`. LeRobot leaves the shapes of the
-    other robot in the inputs of a pretrained policy; here they are the dataset's. LeRobot takes any cameras
-    as long as one side's are a subset of the other's; here a camera is left out only on request.
+    As LeRobot's `make_policy`, it sets `config.output_features` to the dataset's actions, `config.input_features` if it
+    is empty, and `config.action_feature_names`. LeRobot leaves the other robot's shapes in the inputs of a pretrained
+    policy, and leaves cameras out unasked; here shapes are the dataset's, and a camera is left out only on request.
 
     Args:
         config: the policy's configuration.
@@ -180,10 +169,11 @@ def match_features(
         for key, feature in used.items()
     )
     read = {row.dataset_key for row in rows}
+    metadata: Any = SimpleNamespace(features=[key for key in dataset_features if key in read], fps=fps)
     return FeatureMatch(
         camera_keys=tuple(sources[key] for key in config.image_features if key in cameras),
         rows=rows,
-        delta_timestamps=_delta_timestamps(config, [key for key in dataset_features if key in read], fps),
+        delta_timestamps=resolve_delta_timestamps(config, metadata) or {},
     )
 
 
@@ -276,18 +266,3 @@ def _check_vector(key: str, feature: DatasetFeature, limit_name: str, limit: int
         raise ValueError(f"'{key}' has the shape {shape}; policies need a vector of two or more numbers")
     if limit is not None and shape[0] > limit:
         raise ValueError(f"'{key}' has {shape[0]} dimensions, and the policy takes {limit} ({limit_name})")
-
-
-def _delta_timestamps(config: PreTrainedConfig, dataset_keys: Sequence[str], fps: float) -> dict[str, list[float]]:
-    """Seconds for each windowed key that is read, by the rule of LeRobot's `resolve_delta_timestamps`."""
-    deltas: dict[str, list[float]] = {}
-    for key in dataset_keys:
-        if key == ACTION:
-            indices = config.action_delta_indices
-        elif key == REWARD:
-            indices = config.reward_delta_indices
-        else:
-            indices = config.observation_delta_indices if key.startswith(OBS_PREFIX) else None
-        if indices is not None:
-            deltas[key] = [index / fps for index in indices]
-    return deltas
