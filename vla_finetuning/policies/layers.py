@@ -27,16 +27,13 @@ class LayeredLoss(FlowLoss):
     """A flow matching loss that is computed layer by layer.
 
     Args:
-        policy: in train mode or not; it has no dropout.
-        images, mask_padding: as for `FlowLoss`.
+        policy, images, mask_padding: as for `FlowLoss`.
         attention: the language model and the expert attend as LeRobot computes it, or by PyTorch's
             `scaled_dot_product_attention`: equal up to rounding, without the weights in memory. May be changed later,
             to what `attention.choose_kernel` says.
         checkpointing: keep only what enters each layer, and compute the layer again in backward. The same numbers from
             less memory.
-        compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
-    Attributes:
-        compiler: what `compile` was.
+        compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`; kept as `compiler`.
     """
 
     def __init__(
@@ -64,8 +61,7 @@ class LayeredLoss(FlowLoss):
 
         For hooks that gather and give up parameters around a layer (FSDP2's). A layer is not called as a module here,
         nor by LeRobot (0.6.1, #3767), so its own hooks never fire; those of modules in it would, in the middle of what
-        is compiled. Names of parameters stay what they are. Of the 3.24 B parameters of PI0.5 that train, 3.2 B are in
-        these.
+        is compiled. Names of parameters stay what they are.
         """
         if not self._units:
             for layer in self.layers():
@@ -111,7 +107,7 @@ def heads_of(projection: nn.Module, tokens: Tensor, module: Any) -> Tensor:
 def rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turn (B, heads, tokens, head_dim) by the cosines and sines of each token's place: rotary embeddings."""
     cosines, sines = rotation
-    return heads * cosines + rotate_half(heads) * sines
+    return (heads * cosines + rotate_half(heads) * sines).to(heads.dtype)
 
 
 class Unit(nn.Module):

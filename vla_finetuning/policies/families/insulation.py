@@ -194,7 +194,7 @@ class InsulatedLoss(PI05Loss):
 
 def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
     """Compute a layer of the language model for action tokens: Dynamo's limit of shapes is one for each function."""
-    return suffix_layer(layer, hidden, None, *inputs)
+    return suffix_layer(layer, hidden, *inputs)
 
 
 def _losses(hidden: Tensor, head: Tensor, targets: Tensor, counts: Tensor) -> Tensor:

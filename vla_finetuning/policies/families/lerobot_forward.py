@@ -247,11 +247,7 @@ FAMILIES = (
     XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
     VQBeT("vqbet", as_lerobot=True, offline=True, in_float32=True, sized_by_images=True),
     Queued(
-        "multi_task_dit",
-        as_lerobot=True,
-        tokenizer_option="text_encoder_name",
-        in_float32=True,
-        sized_by_images=True,
+        "multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name", in_float32=True, sized_by_images=True
     ),
     Evo1("evo1", as_lerobot=True, tokenizer_option="vlm_model_name", reads_texts=True),
     VLAJEPA("vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name", reads_texts=True, sized_by_images=True),

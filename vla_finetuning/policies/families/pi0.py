@@ -55,14 +55,12 @@ class PI0Loss(PI05Loss):
 class PI0(PI05):
     """PI0 and types that derive from it."""
 
+    own_loss = PI0Loss
     heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
     before_actions = 1
     # An action chunk's probability, values and guidance would need the state beside images and prompt.
     flow = delays = writes = False
     train_options = PI05.train_options - {"knowledge_insulation"}
-
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return PI0Loss(policy, **options)
 
     def empty_inputs(
         self, config: Any, rows: int, draws: int, device: torch.device | str

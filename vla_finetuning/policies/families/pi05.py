@@ -6,15 +6,14 @@ gradients are those of `PI05Policy.forward`, and these things are left out:
 * In PI0.5 no image or language token (the *prefix*) attends to an action token (the *suffix*). So the
   prefix runs alone, one layer after the other, and hands its keys and values to the suffix. Where nothing
   before the action expert trains, the prefix runs without autograd.
-* Of the prefix's last layer only keys and values are ever used: its query, attention output, MLP and final
-  norm are not computed, and `choose_trainable` freezes their weights along with the two language heads.
+* Of the prefix's last layer only keys and values are ever used: the rest is not computed, and `choose_trainable`
+  freezes its weights along with the two language heads.
 * A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist. One that
   only some rows lack is masked in those.
-* Nothing is read back from the device and nothing is copied to it: noise and times come in as arguments,
-  masks are made from the batch on the device, and no dictionary of Python numbers is built.
-* Attention weights need not be stored: PyTorch's fused attention gives the same result (`attention`).
+* Nothing is read back from the device and nothing is copied to it.
+* Attention weights need not be stored, nor the one head of keys and values repeated (`attention`).
 * Of a perceptron's widest tensors backward has half, and computes the others again (`recompute`); what several
-  products read is cast once for all of them; and the one head of keys and values is not repeated (`attention`).
+  products read is cast once for all of them.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens, P prefix tokens.
 """
@@ -23,13 +22,14 @@ import contextlib
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.common.vla_utils import create_sinusoidal_pos_embedding
-from lerobot.policies.pi_gemma import _gated_residual
+from lerobot.policies.pi_gemma import PiGemmaRMSNorm, _gated_residual
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import (
     ACTION,
@@ -71,10 +71,7 @@ class Prefix:
 
 
 class PI05Loss(LayeredLoss):
-    """PI0.5's loss; loss and gradients are those of `PI05Policy.forward` with the same noise and time.
-
-    Gradients flow into images and language only if something there trains, which is decided at construction:
-    `choose_trainable` first.
+    """PI0.5's loss, made after `choose_trainable`: gradients flow into images and language if something there trains.
 
     Args: as for `LayeredLoss`; `checkpointing` is also on if the configuration asks for `gradient_checkpointing`.
     Attributes:
@@ -95,8 +92,8 @@ class PI05Loss(LayeredLoss):
                 policy.model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.q_proj,
             )
         )
-        self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(_prefix_layer)
-        self._last_keys_values, self._suffix_layer = self._compiled(_last_keys_values), self._compiled(suffix_layer)
+        self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(prefix_layer)
+        self._last_keys_values, self._suffix_layer = self._compiled(keys_values_of), self._compiled(suffix_layer)
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
         """Compute what the action expert needs of images (floats, as `images` makes them) and language."""
@@ -123,9 +120,7 @@ class PI05Loss(LayeredLoss):
             hidden = hidden.to(self._prefix_dtype or hidden.dtype)
             rotation, bias, seen = self._rotation(hidden, prefix.length + number), F.pad(bias, (0, 1)), []
             for layer, (key, value) in zip(language_model.layers, keys_values, strict=True):
-                hidden, key, value = _later_layer(
-                    layer, hidden, None, rotation, bias, key, value, self.attention, again=False
-                )
+                hidden, key, value = later_layer(layer, hidden, rotation, bias, key, value, self.attention)
                 seen.append((key, value))
             keys_values = seen
             hidden, _ = norm(language_model.norm, hidden)
@@ -170,10 +165,7 @@ class PI05Loss(LayeredLoss):
         ]
 
     def _run_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Images and language through the vision tower and the language model.
-
-        LeRobot also masks the rows of padded tokens, which nothing reads; masking their columns is enough.
-        """
+        """Compute images and language: of padded tokens LeRobot also masks the rows, which nothing reads."""
         vlm = self.policy.model.paligemma_with_expert
         language_model = vlm.paligemma.model.language_model
         cameras = [key for key in self.policy.config.image_features if key in batch]
@@ -226,9 +218,9 @@ class PI05Loss(LayeredLoss):
         positions = prefix.length + torch.arange(steps, device=hidden.device)
         rotation = self._rotation(hidden, repeat_rows(positions, draws))
         bias = repeat_rows(self._suffix_bias(prefix, steps), draws)
-        settings = self.attention, not self._checkpointing
+        settings = self.attention, not self._checkpointing, condition
         for layer, (key, value) in zip(expert.layers, prefix.keys_values, strict=True):
-            hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, *settings)
+            hidden = self._run(self._suffix_layer, layer, hidden, rotation, bias, key, value, *settings)
         hidden, _ = norm(expert.norm, hidden, condition)
         with in_float32(hidden):
             return core.action_out_proj(hidden[:, self.before_actions :].to(torch.float32))
@@ -236,9 +228,7 @@ class PI05Loss(LayeredLoss):
     def _suffix_tokens(
         self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix
     ) -> tuple[Tensor, Tensor | None]:
-        """The expert's tokens (B*K, tokens, width), and what its norms are conditioned on, (B*K, width) or
-        (B*K, tokens, width); float32.
-        """
+        """Return the expert's tokens (B*K, tokens, width), and what conditions its norms, (B*K, [tokens,] width)."""
         core = self.policy.model
         condition = F.silu(core.time_mlp_out(F.silu(core.time_mlp_in(embedded_time))))
         return core.action_in_proj(noisy_actions), condition
@@ -259,55 +249,55 @@ class PI05Loss(LayeredLoss):
         return cosines.to(dtype), sines.to(dtype)
 
 
+# A layer's function below is also SmolVLA's. `again`: backward computes again what is cheap to compute
+# (`recompute.feed_forward`).
+
+
 def _vision_layer(layer: Any, hidden: Tensor, again: bool) -> Tensor:
-    """A layer of the vision tower: hidden (N, tokens, width) to hidden. `again` as for `_prefix_layer`."""
     normed = as_multiplied(layer.layer_norm1(hidden), layer.self_attn.q_proj)
     hidden = hidden + layer.self_attn(normed, attention_mask=None)[0]
     normed = as_multiplied(layer.layer_norm2(hidden), layer.mlp.fc1)
     return hidden + (feed_forward(layer.mlp, normed) if again else layer.mlp(normed))
 
 
-def _prefix_layer(
-    layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel, again: bool
+def prefix_layer(
+    layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel, again: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer of the language model: hidden (B, P, width) to hidden, and its keys and values.
-
-    `again`: backward computes again what is cheap to compute (`recompute.feed_forward`).
-    """
-    normed, gate = norm(layer.input_layernorm, hidden)
+    """Compute a layer of the language model: hidden (B, P, width) to hidden, and its keys and values."""
+    normed, _ = norm(layer.input_layernorm, hidden)
     normed = as_multiplied(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
-    attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
-    return _finish_layer(layer, hidden, attended, gate, None, again), key, value
+    attended = attend_rotated(layer.self_attn, normed, rotation, key, value, bias, attention)
+    return finish_layer(layer, hidden, attended, again), key, value
 
 
-def _last_keys_values(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def keys_values_of(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Compute what is used of the language model's last layer: keys and values of hidden (B, P, width)."""
     normed = as_multiplied(norm(layer.input_layernorm, hidden)[0], layer.self_attn.k_proj)
     return _keys_values(layer.self_attn, normed, rotation)
 
 
 def suffix_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
-    """Compute the first result of `_later_layer`."""
-    return _later_layer(layer, hidden, *inputs)[0]
+    """Compute the first result of `later_layer`."""
+    return later_layer(layer, hidden, *inputs)[0]
 
 
-def _later_layer(
+def later_layer(
     layer: Any,
     hidden: Tensor,
-    condition: Tensor | None,
     rotation: tuple[Tensor, Tensor],
     bias: Tensor,
     prefix_key: Tensor,
     prefix_value: Tensor,
     attention: Kernel,
-    again: bool,
+    again: bool = False,
+    condition: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a layer for tokens after the prefix: hidden (B*K, T, width) to hidden, attending to it and each other.
 
     Args:
-        condition: of the norms of the action expert, (B*K, width); None in the language model.
         prefix_key, prefix_value: of B rows.
+        condition: of the norms of PI0.5's action expert, (B*K, width).
     Returns:
         hidden, and all keys and values (B*K, KV heads, P + T, head_dim).
     """
@@ -317,18 +307,20 @@ def _later_layer(
     draws = len(hidden) // len(prefix_key)
     key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
     value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
-    attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
-    return _finish_layer(layer, hidden, attended, gate, condition, again), key, value
+    attended = attend_rotated(layer.self_attn, normed, rotation, key, value, bias, attention)
+    return finish_layer(layer, hidden, attended, again, gate, condition), key, value
 
 
 def norm(layer: Any, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """LeRobot's `PiGemmaRMSNorm` by PyTorch's, on CUDA one kernel for its seven, which keeps its input alone.
+    """Normalise; `PiGemmaRMSNorm` by PyTorch's own: one CUDA kernel for LeRobot's seven, which keeps its input alone.
 
     Args:
         hidden: (N, tokens, width). condition: (N, width), or (N, tokens, width).
     Returns:
         The normed, in the dtype of `hidden`; and, where there is a condition, what the residual is multiplied by.
     """
+    if not isinstance(layer, PiGemmaRMSNorm):
+        return layer(hidden), None
     if condition is None:
         normed = F.rms_norm(hidden.float(), (layer.dim,), 1.0 + layer.weight.float(), layer.eps)
         return normed.type_as(hidden), None
@@ -342,23 +334,20 @@ def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -
     return rotated(heads_of(module.k_proj, normed, module), rotation), heads_of(module.v_proj, normed, module)
 
 
-def _attend(
-    module: Any,
-    normed: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    attention: Kernel,
-) -> Tensor:
-    """Attention of `normed` (B, tokens, width) to keys and values: (B, tokens, heads * head_dim)."""
-    return attend(module, rotated(heads_of(module.q_proj, normed, module), rotation), key, value, bias, attention)
+def attend_rotated(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor], *seen: Any) -> Tensor:
+    """Compute attention of `normed` (B, tokens, width): (B, tokens, heads * head_dim). seen: as of `attend`."""
+    return attend(module, rotated(heads_of(module.q_proj, normed, module), rotation), *seen)
 
 
-def _finish_layer(
-    layer: Any, hidden: Tensor, attended: Tensor, gate: Tensor | None, condition: Tensor | None, again: bool
+def finish_layer(
+    layer: Any,
+    hidden: Tensor,
+    attended: Tensor,
+    again: bool = False,
+    gate: Tensor | None = None,
+    condition: Tensor | None = None,
 ) -> Tensor:
-    """The half of a layer after attention."""
+    """Compute the half of a layer after attention."""
     projected = layer.self_attn.o_proj(as_multiplied(attended, layer.self_attn.o_proj))
     hidden = _gated_residual(hidden, projected, gate)
     normed, gate = norm(layer.post_attention_layernorm, hidden, condition)
@@ -397,6 +386,7 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 class PI05(Family):
     """PI0.5, and the demo's tiny one: every feature is supported."""
 
+    own_loss = PI05Loss
     modes = {
         "heads": frozenset({"heads"}),
         "expert": frozenset({"heads", "action expert"}),
@@ -419,17 +409,13 @@ class PI05(Family):
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
         backbone = {"language model", "vision"}
-        return {
-            "train_expert_only": backbone.isdisjoint(training),
-            "freeze_vision_encoder": "vision" not in training,
-        }
+        return {"train_expert_only": backbone.isdisjoint(training), "freeze_vision_encoder": "vision" not in training}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """Heads, action expert, language model, vision.
 
         Never used in training: both language heads, the language model's final norm, and of its last layer all but what
-        makes keys and values. (LeRobot's own step gives that layer's `q_proj` a gradient of zeros, so its AdamW only
-        decays it; PI0.5's output does not depend on it.)
+        makes keys and values. (LeRobot's AdamW decays that layer's `q_proj`, on which no output depends.)
         """
         language = "model.paligemma_with_expert.paligemma.model.language_model."
         depth = len(policy.model.paligemma_with_expert.paligemma.model.language_model.layers)
@@ -453,7 +439,7 @@ class PI05(Family):
         return parts_by_prefix(policy, prefixes)
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return PI05Loss(policy, **options)
+        return self.own_loss(policy, **options)
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         return sample_noise_and_time(config, rows, seed, step, device)
@@ -519,8 +505,13 @@ class PI05(Family):
 def image_tokens(config: Any) -> int:
     """Positions that a camera's image takes: its patches."""
     # LeRobot 0.6.1 leaves SigLIP's patches as transformers has them; the tiny policy chooses its own.
-    patch = getattr(config, "patch_size", CONFIG_MAPPING["paligemma"]().vision_config.patch_size)
+    patch = getattr(config, "patch_size", None) or _siglip_patch()
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
+
+
+@cache
+def _siglip_patch() -> int:
+    return CONFIG_MAPPING["paligemma"]().vision_config.patch_size
 
 
 FAMILIES = (PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer="google/paligemma-3b-pt-224"),)

@@ -39,12 +39,21 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from util import Draws
-from vla_finetuning.policies.attention import Kernel, Shape, attend
+from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.families.pi0 import PI0
-from vla_finetuning.policies.families.pi05 import Prefix
-from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, PolicyLoss, parts_by_prefix
+from vla_finetuning.policies.families.pi05 import (
+    Prefix,
+    attend_rotated,
+    finish_layer,
+    keys_values_of,
+    later_layer,
+    norm,
+    prefix_layer,
+    suffix_layer,
+)
+from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, parts_by_prefix
 from vla_finetuning.policies.flow import TimeDistribution, over_own_dims, repeat_rows, sample_noise_and_time
-from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
+from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent
 from vla_finetuning.policies.prompts import prompt_lengths
 
 # `VLAFlowMatching.sample_time` of LeRobot 0.6.1, and `apply_rope`.
@@ -61,10 +70,7 @@ class SmolVLALoss(LayeredLoss):
     rows; with MEAN_COUNT, over those of the whole step. With `row_weight` it is, as LeRobot has it there, the mean over
     rows of a row's weight and mean.
 
-    Gradients flow into images and language only if something there trains, which is decided at construction:
-    `choose_trainable` first.
-
-    Args: as for `LayeredLoss`.
+    Gradients flow into images and language if something there trains: it is made after `choose_trainable`.
     """
 
     # Tokens of images that are given by number: their start (two) and end, where the policy marks them.
@@ -86,8 +92,8 @@ class SmolVLALoss(LayeredLoss):
         fake, around = policy.model.fake_image_token, policy.model.global_image_token
         marks = torch.tensor([fake, around, fake], device=policy.model.state_proj.weight.device)
         self.register_buffer("marks", marks, persistent=False)
-        self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(_prefix_layer)
-        self._state_layer, self._suffix_layer = self._compiled(_later_layer), self._compiled(_suffix_layer)
+        self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(prefix_layer)
+        self._state_layer, self._suffix_layer = self._compiled(later_layer), self._compiled(suffix_layer)
         self._cross_layer = self._compiled(_cross_layer)
 
     def layers(self) -> Iterable[nn.Module]:
@@ -147,14 +153,14 @@ class SmolVLALoss(LayeredLoss):
         for layer, _ in self._pairs[:-1]:
             with torch.set_grad_enabled(static):
                 hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention)
-            state, *both = self._run(
+            state, key, value = self._run(
                 self._state_layer, layer, state, state_rotation, bias_of_state, key, value, self.attention
             )
-            keys_values.append((both[0], both[1]))
+            keys_values.append((key, value))
         last = self._pairs[-1][0]
         with torch.set_grad_enabled(static):
-            key, value = _keys_values(last, last.input_layernorm(hidden), rotation)
-        own_key, own_value = _keys_values(last, last.input_layernorm(state), state_rotation)
+            key, value = keys_values_of(last, hidden, rotation)
+        own_key, own_value = keys_values_of(last, state, state_rotation)
         keys_values.append((torch.cat([key, own_key], dim=2), torch.cat([value, own_value], dim=2)))
         return Prefix(keys_values, bias_of_state, length + 1)
 
@@ -262,44 +268,7 @@ def patch_places(rows: int, columns: int, side: int, device: torch.device) -> Te
 
 
 def _vision_layer(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """A layer of the vision tower: hidden (N, tokens, width) to hidden."""
     return layer(hidden, attention_mask=None)
-
-
-def _prefix_layer(
-    layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer of the language model over images and words: hidden (B, P - 1, width) to hidden, its keys and values."""
-    normed = layer.input_layernorm(hidden)
-    key, value = _keys_values(layer, normed, rotation)
-    return _finish(layer, hidden, normed, rotation, key, value, bias, attention), key, value
-
-
-def _later_layer(
-    layer: Any,
-    hidden: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    bias: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    attention: Kernel,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer whose tokens (B*K, tokens, width) attend to the prefix (B rows) and each other.
-
-    Returns:
-        hidden, and all keys and values (B*K, KV heads, P + tokens, head_dim).
-    """
-    normed = layer.input_layernorm(hidden)
-    key, value = _keys_values(layer, normed, rotation)
-    draws = len(hidden) // len(prefix_key)
-    key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
-    value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
-    return _finish(layer, hidden, normed, rotation, key, value, bias, attention), key, value
-
-
-def _suffix_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
-    """Compute the first result of `_later_layer`."""
-    return _later_layer(layer, hidden, *inputs)[0]
 
 
 def _cross_layer(
@@ -311,39 +280,15 @@ def _cross_layer(
     prefix_value: Tensor,
     attention: Kernel,
 ) -> Tensor:
-    """A layer of the expert that attends to the prefix alone, by keys and values that it makes of the prefix's."""
+    """Compute a layer of the expert that attends to the prefix alone, by keys and values made of the prefix's."""
     module, draws = layer.self_attn, len(hidden) // len(prefix_key)
     key, value = (
         repeat_rows(heads_of(projection, prefix_heads.transpose(1, 2).flatten(2), module), draws)
         for projection, prefix_heads in ((module.k_proj, prefix_key), (module.v_proj, prefix_value))
     )
-    return _finish(layer, hidden, layer.input_layernorm(hidden), rotation, key, value, bias, attention)
-
-
-def _finish(
-    layer: Any,
-    hidden: Tensor,
-    normed: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    attention: Kernel,
-) -> Tensor:
-    """Compute all of a layer but the keys and values that it sees."""
-    module = layer.self_attn
-    attended = attend(module, _rotate(heads_of(module.q_proj, normed, module), rotation), key, value, bias, attention)
-    hidden = hidden + module.o_proj(attended)
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
-def _keys_values(layer: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    module = layer.self_attn
-    return _rotate(heads_of(module.k_proj, normed, module), rotation), heads_of(module.v_proj, normed, module)
-
-
-def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    return rotated(heads, rotation).to(heads.dtype)
+    normed, _ = norm(layer.input_layernorm, hidden)
+    attended = attend_rotated(module, normed, rotation, key, value, bias, attention)
+    return finish_layer(layer, hidden, attended)
 
 
 # --- the family -------------------------------------------------------------------------------------------
@@ -355,6 +300,7 @@ LAST_LAYERS = "the language model's last layers"
 class SmolVLA(PI0):
     """SmolVLA and types that derive from it: they take what PI0 takes, images, a prompt and the state."""
 
+    own_loss = SmolVLALoss
     train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"})
     image_options = ("resize_imgs_with_padding", "normalization_mapping")
     without_effect = {
@@ -413,9 +359,6 @@ class SmolVLA(PI0):
         sizes, width = image_sizes(config), _backbone(config.vlm_model_name).text_config.hidden_size
         tokens = [_tokens(config, size) for size in sizes]
         return {key: (number, width) for key, number in zip(config.image_features, tokens, strict=False)}
-
-    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return SmolVLALoss(policy, **options)
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         return sample_noise_and_time(config, rows, seed, step, device, TIMES)
