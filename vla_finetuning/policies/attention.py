@@ -62,14 +62,10 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor,
 
 
 def _fold(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries (B, H, tokens, D) as (B, G, tokens * H / G, D), and the bias that goes with them, in their precision.
-
-    Kernels that take a mask want as many heads of keys as of queries. Heads that share their keys are more queries to
-    them: nothing is copied where G is 1, the order (token, head) being that of the projection's memory. Keys and values
-    repeated for each head would be kept for backward; repeated as views, the memory-efficient kernel computes something
-    else at some lengths (torch 2.11, pytorch/pytorch#191937). Backward divides its work by rows and keys, no longer by
-    heads: on a large GPU that is too little for one or two rows.
-    """
+    """Return queries (B, H, tokens, D) as (B, G, tokens * H / G, D), and the bias that goes with them."""
+    # Kernels that take a mask want as many heads of keys as of queries: heads that share their keys become more
+    # queries, without a copy where G is 1. Keys and values repeated for each head would be kept for backward; repeated
+    # as views, the memory-efficient kernel is wrong at some lengths (torch 2.11, pytorch/pytorch#191937).
     groups = query.shape[1] // key.shape[1]
     folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
     if bias.shape[2] > 1:
@@ -221,11 +217,8 @@ def _computed(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel
 
 
 def _disagreement(actual: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
-    """In words, by how much a result is further off than rounding explains; None if it is not. All float64 (B, ..., D).
-
-    Vector by vector, because a kernel that is wrong at one place of a thousand is wrong. What rounding explains is a
-    few times what it does to eager attention in the same dtype, row by row of the batch.
-    """
+    """Say by how much a result is further off than rounding explains; None if it is not. All float64 (B, ..., D)."""
+    # Vector by vector, because a kernel that is wrong at one place of a thousand is wrong.
     if not torch.isfinite(actual).all():
         return "it is not finite"
     apart, rounding, size = ((t.norm(dim=-1).flatten(1).amax(1)) for t in (actual - exact, eager - exact, exact))

@@ -1,8 +1,7 @@
 """Image augmentation on the device: parameters drawn by row, from the seed and the row's place in the stream.
 
-That place is an epoch and a row in it, so a row's augmentation depends on no worker, batch or restart, and is another
-one in every epoch; and another one for each camera. Parameters are drawn where the frames are, without a word from the
-host, by a counter-based generator in whole numbers: CPU and CUDA draw the same.
+So a row's augmentation depends on no worker, batch or restart, and is another one in every epoch and for each camera.
+Parameters are drawn where the frames are, by a counter-based generator in whole numbers: CPU and CUDA draw the same.
 
 Runs in the training worker, on cameras as floats in [0, 1], before a policy normalises them. Legend: B rows.
 """

@@ -135,11 +135,7 @@ class PolicyLoss(nn.Module):
         return self._training_modules(UNIT)
 
     def _training_modules(self, names: str) -> list[nn.Module]:
-        """Modules whose whole name matches a regular expression, and in which something trains.
-
-        Not those that share a parameter with another one, as an embedding of words with the head that it is tied to:
-        sharded with one of them, it would be two parameters.
-        """
+        """List modules by a regular expression that train, and share no parameter, which FSDP2 would shard twice."""
         places: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             places.setdefault(parameter, []).append(name)
@@ -296,9 +292,7 @@ class Family:
         return self.own_loss(policy, images=images)
 
     def training_state(self) -> dict[str, Tensor]:
-        """Return what its loss adds to the state of the policy, by name, to be read into: saved and resumed, not
-        exported.
-        """
+        """Return what its loss adds to the policy's state, by name, to be read into: resumed, and not exported."""
         return {}
 
     def prepared(
@@ -353,7 +347,7 @@ class Family:
     def prompt_lengths(self, config: PreTrainedConfig, cameras: int) -> tuple[int, ...]:
         """The lengths that prompts are cut to in batches with so many cameras, ascending; none: they stay as they are.
 
-        Where the policy has prompts padded to the longest of a batch, these are all lengths, as `Prepare` pads to one.
+        All lengths where the policy has prompts padded to the longest of a batch, as `Prepare` pads to one.
         """
         longest = "longest" in (getattr(config, name, None) for name in ("pad_language_to", "tokenizer_padding"))
         return tuple(range(1, getattr(config, "tokenizer_max_length", 0) + 1)) if longest else ()
@@ -365,9 +359,7 @@ class Family:
         return ""
 
     def remembers(self, config: PreTrainedConfig) -> str:
-        """Return what its actions are made of besides the present observation, in words, with the option; empty:
-        nothing.
-        """
+        """Return what its actions are made of besides the present observation, in words, with the option."""
         steps = getattr(config, "n_obs_steps", 1)
         return f"with n_obs_steps={steps} looks at past observations too" if steps != 1 else ""
 
@@ -392,9 +384,7 @@ class Family:
     def env_features(
         self, config: PreTrainedConfig, env: Any, features: dict[str, PolicyFeature]
     ) -> dict[str, PolicyFeature]:
-        """Return what `env_processors` show, and the actions that they take, given those of the
-        environment's own ones.
-        """
+        """Return what `env_processors` show, and the actions that they take, by those of the environment itself."""
         return features
 
     # ---- processors and files ----------------------------------------------------------------------------------------

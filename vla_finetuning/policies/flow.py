@@ -44,9 +44,8 @@ def sample_noise_and_time(
 ) -> tuple[Tensor, Tensor]:
     """Draw the flow matching noise and times of one optimizer step, for all its rows.
 
-    They depend on (seed, step, global batch size) alone, so every worker can draw them all and take its
-    rows, and the run does not change with the number of workers or accumulation steps that share a global
-    batch. Drawn on the device, without a host sync; CPU and CUDA generators give different numbers.
+    They depend on (seed, step, global batch size) alone, so every worker draws them all and takes its rows. Drawn on
+    the device, without a host sync; CPU and CUDA generators give different numbers.
 
     Args:
         config: the policy's; gives T, the padded action width and the distribution of the time, which is LeRobot's
@@ -139,9 +138,7 @@ class FlowLoss(PolicyLoss):
                 and `is_read` bool (B,), False where it is zero; the mean's denominator stays the number of rows.
             noise, time: rows of what `Family.draw` returns: float32 (B*K, T, max_action_dim) and float32 (B*K,) or, of
                 chunks whose first actions are given, (B*K, T, 2) as of `give_first_actions`; the K draws of a row one
-                after the other. Images and language are computed once for all K, and the
-                loss is the mean over the draws: another estimator of the same expectation than K = 1, with less
-                variance per row.
+                after the other. Images and language are computed once for all K, whose mean the loss is.
             per_row: the loss of each draw of each row instead, float32 (B*K,), whose mean that is.
         Raises:
             ValueError: no noise or time, draws that are no multiple of the rows, or no camera in the batch.
@@ -200,9 +197,7 @@ class FlowLoss(PolicyLoss):
         raise NotImplementedError
 
     def value_inputs(self, prefix: Any) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Return what `value.ValueHead` takes of a prefix: keys and values of each layer, and the bias
-        of their tokens.
-        """
+        """Return what `value.ValueHead` takes of a prefix: keys and values of each layer, the bias of their tokens."""
         raise NotImplementedError
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:
@@ -238,8 +233,7 @@ def guided_chunk(
 
 @torch.no_grad()
 def continue_chunk(loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, prefix: Tensor | None = None) -> Tensor:
-    """Predict action chunks by LeRobot's sampler, their first actions given: for a policy that was trained with
-    MAX_DELAY.
+    """Predict action chunks by LeRobot's sampler, their first actions given: of a policy trained with MAX_DELAY.
 
     Args:
         batch: B rows for the policy. noise: float32 (B, T, max_action_dim).

@@ -84,15 +84,13 @@ def make_policy_config(
     return config
 
 
-# Of a policy's options by what their names hold, the largest sensible value: far above those of any policy, and below
-# what makes the memory plan, or the features that LeRobot makes of them, take minutes or all memory.
+# Of a policy's options by what their names hold, the largest sensible value: larger ones would have the memory plan,
+# or the features that LeRobot makes of them, take minutes or all memory.
 _LARGEST = {
     r"cameras|depth|layers|blocks|heads|n_obs_steps": 1000,
     r"chunk_size|horizon|n_action_steps|inference_steps|length|timesteps": 100_000,
     r"dim|width|size|tokens|vocab": 10_000_000,
 }
-
-
 # Options of policies that no network can do without.
 _POSITIVE = (
     r"chunk_size|horizon|n_action_steps|n_obs_steps|dim_model|n_heads|max_(state|action)_dim|num_inference_steps"
@@ -101,13 +99,15 @@ _POSITIVE = (
 
 def _check_sizes(config: PreTrainedConfig, source: str) -> None:
     """Refuse sizes that no policy has: of a configuration that came from elsewhere, anything may be asked for."""
+    prefix = f"{source}: " if source else ""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if type(value) is int and value < 1 and re.fullmatch(_POSITIVE, field.name):
-            raise ValueError(f"{f'{source}: ' if source else ''}--policy.{field.name}={value}: must be positive")
-        most = next((limit for names, limit in _LARGEST.items() if re.search(names, field.name)), None)
-        if type(value) is int and most is not None and value > most:
-            prefix = f"{source}: " if source else ""
+        if type(value) is not int:
+            continue
+        if value < 1 and re.fullmatch(_POSITIVE, field.name):
+            raise ValueError(f"{prefix}--policy.{field.name}={value}: must be positive")
+        most = next((limit for names, limit in _LARGEST.items() if re.search(names, field.name)), value)
+        if value > most:
             raise ValueError(f"{prefix}{field.name} is {value:,}, more than the {most:,} that a policy may have")
 
 
@@ -175,9 +175,8 @@ def load_policy(
 ) -> PreTrainedPolicy:
     """Build a policy on the CPU and load its weights, all of them or none.
 
-    LeRobot's own `PI05Policy.from_pretrained` catches every error and goes on with random weights (lerobot
-    0.6.1); this reads the same files, renames keys as it does, and verifies. Runs wherever the policy is
-    needed.
+    LeRobot's own `PI05Policy.from_pretrained` catches every error and goes on with random weights (lerobot 0.6.1);
+    this reads the same files, renames keys as it does, and verifies.
 
     Args:
         folder: a pretrained folder with model.safetensors, or its shards and their index.

@@ -45,8 +45,7 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
 
 
 def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str, ...]:
-    """Return what each name of `options` matched, a line each, once `add_adapters` and what freezes besides have been
-    done.
+    """Return what each name of `options` matched, a line each, after `add_adapters` and what freezes besides.
 
     Raises:
         ValueError: a name that matches no layer, or only layers that training does not use.

@@ -29,13 +29,7 @@ from vla_finetuning.data.hub import require_model
 from vla_finetuning.files import read_foreign_json
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.policies.loading import check_header
-from vla_finetuning.policies.processors import (
-    EMPTY_CAMERA,
-    TOKENIZER_FOLDER,
-    Stats,
-    normalization_mode,
-    required_stats,
-)
+from vla_finetuning.policies.processors import EMPTY_CAMERA, TOKENIZER_FOLDER, Stats, normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
@@ -113,11 +107,7 @@ def make_processors(
             before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
         else:
             tokenizer = _saved_tokenizer(steps)
-        options |= {
-            "pretrained_path": str(folder),
-            "preprocessor_overrides": before,
-            "postprocessor_overrides": after,
-        }
+        options |= {"pretrained_path": str(folder), "preprocessor_overrides": before, "postprocessor_overrides": after}
     if tokenizer is not None:
         _check_named_tokenizer(config, tokenizer)
     try:
@@ -189,9 +179,7 @@ def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int,
 
 
 def _saved_step(folder: Path, name: str) -> dict[str, Any]:
-    """Return what a folder's own preprocessor says of a step, by the step's registered name; nothing
-    where it has none.
-    """
+    """Return what a folder's own preprocessor says of a step, by its registered name; nothing where it has none."""
     file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
     saved = read_foreign_json(file) if file.is_file() else {}
     steps = saved.get("steps") if isinstance(saved, dict) else None
@@ -206,12 +194,9 @@ def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """A folder's saved steps by their registered names, with their options; LeRobot may build all of them.
-
-    LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what
-    the file says, so that a downloaded JSON file could start a program. Only steps of a policy's pipelines are
-    let through, with options that they have.
-    """
+    """Return a folder's saved steps by their registered names, with their options; LeRobot may build all of them."""
+    # LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what the file
+    # says, so that a downloaded JSON file could start a program.
     options_by_step: dict[str, dict[str, Any]] = {}
     for name in (POLICY_PREPROCESSOR_DEFAULT_NAME, POLICY_POSTPROCESSOR_DEFAULT_NAME):
         file = folder / f"{name}.json"

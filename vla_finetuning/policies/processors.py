@@ -23,11 +23,7 @@ from lerobot.processor import (
     RenameObservationsProcessorStep,
     TokenizerProcessorStep,
 )
-from lerobot.utils.constants import (
-    ACTION,
-    IMAGENET_STATS,
-    OBS_IMAGES,
-)
+from lerobot.utils.constants import ACTION, IMAGENET_STATS, OBS_IMAGES
 from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 
@@ -119,9 +115,8 @@ def with_imagenet_stats(stats: Stats, camera_keys: Sequence[str]) -> dict[str, d
 class Prepare:
     """The preprocessor for blocks of rows, in Ray Data tasks on CPUs: all of it but images.
 
-    LeRobot's own pipeline object runs on the block without its cameras, which pass through as they are
-    under the policy's names. It can be pickled, but is not small (PaliGemma's tokenizer is 17 MB): see
-    `training.stream.LazyPickle`.
+    LeRobot's own pipeline object runs on the block without its cameras, which pass through under the policy's names.
+    It can be pickled, but is not small (PaliGemma's tokenizer is 17 MB): see `training.stream.LazyPickle`.
 
     Args:
         preprocessor: from `pipelines.make_processors`.
@@ -176,15 +171,11 @@ class Prepare:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action is not finite, where the row counts.
         """
-        columns = {name: _pictures(batch, key) for key, name in self._cameras.items()} | self.without_cameras(batch)
-        if "is_skipped" in batch:
-            columns["is_read"] = ~batch["is_skipped"]
-        return columns | {key: batch[key] for key in ROW_COLUMNS if key in batch}
+        cameras = {name: _pictures(batch, key) for key, name in self._cameras.items()}
+        return cameras | self.without_cameras(batch) | _handed_on(batch)
 
     def without_cameras(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what LeRobot's pipeline makes of a block but for its cameras: as `__call__`, without what is handed
-        on.
-        """
+        """Return what LeRobot's pipeline makes of a block but for its cameras; raises as `__call__`."""
         rest = {key: value for key, value in batch.items() if key not in self._cameras}
         rows = len(next(iter(batch.values())))
         # The tokenizer refuses to do nothing, so an empty block borrows a row to learn its columns.
@@ -209,9 +200,9 @@ class Prepare:
         data: dict[str, Any] = {}
         for key, value in columns.items():
             if key == "task":
-                data[key] = [instruction for instruction in value if isinstance(instruction, str)]
-                if len(data[key]) != len(value):
-                    raise ValueError(f"'task' holds values that are not strings: {list(value)[:5]}")
+                data[key] = list(value)
+                if not all(isinstance(instruction, str) for instruction in value):
+                    raise ValueError(f"'task' holds values that are not strings: {data[key][:5]}")
             elif value.dtype.kind in "biuf":
                 if value.dtype.kind != "f" and self._renamed.get(key, key) in self._features:
                     # LeRobot's normaliser casts its statistics to what it is given: 0.49 would become 0.
@@ -236,12 +227,9 @@ class Prepare:
             declared = {**config.input_features, **config.output_features}[key].shape
             shape = next((tuple(value.shape) for name, value in stats.items() if name != "count"), declared)
             deltas = config.action_delta_indices if key == ACTION else config.observation_delta_indices
-            window = () if deltas is None else (len(deltas),)
-            row[originals.get(key, key)] = rng.random((1, *window, *shape), dtype=np.float32)
-        deltas = config.observation_delta_indices
-        window = () if deltas is None else (len(deltas),)
+            row[originals.get(key, key)] = rng.random((1, *_window(deltas), *shape), dtype=np.float32)
         for key in self._cameras:
-            row[key] = rng.integers(0, 256, (1, *window, 8, 8, 3), dtype=np.uint8)
+            row[key] = rng.integers(0, 256, (1, *_window(config.observation_delta_indices), 8, 8, 3), dtype=np.uint8)
 
         prepared = with_texts({key: torch.from_numpy(value) for key, value in self(row).items()})
         split = DeviceHalf(preprocessor, config)(prepared)
@@ -256,6 +244,10 @@ class Prepare:
                     f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
                     f"steps {names} cannot be split"
                 )
+
+
+def _window(deltas: Sequence[int] | None) -> tuple[int, ...]:
+    return () if deltas is None else (len(deltas),)
 
 
 @dataclass(frozen=True)
@@ -287,11 +279,7 @@ class PrepareRobots:
     """
 
     def __init__(
-        self,
-        robots: Sequence[PreparedRobot],
-        robot_of: Sequence[int],
-        cameras: Sequence[str],
-        own_widths: bool,
+        self, robots: Sequence[PreparedRobot], robot_of: Sequence[int], cameras: Sequence[str], own_widths: bool
     ):
         self._robots, self._robot_of, self._cameras = tuple(robots), np.asarray(robot_of), tuple(cameras)
         self._own_widths = own_widths
@@ -331,9 +319,13 @@ class PrepareRobots:
         if self._own_widths:
             widths = np.array([layout.widths[ACTION] for layout in self._robots])[robot]
             columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]
-        if "is_skipped" in batch:
-            columns["is_read"] = ~batch["is_skipped"]
-        return columns | {key: batch[key] for key in ROW_COLUMNS if key in batch}
+        return columns | _handed_on(batch)
+
+
+def _handed_on(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what no pipeline makes: which row it is, and whether it was read."""
+    read = {"is_read": ~batch["is_skipped"]} if "is_skipped" in batch else {}
+    return read | {key: batch[key] for key in ROW_COLUMNS if key in batch}
 
 
 def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
@@ -347,10 +339,7 @@ def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
 
 
 def _fixed_shape(step: ProcessorStep) -> ProcessorStep:
-    """Have a tokenizer pad to its longest prompt, not to a block's: the rows of a batch come from several blocks.
-
-    `Family.prompt_lengths` then cuts prompts to the batch's longest.
-    """
+    """Have a tokenizer pad to its longest prompt, not to a block's: a batch's rows come from several blocks."""
     if isinstance(step, TokenizerProcessorStep) and step.padding == "longest":
         step.padding = "max_length"
     return step

@@ -1,13 +1,7 @@
-"""How long prompts are where they are computed with.
+"""Cut prompts, which a tokenizer pads to one length, to one of a few lengths that holds a micro-batch's longest.
 
-A tokenizer pads all to one length, most of it nothing.
-
-A padded token is masked out of every attention, so loss and gradients are the same without it, up to rounding. Batches
-are cut on the host, to one of few lengths, so that shapes are few and the device is not asked. Runs in the training
-worker, before the copy to the device.
-
-The length is that of a micro-batch. The same rows in one micro-batch are the same bits, whichever worker has them and
-after a resume; shared out to micro-batches otherwise, their gradients are the same up to rounding, as ever.
+A padded token is masked out of every attention, so loss and gradients are the same without it, up to rounding. Runs on
+the host in the training worker, before the copy to the device, which is not asked.
 """
 
 from __future__ import annotations
@@ -35,12 +29,9 @@ def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:
 
 
 def _sound(length: int, images: int, steps: int) -> int:
-    """This length, or the next one at which no kernel is known to be wrong.
-
-    Of the numbers of keys that attention sees: in groups of 32 with one left over the memory-efficient kernel is wrong
-    (pytorch/pytorch#191937), in groups of 128 with 64 left over cuDNN's backward has a NaN (#196678); torch 2.11. This
-    can go when the locked versions are without both; should there be others, `attention.choose_kernel` sees them.
-    """
+    """Return this length, or the next one at which no kernel is known to be wrong."""
+    # Where 32 divides the keys but for one, the memory-efficient kernel is wrong (pytorch/pytorch#191937); where 128
+    # does but for 64, cuDNN's backward has a NaN (#196678). torch 2.11; `attention.choose_kernel` sees others.
     while any(keys % 32 == 1 or keys % 128 == 64 for keys in (images + length, images + length + steps)):
         length += ALIGNMENT
     return length

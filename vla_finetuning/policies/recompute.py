@@ -1,8 +1,7 @@
 """Perceptrons of which backward keeps half: GELU, and its product with the other factor, are computed again.
 
-Autograd keeps four tensors of a language model's widest layer for every token: the gate, its GELU, the other factor and
-their product; and two of a vision tower's. Half of them follow from the others by a few operations per number, which
-cost far less than the memory. Values and gradients are the same bits.
+Autograd keeps the gate, its GELU, the other factor and their product for every token. Half of them follow from the
+others by a few operations per number. Values and gradients are the same bits.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Code that comes along with weights: not run, unless the user has said so.
 
 transformers runs Python files of a folder or a Hub repository where a configuration names them (`auto_map`) and
-`trust_remote_code=True` is passed. LeRobot 0.6.1 passes it for what a policy's files name: in the step
-`action_tokenizer_processor` by default, and in pi0_fast, groot, wall_x and gaussian_actor always. So a folder of JSON
-files could run a program. It is decided here instead, at the two places of transformers that every such load passes:
-where it resolves whether code is wanted, and where it executes a file. diffusers has two of the same names.
+`trust_remote_code=True` is passed, as LeRobot 0.6.1 does for what a policy's files name: a folder of JSON files could
+run a program. It is decided here instead, at the two places of transformers, and of diffusers, that every such load
+passes: where it resolves whether code is wanted, and where it executes a file.
 
-A process is guarded from the first load of a policy on, for good: some policies load more at their first batch. Knows
-no policy but for the names of those that bring code by design.
+A process is guarded from the first load of a policy on, for good: some policies load more at their first batch.
 """
 
 from __future__ import annotations
@@ -46,9 +44,7 @@ class RemoteCodeError(ValueError):
 
 
 def brought_along(config: PreTrainedConfig) -> str | None:
-    """Return what a policy of this configuration runs code of, a folder or Hub id; None if its type runs none by
-    design.
-    """
+    """Return the folder or Hub id whose code a policy of this type runs by design; None if it runs none."""
     option = BRINGS_CODE.get(config.type)
     return getattr(config, option, None) if option else None
 

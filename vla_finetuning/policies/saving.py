@@ -12,19 +12,14 @@ import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import DeviceProcessorStep, PolicyProcessorPipeline, TokenizerProcessorStep
-from lerobot.utils.constants import (
-    POLICY_POSTPROCESSOR_DEFAULT_NAME,
-    POLICY_PREPROCESSOR_DEFAULT_NAME,
-)
+from lerobot.utils.constants import POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
 from safetensors.torch import save_file, save_model
 
 from vla_finetuning.files import atomic_folder, let_others_read
 from vla_finetuning.policies.loading import WEIGHTS_FILE
 from vla_finetuning.policies.lora import write_adapters
 from vla_finetuning.policies.meta import meta_policy
-from vla_finetuning.policies.processors import (
-    TOKENIZER_FOLDER,
-)
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import with_float32_masters
 

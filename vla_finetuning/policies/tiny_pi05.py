@@ -1,12 +1,8 @@
 """A PI0.5 small enough to train on a laptop: LeRobot's own `PI05Policy` with other sizes and its own tokenizer.
 
-Importing this module registers `tiny_pi05` with LeRobot, which then finds `TinyPI05Policy` and
-`make_tiny_pi05_pre_post_processors` here by its naming convention, so `make_policy`, `make_pre_post_processors` and
-the `from_pretrained` methods treat it like any policy of theirs. Everything that computes is LeRobot's: the forward
-pass, the flow matching, the sampling, the processors. Only sizes, initial weights and the tokenizer are ours.
-
-It exists for the demo, for rehearsals on a laptop and for tests. It is no pretrained model: it starts from random
-weights and is trained from scratch.
+Importing this module registers `tiny_pi05` with LeRobot, which finds `TinyPI05Policy` and
+`make_tiny_pi05_pre_post_processors` here by its naming convention. Everything that computes is LeRobot's; only sizes,
+initial weights and the tokenizer are ours. It is for the demo, for rehearsals on a laptop and for tests.
 """
 
 import contextlib
@@ -123,61 +119,51 @@ class TinyPI05Policy(PI05Policy):
 
 
 @contextlib.contextmanager
-def _construction_at(config: TinyPI05Config) -> Iterator[None]:
-    """While active, LeRobot builds a PI0.5 of the given sizes.
-
-    LeRobot 0.6.1 takes PI0.5's sizes from a table with two entries (`get_gemma_config`) and writes the vocabulary and
-    SigLIP's sizes as literals into `PaliGemmaWithExpertModel.__init__`, so no configuration reaches them. This replaces
-    the three names through which that constructor builds, for as long as it runs: nothing else of LeRobot is touched,
-    and a finished policy holds nothing of ours. It can go when these sizes become configurable upstream.
-    """
+def _construction_at(sizes: TinyPI05Config) -> Iterator[None]:
+    """Have LeRobot build a PI0.5 of the given sizes."""
+    # LeRobot 0.6.1 takes PI0.5's sizes from a table with two entries and writes the vocabulary and SigLIP's sizes as
+    # literals into `PaliGemmaWithExpertModel.__init__`. This replaces the three names through which that builds.
 
     def gemma_config(variant: str) -> modeling_pi05.GemmaConfig:
         return modeling_pi05.GemmaConfig(
-            config.width, config.depth, config.mlp_dim, NUM_HEADS, NUM_KV_HEADS, config.head_dim
+            sizes.width, sizes.depth, sizes.mlp_dim, NUM_HEADS, NUM_KV_HEADS, sizes.head_dim
         )
 
-    def paligemma(config_hf: Any) -> nn.Module:
-        vision = config_hf.vision_config
-        vision.hidden_size = config.vision_width
-        vision.num_hidden_layers = config.vision_depth
-        vision.num_attention_heads = config.vision_heads
-        vision.intermediate_size = config.vision_mlp_dim
-        vision.patch_size = config.patch_size
-        vision.projection_dim = config_hf.projection_dim = config.width
-        config_hf.text_config.vocab_size = config_hf._vocab_size = config.vocab_size
-        config_hf.image_token_index = config.vocab_size  # as in PI0.5: one past the last token, never looked up
-        return originals["PaliGemmaForConditionalGenerationWithPiGemma"](config=config_hf)
+    def paligemma(config: Any) -> nn.Module:
+        vision = config.vision_config
+        vision.hidden_size = sizes.vision_width
+        vision.num_hidden_layers = sizes.vision_depth
+        vision.num_attention_heads = sizes.vision_heads
+        vision.intermediate_size = sizes.vision_mlp_dim
+        vision.patch_size = sizes.patch_size
+        vision.projection_dim = config.projection_dim = sizes.width
+        config.text_config.vocab_size = config._vocab_size = sizes.vocab_size
+        config.image_token_index = sizes.vocab_size  # as in PI0.5: one past the last token, never looked up
+        return originals["PaliGemmaForConditionalGenerationWithPiGemma"](config=config)
 
-    def expert(config_hf: Any) -> nn.Module:
-        config_hf.vocab_size = config.vocab_size
-        return originals["PiGemmaForCausalLM"](config=config_hf)
+    def expert(config: Any) -> nn.Module:
+        config.vocab_size = sizes.vocab_size
+        return originals["PiGemmaForCausalLM"](config=config)
 
     replacements = {
         "get_gemma_config": gemma_config,
-        "PaliGemmaForConditionalGenerationWithPiGemma": lambda config: paligemma(config),
-        "PiGemmaForCausalLM": lambda config: expert(config),
+        "PaliGemmaForConditionalGenerationWithPiGemma": paligemma,
+        "PiGemmaForCausalLM": expert,
     }
     with _construction_lock:
         originals = {name: getattr(modeling_pi05, name) for name in replacements}
         try:
-            for name, replacement in replacements.items():
-                setattr(modeling_pi05, name, replacement)
+            vars(modeling_pi05).update(replacements)
             yield
         finally:
-            for name, original in originals.items():
-                setattr(modeling_pi05, name, original)
+            vars(modeling_pi05).update(originals)
 
 
 @torch.no_grad()
 def _initialise(policy: TinyPI05Policy) -> None:
-    """Draw weights that suit a narrow network trained from scratch; loading a checkpoint overwrites them.
-
-    Gemma's initialisation has one standard deviation, 0.02, for every width: about right at 2048, but at 64 each layer
-    shrinks its input tenfold. And the expert's adaptive norms start with gates near zero, which suits a pretrained
-    backbone and closes a fresh network: with both as LeRobot has them the demo's task is not learned in several hundred
-    steps. So: variance-preserving linear layers, and gates that start open.
-    """
+    """Draw weights that suit a narrow network trained from scratch: scaled by width, with gates that start open."""
+    # LeRobot's standard deviation of 0.02 has each layer of a width of 64 shrink its input tenfold, and its gates near
+    # zero suit a pretrained backbone: with both the demo's task is not learned in several hundred steps.
     joint = policy.model.paligemma_with_expert
     language_model, expert = joint.paligemma.model.language_model, joint.gemma_expert.model
     for part in (language_model, expert, joint.paligemma.model.multi_modal_projector):
@@ -222,8 +208,7 @@ def split_words(text: str) -> list[str]:
 class TinyPI05TokenizerProcessorStep(TokenizerProcessorStep):
     """LeRobot's tokenizer step with a tokenizer that travels as a list of words inside the step's own JSON.
 
-    So a pretrained folder is complete: nothing to download, no path that breaks when the folder moves. A prompt that
-    does not fit `max_length` is a `ValueError`: truncation would cut off state and the end of the prompt unseen.
+    A prompt that does not fit `max_length` is a `ValueError`: truncation would cut off the state unseen.
     """
 
     tokenizer: Any | None = None
@@ -237,11 +222,7 @@ class TinyPI05TokenizerProcessorStep(TokenizerProcessorStep):
     def _tokenize_text(self, text: str | list[str]) -> dict[str, torch.Tensor]:
         texts = [text] if isinstance(text, str) else list(text)
         encoded = self.input_tokenizer(
-            texts,
-            padding="max_length",
-            max_length=self.max_length,
-            padding_side=self.padding_side,
-            truncation=False,
+            texts, padding="max_length", max_length=self.max_length, padding_side=self.padding_side, truncation=False
         )
         for prompt, ids in zip(texts, encoded["input_ids"], strict=True):
             if len(ids) > self.max_length:
@@ -258,8 +239,7 @@ class TinyPI05TokenizerProcessorStep(TokenizerProcessorStep):
 def make_tiny_pi05_pre_post_processors(
     config: TinyPI05Config, dataset_stats: Mapping[str, Mapping[str, Any]] | None = None
 ) -> tuple[
-    PolicyProcessorPipeline[dict[str, Any], dict[str, Any]],
-    PolicyProcessorPipeline[PolicyAction, PolicyAction],
+    PolicyProcessorPipeline[dict[str, Any], dict[str, Any]], PolicyProcessorPipeline[PolicyAction, PolicyAction]
 ]:
     """PI0.5's processors (the same steps in the same order) with the tokenizer of `config.vocabulary`."""
     relative = RelativeActionsProcessorStep(
@@ -308,12 +288,10 @@ def make_tiny_base(
     Args:
         folder: to create; must not exist.
         features: the dataset's features, as dicts or objects with `dtype`, `shape` and `names`. All RGB cameras,
-            `observation.state` and `action` are used; depth cameras and other columns are not, as PI0.5 has no input
-            for them.
+            `observation.state` and `action` are used.
         tasks: the dataset's instructions; the tokenizer's words are theirs.
-        stats: the dataset's statistics; `observation.state` and `action` need PI0.5's quantiles `q01` and `q99`. None
-            leaves them out of the processors: the user of the folder then gives them (LeRobot's
-            `preprocessor_overrides`).
+        stats: the dataset's statistics; `observation.state` and `action` need PI0.5's quantiles `q01` and `q99`. None:
+            the user of the folder gives them (LeRobot's `preprocessor_overrides`).
         fps: frames per second of the dataset.
         chunk_size: actions per prediction; None is one second of them, at most PI0.5's 50.
         seed: of the initial weights. The process's random state is left alone.

@@ -1,8 +1,7 @@
 """Load a tokenizer that came from elsewhere in a process that may take so much time and memory, before this one does.
 
 Expressions and replacements in a tokenizer.json can take any time and memory for a short text, and the `tokenizers`
-library has no limits. The process imports that library alone: 0.1 s, and 0.7 s
-for a vocabulary of 257,000.
+library has no limits. The process imports that library alone: 0.7 s for a vocabulary of 257,000.
 """
 
 from __future__ import annotations

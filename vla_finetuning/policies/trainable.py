@@ -108,10 +108,9 @@ def with_float32_masters(policy: PreTrainedPolicy) -> PreTrainedPolicy:
 
 
 def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
-    """Take away what a policy never uses in training and `choose_trainable` froze. Returns the names.
+    """Take away what a policy never uses in training and `choose_trainable` froze; return the names.
 
-    Of PI0.5 0.9 B of 4.1 B parameters, 1.7 GiB in bfloat16, that no training process need hold. The family's loss gives
-    the same numbers without them; LeRobot's own `forward` does not run any more.
+    The family's loss gives the same numbers without them; LeRobot's own `forward` does not run any more.
     """
     parts = family_of(policy.config).parts(policy)
     names = [n for n, p in policy.named_parameters() if not p.requires_grad and parts.get(n) == UNUSED]
@@ -124,11 +123,9 @@ def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
 def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
     """Cast the weights that do not train to `dtype`, in place; what trains keeps its precision.
 
-    For bfloat16 on GPUs, under autocast: without it, autocast would cast the float32 weights again in every
-    step. What autocast computes in float32 keeps it, as in LeRobot's own bfloat16 policy: the norms, and what
-    the vision tower starts from, patches and positions. From these the residual stream has its precision, so
-    the features of images are to the bit those of float32 weights under autocast. The heads keep it too: losses
-    compute some of them without autocast, and under adapters they are frozen.
+    For bfloat16 on GPUs, under autocast, which would cast the float32 weights again in every step. What autocast
+    computes in float32 keeps it: the norms, and what the vision tower starts from, patches and positions, which give
+    the residual stream its precision. The heads keep it too: losses compute some of them without autocast.
     """
     heads = {name for name, part in family_of(policy.config).parts(policy).items() if part == "heads"}
     unchanged = {

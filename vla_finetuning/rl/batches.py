@@ -39,9 +39,7 @@ def everyone(mine: Tensor) -> Tensor:
 
 
 def filled_up(columns: Batch) -> Batch:
-    """Return a rank's columns, or one row of zeros in the form of other ranks' where it has none. Every rank must call
-    it.
-    """
+    """Return a rank's columns, or a row of zeros in the form of other ranks' where it has none; all must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return columns
     forms: list[Any] = [None] * dist.get_world_size()

@@ -1,8 +1,7 @@
 """Rows of a dataset beside a policy's own chunks: half of what filtered imitation learns from.
 
-The rows are a stream in the plan's shuffled order, each once per epoch of the dataset. An update takes the next ones of
-the stream, as many as it has decisions of the policy's own; where the next update begins is a number, which checkpoints
-have (`Progress.rows`). Ranks take rows in turn.
+The rows are a stream in the plan's shuffled order, each once per epoch of the dataset. An update takes the next ones,
+as many as it has decisions of the policy's own; checkpoints have where the next update begins (`Progress.rows`).
 
 Legend: T chunk, A action.
 """

@@ -85,11 +85,7 @@ class PPO(GRPO):
             rows = np.flatnonzero(episodes == episode)  # one after the other
             number, options = int(group.numbers[episode]), self.options
             pair = advantages_and_targets(
-                group.rewards[number],
-                values[rows].tolist(),
-                options.gamma,
-                options.gae_lambda,
-                after.get(number, 0.0),
+                group.rewards[number], values[rows].tolist(), options.gamma, options.gae_lambda, after.get(number, 0.0)
             )
             estimates[:, rows] = torch.stack([*map(torch.tensor, pair), values[rows]])
         advantage, target, value = everyone(estimates.to(self.sums.device)).sum(dim=0).cpu()
@@ -113,10 +109,7 @@ class PPO(GRPO):
             target, value = rollouts.values["target"], rollouts.values["value"]
             unexplained = (target - value).var(correction=0)
             explained = float(1.0 - unexplained / target.var(correction=0).clamp(min=1e-12))
-        return super().metrics(rollouts, totals) | {
-            "value_loss": totals.value_loss,
-            "explained_variance": explained,
-        }
+        return super().metrics(rollouts, totals) | {"value_loss": totals.value_loss, "explained_variance": explained}
 
 
 METHOD = PPO
