@@ -119,6 +119,18 @@ def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
     assert row == len(dataset)
 
 
+def test_what_is_learned_is_the_same_without(run, base, tmp_path):
+    plain = resolved(base, tmp_path / "run", **OPTIONS)
+    assert train_as(plain)
+    losses = [
+        [json.loads(line)["loss"] for line in (one.job.output_dir / "metrics.jsonl").read_text().splitlines()[1:]]
+        for one in (run, plain)
+    ]
+    assert losses[0] == losses[1]
+    assert not (plain.job.output_dir / "rollouts").exists()
+    assert dataset_of(plain) is None
+
+
 def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
     written = []
 
