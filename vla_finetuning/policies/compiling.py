@@ -47,12 +47,10 @@ class Compiler:
     """Makes compiled functions of functions, for as long as every one of them compiles and runs.
 
     Before its first use a function is tried on its own arguments, forward and backward. When that fails, one warning
-    says why, and from then on all functions of this compiler run as they are written: what the failed try computed is
-    used for nothing. Later failures are errors like any other.
+    says why, and from then on all functions of this compiler run as they are written. Later failures are errors.
 
-    Shapes are compiled in as they are found, and each time is logged. Layers of one class share the code, so it is
-    compiled once for all. Where a function would be compiled for more than `most` shapes, one warning says so and the
-    run goes on without.
+    Each shape is compiled, and logged, once for all layers of a class. Where a function would be compiled for more than
+    `most` shapes, one warning says so and the run goes on without.
 
     Args:
         backend: `torch.compile`'s.

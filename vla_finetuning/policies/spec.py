@@ -166,10 +166,8 @@ class PolicySpec:
         return None if fetchable else self.folder
 
     def folder_here(self) -> Path | None:
-        """The folder on this node, fetched if it is not there.
-
-        Of a place in a bucket it may be there because another process is fetching it.
-        """
+        """The folder on this node, fetched if it is not there."""
+        # Of a place in a bucket it may be there because another process is fetching it.
         if self.folder is None or (self.folder.is_dir() and "://" not in str(self.base["path"])):
             return self.folder
         return fetch_pretrained(self.base["path"], self.base["revision"])[0]

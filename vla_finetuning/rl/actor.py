@@ -140,10 +140,8 @@ class StochasticActor:
         return [self._rows[key] for key in zip(episodes.tolist(), decisions.tolist(), strict=True)]
 
     def columns(self) -> dict[str, Tensor]:
-        """Everything remembered, on the host; a row for each decision in the order in which they were made.
-
-        It is handed over, and given up as it is copied: memory of a new tensor counts from when it is written.
-        """
+        """Hand over everything remembered, on the host; a row for each decision, in their order."""
+        # Each part is given up as it is copied: memory of a new tensor counts from when it is written.
         recorded, self._recorded = self._recorded, []
         columns = {}
         for key in list(recorded[0]) if recorded else ():

@@ -1,9 +1,8 @@
 """What an iteration's episodes teach: the decisions of all ranks, cut into minibatches and micro-batches.
 
-All ranks know how every episode went, and so the whole table of decisions; each holds the columns of its own groups. A
-minibatch is a piece of one permutation of the table, a function of the episodes and the seed, whatever the number of
-workers. A rank computes its own rows of it, in as many micro-batches as the rank that has most: where one has fewer,
-rows of weight zero fill up, and every sum is divided by the rows of all ranks.
+All ranks know the whole table of decisions; each holds the columns of its own groups. A minibatch is a piece of one
+permutation of the table, a function of the episodes and the seed. A rank computes its own rows of it, in as many
+micro-batches as the rank that has most: rows of weight zero fill up, and sums are divided by the rows of all ranks.
 
 Legend: N groups, G episodes of a group, E = N G, R rows (decisions) to learn from, W ranks.
 """
@@ -220,10 +219,7 @@ class RolloutBatch:
                     yield rows, self._batch(self._place[rows])
 
     def last_states(self, group: RolloutGroup) -> Iterator[tuple[list[int], Batch]]:
-        """Yield numbers of this rank's episodes whose time was over, and what was seen then, on the device.
-
-        Only with `Playing.bootstraps` was it seen. It comes after the decisions of the episode.
-        """
+        """Yield numbers of this rank's episodes whose time was over, and what was seen then (`Playing.bootstraps`)."""
         ended = [number for number in sorted(group.truncated) if number in group.numbers]
         size = self._config.batch_size
         for numbers in (ended[first : first + size] for first in range(0, len(ended), size)):
@@ -231,10 +227,7 @@ class RolloutBatch:
             yield numbers, self._batch(np.array(self._columns_of(np.array(numbers), after)))
 
     def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:
-        """Yield each minibatch of a pass: its rows on all ranks, this rank's micro-batches: how many, and one by one.
-
-        A micro-batch is on the device from when it is asked for; a minibatch of images is gigabytes.
-        """
+        """Yield each minibatch of a pass: its rows on all ranks, how many micro-batches this rank has, and these."""
         minibatches = list(self._minibatches(number))
         if self._demonstrations is None:
             for minibatch in minibatches:

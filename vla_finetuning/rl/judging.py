@@ -26,8 +26,8 @@ Columns = dict[str, np.ndarray]
 class Judge:
     """The value function of a checkpoint, in a process of its own; an actor of Ray Data.
 
-    A block's rows are judged in batches of `rows` from its first one on, the last one filled up, with prompts padded to
-    one length: which process judges a block, and when, changes no bit of its values.
+    A block's rows are judged in batches of `rows`, the last one filled up, with prompts padded to one length: which
+    process judges a block, and when, changes no bit of its values.
     """
 
     def __init__(self, spec: PolicySpec, checkpoint: Path, rows: int, use_gpu: bool):

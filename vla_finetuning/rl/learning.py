@@ -68,8 +68,6 @@ class Times:
         """Gather the means over all ranks, of simulation and rendering the sum over all processes. All must call it.
 
         Means add up to the iteration; the slowest ranks of each phase would not, as one waits for another in the next.
-
-        `played` and `held_out` are inference and waiting for environments; held-out episodes count only there.
         """
         self.spent["step"] = time.perf_counter() - self._began
         names = ("play", "score", "update", "held_out", "step")

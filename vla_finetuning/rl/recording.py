@@ -1,8 +1,8 @@
 """The episodes that a policy learned from, as a LeRobot dataset (`grpo.py --grpo.record_dataset`).
 
-Each training process writes down what its episodes began with and which actions they executed, a file per iteration:
-an iteration that is played again after a failure replaces its file. When the run is done they are played again from
-these actions, with rendering on, in tasks of the cluster (`evaluation/recording.py`): learning waits for nothing.
+Each training process writes down what its episodes began with and which actions they executed, a file per iteration,
+which is replaced when that is played again. When the run is done all are played again from these actions, with
+rendering on, in tasks of the cluster (`rollouts/recording.py`).
 """
 
 from __future__ import annotations

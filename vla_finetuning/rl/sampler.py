@@ -13,10 +13,9 @@ Only the real dimensions of an action are random; what pads them to the policy's
 but the network's own is float32.
 
 Given x, a step's Gaussian is independent over positions of the chunk and dimensions of an action, so the density of the
-first E positions of a step, those that are executed, is the product over these alone: exactly the conditional density
-of what moves the robot, whatever the others do. A decision is scored by these. In the last step nothing is lost: no
-other position can change what is executed. In earlier steps the others do change, by the network's attention, what is
-executed; leaving out their factors there too is an approximation, as in pi-RL's code.
+first E positions of a step, those that are executed and scored, is the product over these alone. In the last step
+nothing is lost by that. In earlier steps the other positions change, by the network's attention, what is executed;
+leaving out their factors there too is an approximation, as in pi-RL's code.
 
 Legend: B rows, K steps of the walk, S of them random and recorded, T chunk, E of it executed, A action, W the padded
 action width.

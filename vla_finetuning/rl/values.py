@@ -297,7 +297,7 @@ def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
 
 
 def _episodes_worth(episode: np.ndarray) -> float:
-    """How many episodes of one length say as much as these frames, if those of an episode say the same (Kish)."""
+    """Return how many episodes say as much as these frames, if those of an episode say the same (Kish)."""
     frames = np.unique(episode, return_counts=True)[1]
     return float(frames.sum() ** 2 / (frames**2).sum())
 

@@ -74,10 +74,7 @@ class GRPO(Objective):
         self.score_rollouts(rollouts, start)
 
     def score_rollouts(self, rollouts: RolloutBatch, start: Objective | None) -> None:
-        """Add log-probabilities before the first update, by the learner itself and in the first pass's micro-batches.
-
-        Computed as they will be computed again, so that the first ratio is 1 and not nearly 1.
-        """
+        """Add log-probabilities before the first update, in the first pass's micro-batches: the first ratio is 1."""
         # Also on a rank with nothing to learn from, whose row of weight zero needs them.
         for name, shape in self.row_shapes(rollouts.columns, start).items():
             rollouts.values[name] = torch.zeros(rollouts.rows, *shape)
