@@ -20,7 +20,6 @@ from vla_finetuning.data.frames import movement_keys
 from vla_finetuning.data.idle import runs_kept
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.quantiles import Source, exact_stats, sample_rows
-from vla_finetuning.data.relative_actions import RelativeActions, check_relative
 from vla_finetuning.data.statistics import STATISTICS, complete_stats, digest, episode_arrays, files_of
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.datasets import find_datasets
@@ -111,18 +110,23 @@ def assert_same_rows(run, other):
         np.testing.assert_array_equal(found[key], values)
 
 
+def assert_same_statistics(run, other):
+    (expected,), (found,) = run.robots, other.robots
+    assert found.missing_stats == expected.missing_stats and found.stats.keys() == expected.stats.keys()
+    for key, values in expected.stats.items():
+        for name, value in values.items():
+            np.testing.assert_array_equal(found.stats[key][name], value, err_msg=f"{key} {name}")
+
+
 def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings):
     stored = {"dataset.statistics": "stored"}
     plain, own = (
         resolved(setting, **stored, **more) for setting, more in zip(settings, ({}, {"rename_map": MAP}), strict=True)
     )
     assert_same_rows(plain, own)
-    assert own.robots[0].missing_stats == plain.robots[0].missing_stats and own.robots[0].rename_map == {}
-    assert own.robots[0].stats.keys() == plain.robots[0].stats.keys()
-    for key, values in plain.robots[0].stats.items():
-        for name, value in values.items():
-            np.testing.assert_array_equal(own.robots[0].stats[key][name], value)
-    assert json.loads(json.dumps(own.config.rename_map)) == json.loads(MAP), "what a resumed run is started with"
+    assert own.robots[0].rename_map == {}
+    assert_same_statistics(plain, own)
+    assert own.config.rename_map == json.loads(MAP), "what a resumed run is started with"
 
 
 def test_losses_and_exported_processors_are_those_of_lerobots_names(settings, split, tmp_path):
@@ -186,26 +190,18 @@ def test_a_state_in_several_features_is_that_of_one(settings, split, statistics)
     more = {"dataset.statistics": statistics}
     plain, joined = resolved(settings[0], **more), resolved(split, **more, **JOINED)
     assert_same_rows(plain, joined)
-    assert joined.robots[0].missing_stats == plain.robots[0].missing_stats
-    assert joined.robots[0].stats.keys() >= {"observation.state", "action"}
-    for name, value in plain.robots[0].stats["observation.state"].items():
-        np.testing.assert_array_equal(joined.robots[0].stats["observation.state"][name], value, err_msg=name)
+    assert_same_statistics(plain, joined)
     assert joined.rows.metas[0].features["observation.state"].names == ("joint_0", "joint_1", "joint_2", "joint_3")
 
 
 ACTIONS = {"action.gripper": [2], "action.arm": [0, 1]}
 
 
-@pytest.fixture(scope="module")
-def parted(settings):
-    """The dataset with its action in two columns, as AgiBot's and DROID's."""
-    folder, own, base = settings[0][0].parent / "d", settings[0][0].parent / "parted", settings[0][2]
-    make_dataset(own, episodes=(6, 5, 4), cameras=CAMERAS)
-    return folder, split_state(own, ACTIONS, "action"), base
-
-
-def test_an_action_in_several_columns_is_that_of_one(settings, parted):
-    """The error proposes the map; rows, statistics and losses are those of the whole action."""
+def test_an_action_in_several_columns_is_that_of_one(settings):
+    """As AgiBot's and DROID's. The error proposes the map; rows and statistics are those of the whole action."""
+    folder, base = settings[0][0].parent, settings[0][2]
+    root = make_dataset(folder / "parted", episodes=(6, 5, 4), cameras=CAMERAS)
+    parted = folder / "d", split_state(root, ACTIONS, "action"), base
     with pytest.raises(ValueError, match="no feature is called action;") as refused:
         resolved(parted)
     proposed = json.loads(re.search(r"--rename_map '(.*)' gives them", str(refused.value))[1])
@@ -214,8 +210,7 @@ def test_an_action_in_several_columns_is_that_of_one(settings, parted):
     more = {"dataset.statistics": "stored"}
     plain, joined = resolved(settings[0], **more), resolved(parted, **more, **ordered)
     assert_same_rows(plain, joined)
-    for name, value in plain.robots[0].stats["action"].items():
-        np.testing.assert_array_equal(joined.robots[0].stats["action"][name], value, err_msg=name)
+    assert_same_statistics(plain, joined)
     assert joined.rows.metas[0].features["action"].names == ("motor_0", "motor_1", "motor_2")
 
 
@@ -257,46 +252,26 @@ def test_two_observations_of_one_name_are_still_refused(settings):
         resolved(settings[1], rename_map=json.dumps({**json.loads(MAP), **names}))
 
 
-def test_computed_statistics_of_a_joined_state_are_those_of_one(settings, split, monkeypatch):
-    plain = load_metadata(settings[0][1])
-    (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
+def test_a_joined_state_is_summed_up_looked_at_and_moved_as_one(settings, split, monkeypatch):
+    """By every reader of numbers."""
     monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
-    required = {"observation.state": set(STATISTICS)}
-    exact, as_lerobot = [], []
-    for meta in (plain, joined):
-        of_rows, _ = exact_stats([Source(meta, meta.episode_index, 1.0)], ["observation.state"], cache_dir=None)
-        exact.append(of_rows["observation.state"])
-        found, _ = complete_stats(replace(meta, stats={}), required, cache_dir=None)
-        as_lerobot.append(found["observation.state"])
-    for one, other in (exact, as_lerobot):
-        assert one.keys() == other.keys() and len(one) == len(STATISTICS)
-        for name, value in one.items():
-            np.testing.assert_array_equal(other[name], value, err_msg=name)
-
-
-def test_a_joined_state_is_looked_at_moved_and_made_relative_as_one(settings, split):
     plain = load_metadata(settings[0][1])
     (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
-    keys, everything = ["observation.state", "action"], plain.episode_index
-    for (expected, _), (found, _) in [[sample_rows(meta, everything, keys) for meta in (plain, joined)]]:
-        for key in keys:
-            np.testing.assert_array_equal(found[key], expected[key])
-    of_both = [runs_kept(meta, everything, movement_keys(meta), 0.3) for meta in (plain, joined)]
-    np.testing.assert_array_equal(*of_both)
-    assert joined.stats["observation.state"].keys() == plain.stats["observation.state"].keys()
-    how = RelativeActions(2, (True, True, False))
-    for meta in (plain, joined):
-        check_relative(meta, how, everything)
-    of_files = [
-        [
-            arrays
-            for file in files_of(meta, everything)
-            for _, arrays in episode_arrays(meta.fs, features=[meta.features[key] for key in keys], **file)
-        ]
-        for meta in (plain, joined)
-    ]
-    for expected, found in zip(*of_files, strict=True):
-        np.testing.assert_array_equal(found["observation.state"], expected["observation.state"])
+    key, everything = "observation.state", plain.episode_index
+
+    def read(meta):
+        exact, _ = exact_stats([Source(meta, everything, 1.0)], [key], cache_dir=None)
+        as_lerobot, _ = complete_stats(replace(meta, stats={}), {key: set(STATISTICS)}, cache_dir=None)
+        assert exact[key].keys() == as_lerobot[key].keys() == set(STATISTICS)
+        yield from (exact[key][name] for name in STATISTICS)
+        yield from (as_lerobot[key][name] for name in STATISTICS)
+        yield sample_rows(meta, everything, [key])[0][key]
+        yield runs_kept(meta, everything, movement_keys(meta), 0.3)
+        for file in files_of(meta, everything):
+            yield from (arrays[key] for _, arrays in episode_arrays(meta.fs, features=[meta.features[key]], **file))
+
+    for expected, found in zip(read(plain), read(joined), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_the_order_of_a_joined_state_is_the_flags_own_and_tells_statistics_apart(split):

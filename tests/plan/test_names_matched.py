@@ -14,7 +14,6 @@ from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.policies.augment import lerobot_step
 from vla_finetuning.policies.lora import add_adapters
-from vla_finetuning.policies.registry import FAMILIES
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 RELATIVE = {"policy.use_relative_actions": "true"}
@@ -72,17 +71,9 @@ def test_the_plan_says_what_layers_adapters_are_in(setting):
     run = resolved(setting, **flags)
     plan, policy = describe(run), run.policy.start()
     add_adapters(policy, run.policy.adapters)
-    for name in ("q_proj", "v_proj"):  # counted by plain iteration
-        adapters = [
-            (key, of.numel())
-            for key, of in policy.named_parameters()
-            if f".{name}.lora_" in key and not key.startswith("model.paligemma_with_expert.gemma_expert.lm_head")
-        ]
-        layers = {key.partition(".lora_")[0] for key, _ in adapters}
-        assert f"adapters in '{name}': " in plan
-        line = next(line for line in plan.splitlines() if f"adapters in '{name}': " in line)
-        count, in_layers = int(line.split(": ")[1].split()[0].replace(",", "")), int(line.split(" in ")[2].split()[0])
-        assert 0 < count <= sum(number for _, number in adapters) and 0 < in_layers <= len(layers)
+    adapters = [key for key, _ in policy.named_parameters() if ".lora_" in key]
+    for name in ("q_proj", "v_proj"):
+        assert f"adapters in '{name}': " in plan and any(f".{name}.lora_" in key for key in adapters)
     assert "all of 'action_out_proj': " in plan
 
 
@@ -97,10 +88,6 @@ def test_the_plan_says_what_layers_adapters_are_in(setting):
 def test_layers_that_are_not_there_are_refused(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         resolved(setting, **flags)
-
-
-def test_an_option_of_a_policy_that_names_a_column_is_refused_where_rows_have_none():
-    assert "domain_feature_key" in FAMILIES["xvla"].without_effect
 
 
 # ---- tasks and episodes --------------------------------------------------------------------------------------------
