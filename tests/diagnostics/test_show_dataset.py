@@ -251,18 +251,15 @@ def test_statistics_of_long_episodes_are_told_by_all_of_them(tmp_path, monkeypat
     root = make_dataset(tmp_path / "data", episodes=(300, 400), cameras={})
     edit_rows(root, "action", lambda action, episode, frame: action.__setitem__(frame < 60, action[frame < 60] * 0.01))
     describe_truly(root)
-    monkeypatch.setattr(dataset_look, "EPISODE_ROWS", 50)
+    monkeypatch.setattr(dataset_look, "SAMPLE_ROWS", 100)
     look = look_at(load_metadata(root))
     assert [finding for finding in look.findings if finding.kind == "statistics"] == []
-    assert 0 < look.outside["action"].max() < 0.05
-    assert look.rows == 100 and [len(v) for v in look.curves.values()] == [50, 50]
-    assert "of episodes longer than 50 rows, the first, and for ranges and statistics as many of all" in look.sample
-    # However few rows may be held at once.
+    assert 0 < look.outside["action"].max() < 0.05 and look.rows == 300
+    # Where an episode is more than may be held at once, nothing is said of them.
     row_bytes = dataset_look.looking_source(load_metadata(root), []).row_bytes()
     monkeypatch.setattr(dataset_look, "SAMPLE_BYTES", 60 * row_bytes)
-    monkeypatch.setattr(dataset_look, "EPISODE_ROWS", 30)
     again = look_at(load_metadata(root))
-    assert again.outside["action"].max() < 0.1 and again.rows == 30 * len(again.episodes)
+    assert again.rows == 60 and not again.outside and "statistics" not in {f.kind for f in again.findings}
 
 
 def test_an_outlier_is_marked_in_chart_and_table(copy, tmp_path):
@@ -346,10 +343,9 @@ def test_a_large_dataset_is_sampled_and_the_page_says_so(clean, monkeypatch, tmp
     assert sample_episodes(np.array([10**7]), 20_000).tolist() == [0]
 
     monkeypatch.setattr(dataset_look, "SAMPLE_ROWS", 25)
-    monkeypatch.setattr(dataset_look, "EPISODE_ROWS", 10)
     look = look_at(load_metadata(clean))
-    assert look.episodes.tolist() == [0, 3] and look.rows == 20
-    assert "20 of 43 rows" in look.sample and "2 of 4 episodes" in look.sample
+    assert len(look.episodes) == 2
+    assert f"{look.rows} of 43 rows" in look.sample and "2 of 4 episodes" in look.sample
     assert main([str(clean), "--output", str(tmp_path / "page.html")]) == 0
     assert look.sample in check_page((tmp_path / "page.html").read_text()).text
 
@@ -525,5 +521,6 @@ def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path
     write_json(tmp_path / "run.json", {"datasets": [{"root": str(clean)}]})
     for options, said in ((Config(), False), (config_of(show_dataset.AUGMENTATIONS["openpi"]), True)):
         write_json(tmp_path / "config.json", options.to_json())
-        (look,) = look_at_datasets(tmp_path)
-        assert look["augmented"] is said and len({image["uri"] for image in look["cameras"][0]["images"]}) > 1
+        (drawn,) = look_at_datasets(tmp_path)
+        assert drawn["look"].sheet[0].is_augmented is said
+        assert len({image["uri"] for image in next(iter(drawn["images"].values()))}) > 1

@@ -94,7 +94,7 @@ class Option:
 
     def read(self, text: str) -> Any:
         """The text of a flag as a value of the option. Raises ValueError if it is invalid."""
-        for value in _readings(text):
+        for value in readings(text):
             with suppress(ValueError):
                 return self._bounded(as_kind(self.annotation, value))
         raise ValueError(self._refused(text))
@@ -261,8 +261,8 @@ def as_kind(annotation: Any, value: Any) -> Any:
     raise ValueError(f"{value!r} is not {form_of(annotation)}")
 
 
-def _readings(text: str) -> Iterator[Any]:
-    """Return what a text may stand for; an option takes the first that is of its type."""
+def readings(text: str) -> Iterator[Any]:
+    """Yield what a text may stand for; an option takes the first that is of its type."""
     with suppress(ValueError):
         yield json.loads(text)
     if text.lower() in ("true", "false"):
@@ -317,14 +317,11 @@ def form_of(annotation: Any) -> str:
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
     """The name that a wrong one may stand for: the same in another group, or one that is spelt alike."""
-    last = {word: word.rpartition(".")[2] for word in names}
-    same = [word for word in names if last[word] == name.rpartition(".")[2]]
-
-    def likeness(word: str) -> tuple[float, int]:  # of two that are as like, the one in no group
-        return max(difflib.SequenceMatcher(None, spelt, name).ratio() for spelt in (word, last[word])), -word.count(".")
-
-    alike = [word for word in ([max(names, key=likeness)] if names else []) if likeness(word)[0] >= 0.75]
-    return next(iter(same or alike), None)
+    by_last = {word.rpartition(".")[2]: word for word in sorted(names, key=lambda word: -word.count("."))}
+    if (last := name.rpartition(".")[2]) in by_last:
+        return by_last[last]
+    close = difflib.get_close_matches(name, [*by_last, *names], n=1, cutoff=0.75)
+    return by_last.get(close[0], close[0]) if close else None
 
 
 def did_you_mean(name: str, names: Sequence[str], prefix: str = "") -> str:

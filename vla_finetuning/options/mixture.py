@@ -9,25 +9,26 @@
       - root: ../arm
         robot: arm
 
-A file is data: it is parsed by yaml's safe loader, without references, and every value is checked.
+A file is data: of YAML only its structure is taken, without references and tags. Values are read as those of flags:
+`episodes: 20:30` is a range, which YAML makes a number of base 60.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from vla_finetuning.files import read_regular
 from vla_finetuning.options.credentials import refuse_credentials
-from vla_finetuning.options.fields import as_kind, did_you_mean, form_of, whole_numbers
+from vla_finetuning.options.fields import as_kind, did_you_mean, form_of, readings
 
 FLAG = "--dataset.mixture"
-NUMBERS = ("episodes", "exclude_episodes")
 # Of a file: a member with a hundred listed episodes takes a kilobyte.
 MAX_FILE_BYTES, MAX_DEPTH = 4 * 2**20, 5
 # Of a dataset's frames, to which its weight is in proportion.
@@ -143,8 +144,8 @@ def read_mixture(path: str) -> dict[str, Any]:
             root = os.path.normpath(file.absolute().parent / root)
         if root in mixture:
             raise ValueError(f"{label}: root {root} is listed twice")
-        _member(root, options, label)
-        mixture[root] = options
+        member = _member(root, options, label)
+        mixture[root] = {key: getattr(member, key) for key in options}
     return dict(sorted(mixture.items()))
 
 
@@ -155,9 +156,7 @@ def _member(root: str, options: Mapping[str, Any], label: str) -> Member:
         if key not in names:
             raise ValueError(f"{label}: {key!r:.100} is no option of a member{did_you_mean(str(key), names)}")
         try:
-            if key in NUMBERS and isinstance(value, str):
-                value = whole_numbers(value)
-            values[key] = as_kind(_KINDS[key], value)
+            values[key] = _value(_KINDS[key], value)
         except ValueError:
             raise ValueError(f"{label}: {key} is {value!r:.100}, expected {form_of(_KINDS[key])}") from None
     member = Member(root, **values)
@@ -173,53 +172,47 @@ def _member(root: str, options: Mapping[str, Any], label: str) -> Member:
     return member
 
 
-_NAME = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+_NAME = set(string.ascii_letters + string.digits + "_-.")
+
+
+def _value(kind: Any, value: Any) -> Any:
+    """Return a JSON value, or what is written in a file, as one of a type. Raises ValueError."""
+    candidates = [value]
+    if isinstance(value, str):
+        candidates = list(readings(value))
+    elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+        candidates += readings(",".join(value))
+    for candidate in candidates:
+        with suppress(ValueError):
+            return as_kind(kind, candidate)
+    raise ValueError
 
 
 # ---- YAML with lines ------------------------------------------------------------------------------------------------
 
 
 def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The members of a file, and where each is, in words: the line of the first key that is wrong, if one is."""
+    """The members of a file, their values as they are written, and where each is, in words."""
     import yaml
-
-    try:
-        _check_events(path, yaml.parse(text, Loader=yaml.SafeLoader))
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {error}") from error
-
-    def construct(item: Any) -> Any:
-        try:
-            value = yaml.SafeLoader("").construct_document(item)
-            if isinstance(value, int | float) and re.match(r"[-+]?(0[0-7_]|[0-9_]*:)", item.value):  # of base 8, or 60
-                raise ValueError(f"{line(item)}: {item.value:.100} is {value} in YAML; write it so")
-            return value
-        except yaml.YAMLError as error:
-            raise ValueError(f"{line(item)}: not a plain value: {error}") from error
 
     def line(item: Any) -> str:
         return f"{path}, line {item.start_mark.line + 1}"
 
+    try:
+        _check_events(path, yaml.parse(text, Loader=yaml.BaseLoader))
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from error
     top = _entries(node, line)
     if unknown := [key for key in top if key not in ("members", "power")]:
         raise ValueError(f"{line(top[unknown[0]])}: {unknown[0]!r:.100}: expected members, a list of datasets")
-    default = {"power": construct(top["power"])} if "power" in top else {}
-    if default:
-        _member("", default, line(top["power"]))
-    listed = top.get("members")
-    if listed is None or not isinstance(listed, yaml.SequenceNode) or not listed.value:
+    listed = top.pop("members", None)
+    if not isinstance(listed, yaml.SequenceNode) or not listed.value:
         raise ValueError(f"{path}: expected members, a list of datasets, each with its root")
     for item in listed.value:
-        options = _entries(item, line)
-        values = dict(default)
-        for key, value in options.items():
-            items = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            is_plain = all(isinstance(item, yaml.ScalarNode) and not item.tag.endswith(":null") for item in items)
-            if key in NUMBERS and items and is_plain:  # as they are written: YAML reads 20:30 as of base 60
-                values[key] = ",".join(item.value for item in items)
-            else:
-                values[key] = construct(value)
+        values = {}
+        for key, value in {**top, **_entries(item, line)}.items():
+            values[key] = yaml.BaseLoader("").construct_document(value)
             if key != "root":
                 _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
         yield line(item), values
@@ -242,7 +235,8 @@ def _entries(node: Any, line: Any) -> dict[str, Any]:
         raise ValueError(f"{'empty file' if node is None else line(node)}: expected keys with values")
     entries: dict[str, Any] = {}
     for key, value in node.value:
-        if key.value in entries:
-            raise ValueError(f"{line(key)}: {key.value!r:.100} is given twice")
-        entries[str(key.value)] = value
+        name = str(key.value)
+        if name in entries:
+            raise ValueError(f"{line(key)}: {name!r:.100} is given twice")
+        entries[name] = value
     return entries

@@ -60,9 +60,7 @@ def record_run(
         "steps": job.steps,
         "rows_per_epoch": rows.per_epoch if rows else None,
         "mixing": asdict(rows.mixing) if rows else None,
-        "action_names": dimension_names(rows.metas[0], "action") if rows else None,
-        "actions_per_s": rows.metas[0].fps / rows.window_step(0) if rows else None,
-        "robots": _robots(policy, rows) if rows and policy.mixes_robots else None,
+        "robots": _robots(policy, rows) if rows else {},
         "use_gpu": job.use_gpu,
         "hardware": {
             "nodes": sum(name.startswith("node:") and name != "node:__internal_head__" for name in cluster),
@@ -82,7 +80,7 @@ def record_run(
 
 
 def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
-    """Return by each robot's name what its actions are called, and how many there are a second."""
+    """Return by each robot's name, "" of the only one, what its actions are called, and how many there are a second."""
     first = {robot.name: robot.datasets[0] for robot in policy.robots}
     return {
         name: {

@@ -26,9 +26,8 @@ STATE, ACTION = "observation.state", "action"
 # By episode, what would end a run that reads these features.
 Problems = Callable[[DatasetMetadata, np.ndarray, Features], Mapping[int, str]]
 
-# How much is read: rows without images in all and of one episode (of a longer one, its first, and as many spread over
-# it); images per camera, from how many episodes.
-SAMPLE_ROWS, EPISODE_ROWS = 20_000, 2_000
+# How much is read: rows without images, of whole episodes, at least one; images per camera, from how many episodes.
+SAMPLE_ROWS = 50_000
 MOMENTS, CAMERA_EPISODES, MAX_CAMERAS = 5, 3, 8
 # How much is held: bytes of those rows, as they are read; and the longer side of an image, in pixels, to which it is
 # shrunk as soon as it is decoded. Pages show them half as wide; 120 of them are 110 MB at the most.
@@ -94,8 +93,7 @@ class Look:
     """What was seen of a dataset.
 
     Attributes:
-        episodes: int64, those read. rows: how many of their rows, those that follow each other.
-        spread_rows: of longer episodes, as many were read spread over all of it; None: there is none.
+        episodes: int64, those read. rows: how many of their rows.
         shown: the episode that `time_s` (N,) and `curves` (`{feature: float (N, D)}`) and `sheet` are of.
         ranges: per feature, one entry per dimension; only features that stats.json describes. Where its quantiles do
             not describe the rows that were read, q01 and q99 are those of the rows.
@@ -113,7 +111,6 @@ class Look:
     ranges: dict[str, list[Range]]
     findings: list[Finding]
     outside: dict[str, np.ndarray] = field(default_factory=dict)
-    spread_rows: int | None = None
 
     @property
     def shares(self) -> list[str]:
@@ -131,9 +128,6 @@ class Look:
         is_complete = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
         read = "every row" if is_complete else f"{self.rows:,} of {meta.total_frames:,} rows"
         scope = "" if is_complete else f", from {len(self.episodes):,} of {meta.num_episodes:,} episodes spread evenly"
-        if self.spread_rows is not None:
-            first = f"{self.spread_rows:,} row{'s' * (self.spread_rows != 1)}"
-            scope += f"; of episodes longer than {first}, the first, and for ranges and statistics as many of all"
         cameras = f"; images at {MOMENTS} moments of up to {CAMERA_EPISODES} episodes" if meta.camera_keys else ""
         return f"{read} without images{scope}{cameras}"
 
@@ -157,22 +151,20 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     findings: list[Finding] = []
     source = looking_source(meta, [])
     most_rows = max(1, SAMPLE_BYTES // source.row_bytes())
-    sample_rows = min(SAMPLE_ROWS, most_rows)
-    episodes = sample_episodes(meta.episode_length, sample_rows)
+    episodes = sample_episodes(meta.episode_length, min(SAMPLE_ROWS, most_rows))
     damaged: dict[str, list[int]] = {}
     read = []
     for episode in episodes.tolist():
-        rows = min(int(meta.episode_length[episode]), EPISODE_ROWS, sample_rows)
+        rows = min(int(meta.episode_length[episode]), most_rows)
         first = int(meta.episode_start[episode])
         try:
             (batch,) = source.read_rows(range(first, first + rows), rows)
-            spread = _read_spread(source, first, int(meta.episode_length[episode]), rows, most_rows)
         except (ValueError, OSError) as error:
             if episode not in holes.episodes:
                 damaged.setdefault(_reason(meta, error), []).append(episode)
             continue
         read.append(episode)
-        columns.add(episode, batch, spread)
+        columns.add(episode, batch)
     # In the middle of the sample, and with enough frames to see something move.
     intact = [episode for episode in read if episode not in holes.episodes] or read
     example = max(intact[len(intact) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
@@ -205,7 +197,9 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
         ]
     findings += columns.gaps(meta.fps)
     findings += columns.duplicates()
-    shares, ranges = columns.outside(meta), columns.ranges(meta)
+    is_whole = columns.rows == meta.episode_length[read].sum()
+    shares = columns.outside(meta) if is_whole else {}  # the beginning of an episode is no sample of it
+    ranges = columns.ranges(meta, shares)
     findings += missing_quantiles(meta)
     findings += wrong_quantiles(meta, shares)
     findings += columns.constants(meta, ranges)
@@ -223,23 +217,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
         ranges=ranges,
         findings=findings,
         outside=shares,
-        spread_rows=min(EPISODE_ROWS, sample_rows) if columns.spread else None,
     )
-
-
-def _read_spread(
-    source: LeRobotDatasource, first: int, length: int, rows: int, most_rows: int
-) -> dict[str, np.ndarray] | None:
-    """Rows spread evenly over an episode, as one batch; None where `rows` are all of it.
-
-    A read takes all rows between those it is asked for: `most_rows` at once.
-    """
-    if length <= rows:
-        return None
-    frames = np.linspace(0, length - 1, rows).round().astype(np.int64)
-    cuts = np.flatnonzero(np.diff(frames // most_rows)) + 1
-    parts = [next(source.read_rows((first + part).tolist(), len(part))) for part in np.split(frames, cuts)]
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def vector_keys(meta: DatasetMetadata) -> list[str]:
@@ -271,8 +249,7 @@ def scaled_ranges(ranges: Sequence[Range]) -> np.ndarray:
 
 def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
     """Episodes spread evenly, int64 ascending, at most about `rows` rows of them; at least one."""
-    cost = np.minimum(lengths, min(EPISODE_ROWS, rows))
-    total = int(cost.sum())
+    total = int(lengths.sum())
     count = len(lengths) if total <= rows else max(1, int(len(lengths) * rows / total))
     return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
 
@@ -312,21 +289,17 @@ class _Columns:
     rows: int = 0
     times: dict[int, np.ndarray] = field(default_factory=dict)
     values: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
-    # Of episodes that are longer than what is read of them: rows spread over all of it.
-    spread: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
 
-    def add(self, episode: int, batch: dict[str, np.ndarray], spread: dict[str, np.ndarray] | None) -> None:
+    def add(self, episode: int, batch: dict[str, np.ndarray]) -> None:
         self.times[episode] = batch["timestamp"].astype(np.float64)
         self.rows += len(self.times[episode])
         for key in self.keys:
-            self.values.setdefault(key, {})[episode] = _vectors(batch[key])
-            if spread is not None:
-                self.spread.setdefault(key, {})[episode] = _vectors(spread[key])
+            values = batch[key].astype(np.float64)
+            self.values.setdefault(key, {})[episode] = values.reshape(len(values), -1)
 
-    def everywhere(self, key: str) -> np.ndarray:
-        """Values from all over the episodes, float64 (N, D)."""
-        values = self.values.get(key, {}) | self.spread.get(key, {})
-        return np.concatenate(list(values.values()))
+    def all_rows(self, key: str) -> np.ndarray:
+        """Values of all episodes, float64 (N, D)."""
+        return np.concatenate(list(self.values[key].values()))
 
     def of(self, episode: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         return self.times[episode], {key: self.values[key][episode] for key in self.keys}
@@ -367,16 +340,16 @@ class _Columns:
         for key in self.keys:
             stored = [r for r in ranges_of(meta, key) if not np.isnan(r.q01)]
             if stored and self.rows:
-                values = self.everywhere(key)
+                values = self.all_rows(key)
                 shares[key] = outside(values, np.array([r.q01 for r in stored]), np.array([r.q99 for r in stored]))
         return shares
 
-    def ranges(self, meta: DatasetMetadata) -> dict[str, list[Range]]:
+    def ranges(self, meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) -> dict[str, list[Range]]:
         """Return `ranges_of`, with quantiles of the rows that were read where stored ones do not describe the data."""
-        wrong = {key for key, share in self.outside(meta).items() if share.max() > LIMITS["q01", "q99"]}
+        wrong = {key for key, share in outside.items() if share.max() > LIMITS["q01", "q99"]}
         by_key = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
         for key in wrong:
-            low, high = np.quantile(self.everywhere(key), [0.01, 0.99], axis=0)
+            low, high = np.quantile(self.all_rows(key), [0.01, 0.99], axis=0)
             by_key[key] = [r._replace(q01=float(low[i]), q99=float(high[i])) for i, r in enumerate(by_key[key])]
         return by_key
 
@@ -384,7 +357,7 @@ class _Columns:
         """Dimensions whose extremes lie far outside of what they are normalised by, and how many values do."""
         for key, dims in ranges.items():
             if far := [i for i, r in enumerate(dims) if r.outliers]:
-                values = self.everywhere(key) if self.rows else np.zeros((0, len(dims)))
+                values = self.all_rows(key) if self.rows else np.zeros((0, len(dims)))
                 beyond = sum(int((np.abs(dims[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
                 yield Finding(
                     "outliers",
@@ -400,7 +373,7 @@ class _Columns:
             "input; training here takes a range of its own (docs/statistics.md)"
         )
         for key in self.keys if self.rows > 1 else ():
-            flat = np.ptp(self.everywhere(key), axis=0) == 0
+            flat = np.ptp(self.all_rows(key), axis=0) == 0
             narrow = [r.q01 == r.q99 and not flat[i] for i, r in enumerate(stored.get(key, []))] or [False] * len(flat)
             for is_bad, problem in ((flat, "never changes"), (narrow, "has the same q01 and q99 though it changes")):
                 if chosen := [name for name, bad in zip(dimension_names(meta, key), is_bad, strict=True) if bad]:
@@ -411,7 +384,7 @@ class _Columns:
         for key in (key for key in self.keys if key == ACTION or key.startswith(f"{ACTION}.")):
             if not self.values.get(key):
                 continue
-            low, high = np.quantile(np.concatenate(list(self.values[key].values())), [0.01, 0.99], axis=0)
+            low, high = np.quantile(self.all_rows(key), [0.01, 0.99], axis=0)
             moves = {e: np.abs(np.diff(v, axis=0)) for e, v in self.values[key].items()}
             pooled = np.concatenate(list(moves.values()))
             for i, name in enumerate(dimension_names(meta, key)):
@@ -428,10 +401,6 @@ class _Columns:
                     f"{worst}, where it usually moves by {usual:.2g} (a gripper may; a joint may not: a glitch, or an "
                     "angle that wraps around)",
                 )
-
-
-def _vectors(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float64).reshape(len(values), -1)
 
 
 def _look_through_cameras(

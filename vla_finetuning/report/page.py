@@ -125,25 +125,16 @@ def write_dataset_page(
     `selection`: lines on what a run would leave out or repeat. `labels`: as `show_labels` gives them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    suspect = None if scores is None else _suspect(scores)
+    suspects = None if scores is None else sorted((s for s in scores if s.reasons), key=lambda s: -len(s.reasons))
     page = page_template("dataset.html").render(
         title=plain(look.meta.root, 200),
         looks=[_draw_look(look)],
-        suspect=suspect,
+        suspects=suspects,
+        scored=len(scores or ()),
         selection="\n".join(selection),
         labels=None if labels is None else {"table": "\n".join(labels[0]), "svg": advantages_chart(labels[1])},
     )
     return write_page(path, page)
-
-
-def _suspect(scores: Sequence[Score]) -> dict[str, Any]:
-    worst = sorted((s for s in scores if s.reasons), key=lambda s: -len(s.reasons))
-    rows = [
-        [s.episode, s.frames, *map(_g, (s.idle, s.jerk, s.saturated)), "" if s.apart is None else _g(s.apart),
-         "; ".join(s.reasons)]
-        for s in worst[:TABLE_ROWS]
-    ]  # fmt: skip
-    return {"rows": rows, "count": len(worst), "of": len(scores)}
 
 
 def write_trial_page(
@@ -309,7 +300,7 @@ def _totals(metrics: Metrics) -> tuple[float, float, float]:
 def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each robot's errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
     for robot, errors in errors_by_robot(evaluation).items():
-        about = {**facts, **(facts.get("robots") or {}).get(robot, {})}
+        about = (facts.get("robots") or {}).get(robot, {})
         trained, untrained = errors["trained"], errors.get("untrained") or {}
         baseline, size = trained["mean_action"]["mse"], len(trained["policy"]["mae"])
         names = about.get("action_names") or []
@@ -382,7 +373,7 @@ def _skipped(output_dir: Path) -> dict[str, Any] | None:
 
 
 def _draw_look(look: Look) -> dict[str, Any]:
-    """Return what the template shows of a dataset, figures drawn."""
+    """Return what the template shows of a dataset: the look, and its figures as drawn."""
     meta = look.meta
     lengths_s = meta.episode_length / meta.fps
     curves = []
@@ -390,52 +381,30 @@ def _draw_look(look: Look) -> dict[str, Any]:
         names, spoken = dimension_names(meta, key), f"{key} over time in episode {look.shown}:"
         draw = partial(_strips, look.time_s, values, names)
         curves += _in_parts(plain(key), spoken, names, draw)
-    ranges = []
+    ranges = {}
     for key, dims in look.ranges.items():
         scaled = scaled_ranges(dims[:MAX_DIMENSIONS])
-        svg = None
         if np.isfinite(scaled).all(axis=1).any():
             chart = figures.ranges(scaled, [r.name for r in dims[:MAX_DIMENSIONS]], limit=OUTLIER)
-            svg = figures.to_svg(chart, f"Normalisation ranges of {key}; the table has the numbers")
-        rows = [(plain(r.name), *(_g(v) for v in r[1:]), r.outliers) for r in dims[:MAX_DIMENSIONS]]
-        ranges.append({"key": key, "svg": svg, "rows": rows, "outliers": sum(r.outliers for r in dims)})
-    tasks = look.task_counts
-    most = tasks[0][1] if tasks else 0
+            ranges[key] = figures.to_svg(chart, f"Normalisation ranges of {key}; the table has the numbers")
     histogram = figures.histogram(lengths_s, xlabel="length of the episode / s", ylabel="episodes")
     spoken = (
         f"Histogram of episode lengths: {meta.num_episodes} episodes from {_g(lengths_s.min())} to "
         f"{_g(lengths_s.max())} s, half of them longer than {_g(float(np.median(lengths_s)))} s"
     )
     return {
-        "root": meta.root,
-        "facts": [
-            ("Episodes", f"{meta.num_episodes:,}"),
-            ("Frames", f"{meta.total_frames:,} at {meta.fps} fps, {_duration(meta.total_frames / meta.fps)}"),
-            ("Robot", plain(meta.robot_type or "not stated")),
-            ("Instructions", f"{len(meta.tasks):,}"),
-        ],
-        "sample": look.sample,
-        "findings": look.findings,
-        "shown": look.shown,
-        "augmented": any(moment.is_augmented for moment in look.sheet),
-        "cameras": [
-            {
-                "key": key,
-                "size": " × ".join(map(str, meta.features[key].shape)),
-                "images": [
-                    {"uri": figures.to_data_uri(moment.images[key]), "time": f"{moment.time_s:.1f} s"}
-                    for moment in look.sheet
-                    if key in moment.images
-                ],
-            }
+        "look": look,
+        "images": {
+            key: [
+                {"uri": figures.to_data_uri(moment.images[key]), "time": f"{moment.time_s:.1f} s"}
+                for moment in look.sheet
+                if key in moment.images
+            ]
             for key in meta.camera_keys
-        ],
+        },
         "curves": curves,
         "lengths": figures.to_svg(histogram, spoken),
-        "tasks": [(task, count, _bar(count, most)) for task, count in tasks[:TABLE_ROWS]],
-        "more_tasks": max(0, len(tasks) - TABLE_ROWS),
         "ranges": ranges,
-        "outlier": f"{OUTLIER:g}",
     }
 
 
@@ -482,7 +451,9 @@ def page_template(name: str) -> Any:
         lstrip_blocks=True,
     )
     style = (folder / "page.css").read_text(encoding="utf-8")
+    environment.filters |= {"plain": plain, "number": _g, "duration": _duration, "bar": _bar}
     environment.globals |= {"style": style, "content_policy": _content_policy(style)}
+    environment.globals |= {"most_rows": TABLE_ROWS, "most_dimensions": MAX_DIMENSIONS, "outlier": OUTLIER}
     return environment.get_template(name)
 
 
