@@ -26,7 +26,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def show_dataset(options: argparse.Namespace) -> None:
             score_episodes(meta, tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty()))
         )
         if options.scores:
-            options.scores.write_text("".join(json.dumps(score.to_json()) + "\n" for score in scores))
+            options.scores.write_text("".join(json.dumps(asdict(score)) + "\n" for score in scores))
         if options.exclude_to:
             write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
     selection = told_selection(meta, options.skip_idle, options.episode_weights)

@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -53,36 +53,6 @@ class ChosenEpisodes:
             return max(1, round(sum(ranges.rows for ranges in self.frames)))
         return sum(self.rows_per_dataset(metas, dropped))
 
-    def with_frames(
-        self,
-        metas: Sequence[DatasetMetadata],
-        seconds: float | None,
-        dropped: int,
-        weights: Sequence[np.ndarray] | None,
-        rename_map: Mapping[str, str],
-    ) -> ChosenEpisodes:
-        """With `frames`: what --dataset.skip_idle and the weights of episodes make of the episodes to train on."""
-        if seconds is None and weights is None:
-            return self
-        frames, described, notes = [], [], list(self.notes)
-        for number, (meta, train) in enumerate(zip(metas, self.train, strict=True)):
-            keys = movement_keys(meta, rename_map)
-            weight = None if weights is None else weights[number]
-            still = None if meta.without_actions else seconds  # nobody moves there
-            ranges = frame_ranges_of(meta, train, dropped=dropped, keys=keys, skip_idle=still, weight=weight)
-            if not len(ranges.episode):
-                raise ValueError(
-                    f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "
-                    f"{len(train)} training episodes: nothing is left; raise it"
-                )
-            if idle := len(train) - len(ranges.episodes):
-                notes.append(f"{meta.root}: {idle} episodes are left out whole by --dataset.skip_idle")
-            frames.append(ranges)
-            lines = [] if weight is None else [told_weights(weight[train])]
-            described.append((*lines, *table(meta, train, ranges)))
-        train_left = tuple(ranges.episodes for ranges in frames)
-        return replace(self, train=train_left, frames=tuple(frames), described=tuple(described), notes=tuple(notes))
-
 
 def select(
     config: Config, datasets: Datasets, dropped: int = 0, rename_map: Mapping[str, str] = MappingProxyType({})
@@ -100,9 +70,27 @@ def select(
         _split(meta, episodes, notes, config, dropped, outcomes)
         for meta, (episodes, notes), outcomes in zip(metas, used, success, strict=True)
     ]
-    train, held_out, notes = zip(*parts, strict=True)
-    chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))
-    return chosen.with_frames(metas, config.dataset.skip_idle, dropped, datasets.weights, rename_map)
+    train, held_out, split_notes = zip(*parts, strict=True)
+    notes = list(itertools.chain(*split_notes))
+    seconds, weights = config.dataset.skip_idle, datasets.weights
+    if seconds is None and weights is None:
+        return ChosenEpisodes(train, held_out, tuple(notes))
+    frames, described = [], []
+    for meta, chosen, weight in zip(metas, train, weights or [None] * len(metas), strict=True):
+        keys = movement_keys(meta, rename_map)
+        still = None if meta.without_actions else seconds  # nobody moves there
+        ranges = frame_ranges_of(meta, chosen, dropped=dropped, keys=keys, skip_idle=still, weight=weight)
+        if not len(ranges.episode):
+            raise ValueError(
+                f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "
+                f"{len(chosen)} training episodes: nothing is left; raise it"
+            )
+        if idle := len(chosen) - len(ranges.episodes):
+            notes.append(f"{meta.root}: {idle} episodes are left out whole by --dataset.skip_idle")
+        frames.append(ranges)
+        described.append((*([] if weight is None else [told_weights(weight[chosen])]), *table(meta, chosen, ranges)))
+    train = tuple(ranges.episodes for ranges in frames)
+    return ChosenEpisodes(train, held_out, tuple(notes), tuple(frames), tuple(described))
 
 
 def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[str]]]:

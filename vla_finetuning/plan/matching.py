@@ -158,7 +158,7 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
         opening = f"{name}: " if config.dataset.robot_in_prompt else ""
         data.append(Robot(name, fitted, match, {}, own_names, group.numbers, opening=opening))
         for number, meta in zip(group.numbers, named, strict=True):
-            policy_metas[number] = _with_policy_names(meta, match, used)
+            policy_metas[number] = _with_policy_names(meta, match.dataset_keys, used)
     match = _join(config, base, data, policy_metas)
     check_images(config, base.config)
     return Matched(tuple(policy_metas), base.config, match, tuple(data), tuple(steps))
@@ -271,12 +271,7 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
         own = {key: name for key, name in names.items() if meta.features[key].shape == vectors.get(name)}
         has_state = bool(same_robot) and set(own.values()) == vectors.keys()
         used |= own if has_state else {}
-        other = {
-            key
-            for key, feature in meta.features.items()
-            if key not in used and (key == ACTION or key.startswith(OBS_PREFIX) or feature.dtype in CAMERA_DTYPES)
-        }
-        named = rename_features(without_features(meta, other), used)
+        named = _with_policy_names(without_features(meta, [ACTION]), used, used)
         lacking = [key for key in keys if key not in cameras and key not in named.features]
         dtypes = {key: feature.dtype for other in metas[:acting] for key, feature in other.features.items()}
         named = replace(named, features={**named.features, **{key: absent_vector(key, dtypes[key]) for key in lacking}})
@@ -306,13 +301,12 @@ def _check_policy(base: Base) -> None:
         raise ValueError(f"{base.name}: images are normalised by statistics of one robot; train without that")
 
 
-def _with_policy_names(meta: DatasetMetadata, match: FeatureMatch, rename_map: Mapping[str, str]) -> DatasetMetadata:
-    """The dataset with the policy's names for what the policy gets, and without its other cameras and observations."""
-    used = set(match.dataset_keys)
+def _with_policy_names(meta: DatasetMetadata, keys: Iterable[str], rename_map: Mapping[str, str]) -> DatasetMetadata:
+    """The dataset with the policy's names for `keys`, which the policy gets, and without other observations."""
     other = {
         key
         for key, feature in meta.features.items()
-        if key not in used and (key.startswith(OBS_PREFIX) or feature.dtype in CAMERA_DTYPES)
+        if key not in keys and (key.startswith(OBS_PREFIX) or feature.dtype in CAMERA_DTYPES)
     }
     return rename_features(without_features(meta, other), rename_map)
 

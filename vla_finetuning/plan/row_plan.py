@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from lerobot.configs.policies import PreTrainedConfig
 
-from lerobot_datasource import LeRobotDatasource
+from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from vla_finetuning.buckets.mirror import as_file
+from vla_finetuning.data.disk_cache import FrameCache, has_capacity, is_in_memory
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.data.shards import Sharding
+from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
+from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.options.recap import LABEL_DROPOUT
 from vla_finetuning.plan.datasets import Datasets
@@ -20,14 +25,7 @@ from vla_finetuning.plan.images import with_image_size
 from vla_finetuning.plan.labels import read_labels
 from vla_finetuning.plan.matching import Matched
 from vla_finetuning.plan.row_weights import row_weights
-from vla_finetuning.plan.rows import (
-    Rows,
-    check_global_shuffle,
-    frame_cache_of,
-    rows_per_block,
-    sharding_of,
-    with_shard_rows,
-)
+from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.shuffle_quality import mixing_of
 from vla_finetuning.run.folder import SKIPPED_NAME
 
@@ -68,16 +66,17 @@ def plan_rows(
 
     config, features, stored_bytes = with_image_size(config, metas, features, matched.config, row_bytes)
     size = row_bytes(features)
-    config = with_shard_rows(config, size)
+    block_rows = _rows_per_block(config, size)
+    config = _with_shard_rows(config, block_rows)
     d = config.dataset
     order = Order(
         shuffle_seed=config.seed,
         shuffle_window=d.shuffle_window,
         global_shuffle=d.global_shuffle,
-        sharding=sharding_of(d),
+        sharding=None if d.shards == 1 or d.shard_rows is None else Sharding(d.shards, d.shard_rows),
         stream=stream,
         rows_multiple=config.rows_multiple,
-        block_rows=rows_per_block(config, size),
+        block_rows=block_rows,
     )
     reading = Reading(
         num_cpus=config.scaling.cpus_per_read_task,
@@ -87,8 +86,7 @@ def plan_rows(
     )
     source = LeRobotDatasource(metas, selection, features, order, reading)
     per_epoch, decoded_bytes = source.plan.rows_per_epoch, source.decoded_bytes()
-    cache = frame_cache_of(d, decoded_bytes, reads_again=stream[1] > per_epoch)
-    check_global_shuffle(d, cache, decoded_bytes)
+    cache = _frame_cache(d, decoded_bytes, reads_again=stream[1] > per_epoch)
     identity = source.plan.identity()
     if features.padded:
         robot_names = {number: robot.name for robot in matched.robots for number in robot.datasets}
@@ -190,3 +188,50 @@ def _with_labels(config: Config, rows: Rows) -> Rows:
     labels, digest = read_labels(as_file(config.recap.labels), rows.metas, rows.episodes)
     identity = {**rows.identity, "labels": digest, "label_dropout": LABEL_DROPOUT}
     return replace(rows, positive=PerFrame(labels), identity=identity)
+
+
+# ---- how they are read ----------------------------------------------------------------------------------------------
+
+
+def _rows_per_block(config: Config, row_bytes: int) -> int:
+    """Return the most rows that divide a micro-batch and stay within BLOCK_BYTES, so that workers get whole blocks."""
+    size = config.batch_size
+    if config.scaling.min_workers is not None:
+        return size  # any number of workers can then be dealt any number of blocks
+    return max([n for n in range(1, size + 1) if size % n == 0 and n * row_bytes <= BLOCK_BYTES], default=1)
+
+
+def _with_shard_rows(config: Config, block_rows: int) -> Config:
+    """Return the options with the rows of a shard that come in turn: a block for each of a node's workers."""
+    d, workers = config.dataset, config.scaling.num_workers
+    if d.shards == 1 or d.shard_rows is not None:  # a resumed run keeps what it was started with
+        return config
+    if workers % d.shards:
+        raise ValueError(
+            f"--dataset.shards={d.shards} with --scaling.num_workers={workers}: shards are for nodes with equally many "
+            "workers each; give the number of nodes that the workers run on"
+        )
+    return replace(config, dataset=replace(d, shard_rows=workers // d.shards * block_rows))
+
+
+def _frame_cache(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> FrameCache | None:
+    """Return where decoded frames are cached; refuse to draw single frames unless all of them are.
+
+    "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk,
+    which must not be memory.
+    """
+    gb, cache = cache_gb(FRAME_CACHE_GB), None
+    if d.frame_cache == "auto":
+        fits = 0 < decoded_bytes <= gb * 1e9 and has_capacity(Path(FRAMES_DIR), decoded_bytes)
+        if reads_again and fits and not is_in_memory(Path(FRAMES_DIR)):
+            cache = FrameCache(FRAMES_DIR, gb)
+    elif d.frame_cache:
+        cache = FrameCache(d.frame_cache, gb)
+    if d.global_shuffle and decoded_bytes and (cache is None or decoded_bytes > gb * 1e9):
+        state = "no frames are cached" if cache is None else f"VLA_CACHE_GB={gb:g} of them are cached"
+        raise ValueError(
+            f"--dataset.global_shuffle draws single frames of {decoded_bytes / 1e9:.3g} GB, and {state}: each would be "
+            "searched for in its file. Cache them all (--dataset.frame_cache DIR, VLA_CACHE_GB), or leave "
+            "--dataset.global_shuffle out"
+        )
+    return cache

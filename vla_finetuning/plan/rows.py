@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
-from vla_finetuning.data.disk_cache import FrameCache, has_capacity, is_in_memory
+from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.feature_cache import FeatureCache, FeatureStore
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_of
-from vla_finetuning.data.shards import Sharding
-from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
-from vla_finetuning.options.dataset import DatasetOptions
-from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.shuffle_quality import Mixing
 
 Columns = dict[str, np.ndarray]
@@ -277,8 +271,8 @@ class Rows:
             return np.searchsorted(self.epoch_ends, positions, side="right")
         return positions // self.per_epoch
 
-    def in_stream(self, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
-        """Rows at stream positions [first, last): by their dataset's root, ranges of `index`, both ends included.
+    def in_words(self, first: int, last: int) -> str:
+        """Return the rows at stream positions [first, last), as ranges of `index` of each dataset's root.
 
         Computed from the plan alone, which every batch was checked against.
         """
@@ -289,19 +283,13 @@ class Rows:
             datasets = plan.episodes.dataset_index[window.episode[segment]]
             for dataset, row in zip(datasets.tolist(), index.tolist(), strict=True):
                 rows_by_dataset.setdefault(dataset, set()).add(row)
-        ranges = {}
+        texts = []
         for dataset, rows in sorted(rows_by_dataset.items()):
             index = np.array(sorted(rows))
-            pieces = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
-            ranges[self.metas[dataset].root] = [(int(piece[0]), int(piece[-1])) for piece in pieces]
-        return ranges
-
-    def in_words(self, first: int, last: int) -> str:
-        """`in_stream` as text."""
-        return "; ".join(
-            f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
-            for root, ranges in self.in_stream(first, last).items()
-        )
+            ranges = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
+            ends = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
+            texts.append(f"{self.metas[dataset].root}: {ends}")
+        return "; ".join(texts)
 
     def held_out_rows(self, limit: int) -> HeldOutRows:
         """Return all held-out rows, or at most `limit` (0: all), shared among the tasks and evenly spaced in each.
@@ -323,67 +311,3 @@ class Rows:
             chosen = [rows[evenly_spaced(len(rows), max(1, limit // len(tasks)))] for rows in task_rows]
             positions = np.sort(np.concatenate(chosen))
         return HeldOutRows(positions, task[positions], tuple(tasks), len(task), dataset[positions])
-
-
-# ---- what is decided about reading, before the run -----------------------------------------------------------------
-
-
-def rows_per_block(config: Config, row_bytes: int) -> int:
-    """The most rows that divide a micro-batch and stay within BLOCK_BYTES: workers then get whole blocks in turn.
-
-    With a varying number of workers, a whole micro-batch: any number of workers can then be dealt any number of blocks.
-    """
-    size = config.batch_size
-    if config.scaling.min_workers is not None:
-        return size
-    return max([n for n in range(1, size + 1) if size % n == 0 and n * row_bytes <= BLOCK_BYTES], default=1)
-
-
-def with_shard_rows(config: Config, row_bytes: int) -> Config:
-    """The configuration with the number of rows of a shard that come in turn: a block for each of a node's workers.
-
-    A resumed run keeps the number that it was started with, whatever its workers.
-    """
-    d, workers = config.dataset, config.scaling.num_workers
-    if d.shards == 1 or d.shard_rows is not None:
-        return config
-    if workers % d.shards:
-        raise ValueError(
-            f"--dataset.shards={d.shards} with --scaling.num_workers={workers}: shards are for nodes with equally many "
-            "workers each; give the number of nodes that the workers run on"
-        )
-    rows = workers // d.shards * rows_per_block(config, row_bytes)
-    return replace(config, dataset=replace(d, shard_rows=rows))
-
-
-def sharding_of(d: DatasetOptions) -> Sharding | None:
-    """Return how the training rows are divided among nodes."""
-    return None if d.shards == 1 or d.shard_rows is None else Sharding(d.shards, d.shard_rows)
-
-
-def frame_cache_of(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> FrameCache | None:
-    """Return where decoded frames are cached.
-
-    "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk,
-    which must not be memory.
-    """
-    gb = cache_gb(FRAME_CACHE_GB)
-    if d.frame_cache != "auto":
-        return FrameCache(d.frame_cache, gb) if d.frame_cache else None
-    fits = 0 < decoded_bytes <= gb * 1e9 and has_capacity(Path(FRAMES_DIR), decoded_bytes)
-    if reads_again and fits and not is_in_memory(Path(FRAMES_DIR)):
-        return FrameCache(FRAMES_DIR, gb)
-    return None
-
-
-def check_global_shuffle(d: DatasetOptions, cache: FrameCache | None, decoded_bytes: int) -> None:
-    """Refuse to draw single frames unless all of them are cached, decoded."""
-    if not d.global_shuffle or not decoded_bytes:
-        return
-    if cache is None or decoded_bytes > cache.gb * 1e9:
-        state = "no frames are cached" if cache is None else f"VLA_CACHE_GB={cache.gb:g} of them are cached"
-        raise ValueError(
-            f"--dataset.global_shuffle draws single frames of {decoded_bytes / 1e9:.3g} GB, and {state}: each would be "
-            "searched for in its file. Cache them all (--dataset.frame_cache DIR, VLA_CACHE_GB), or leave "
-            "--dataset.global_shuffle out"
-        )

@@ -27,7 +27,7 @@ def closed_loop(
     return {
         "over_steps": rows,
         "by_task": _by_task(over_steps),
-        "chart": _chart([line for line in over_steps if line["episodes"]]),
+        "chart": _curve([(line["step"], line) for line in over_steps if line["episodes"]], "step", "steps"),
         "scores": [score_row(score) for score in scores.values()],
         "films": shown_films(evaluation.get("films", ()), folder),
     }
@@ -58,10 +58,6 @@ def over_latency(by_latency: Mapping[Any, Sequence[Mapping[str, Any]]]) -> str |
     """Draw success over latencies in seconds, by the first row of scores of each; None where nothing was played."""
     points = [(1000 * latency_s, rows[0]) for latency_s, rows in by_latency.items() if rows[0]["episodes"]]
     return _curve(points, "latency / ms", "latencies")
-
-
-def _chart(over_steps: Sequence[Mapping[str, Any]]) -> str | None:
-    return _curve([(line["step"], line) for line in over_steps], "step", "steps")
 
 
 def _curve(points: Sequence[tuple[float, Mapping[str, Any]]], xlabel: str, over: str) -> str | None:

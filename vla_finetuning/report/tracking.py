@@ -227,7 +227,7 @@ class WeightsAndBiases:
         wandb.teardown()  # its own process still writes the run's file when `finish` returns (0.31)
 
 
-class Trackio:
+class Trackio(WeightsAndBiases):
     """A run on this machine, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say. It keeps all points of a step."""
 
     def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
@@ -237,9 +237,6 @@ class Trackio:
         self.run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
         options: dict[str, Any] = {"config": dict(about), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project=project, name=self.run_id, resume="must" if run_id else "never", **options)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
