@@ -111,10 +111,6 @@ CASES = {
         ),
         r"episode 2, frame 5: observation.state\[0\] is nan",
     ),
-    "infinity in an action": (
-        lambda root: edit(root, "action", of_episode(2, lambda frame, v: [*v[:-1], float("inf")] if frame == 3 else v)),
-        r"episode 2, frame 3: action\[\d\] is inf",
-    ),
     "an unknown task": (
         lambda root: edit(root, "task_index", of_episode(2, lambda frame, v: 77)),
         "task_index 77 has no entry",

@@ -48,10 +48,12 @@ def run(setting, **changes):
     return [f"--{name}={value}" for name, value in {**options, **changes}.items()]
 
 
-def refused(argv, check):
-    with pytest.raises(FileNotFoundError) as error:
+def refused(argv, check, error=FileNotFoundError):
+    """The message, and the flags that it proposes."""
+    with pytest.raises(error) as raised:
         check(argv)
-    return str(error.value)
+    message = str(raised.value)
+    return message, shlex.split("".join(message.partition("--dataset.exclude_episodes=")[1:]))
 
 
 def checked(argv):
@@ -67,37 +69,34 @@ def resolved(argv):
 def test_the_proposed_flag_goes_on_without_the_episodes(setting, root, check):
     meta = load_metadata(root)
     argv = run(setting, **{"dataset.root": root})
-    message = refused(argv, check)
+    message, proposed = refused(argv, check)
     assert meta.data_files[1] in message and meta.video_files[WRIST][0] in message
-    proposed = shlex.split(message[message.index("--dataset.exclude_episodes=") :])
     check([*argv, *proposed])
     chosen = resolved([*argv, *proposed]).rows.train_episodes[0].tolist()
     assert chosen == sorted(set(range(6)) - set(lost(meta)))
     # What is left out already stays so: a flag that is given twice counts once.
     first = chosen[0]
-    message = refused([*argv, f"--dataset.exclude_episodes={first}"], check)
-    proposed = shlex.split(message[message.index("--dataset.exclude_episodes=") :])
+    _, proposed = refused([*argv, f"--dataset.exclude_episodes={first}"], check)
     assert resolved([*argv, *proposed]).rows.train_episodes[0].tolist() == chosen[1:]
 
 
 def test_of_a_mixture_each_dataset_is_named(setting, root):
-    argv = [a for a in run(setting) if "dataset.root" not in a] + [f"--dataset.root={setting[1]},{root}"]
-    message = refused(argv, resolved)
-    proposed = shlex.split(message[message.index("--dataset.exclude_episodes=") :])
+    argv = run(setting, **{"dataset.root": f"{setting[1]},{root}"})
+    _, proposed = refused(argv, resolved)
     whole, holes = resolved([*argv, *proposed]).rows.train_episodes
     assert whole.tolist() == list(range(6))
     assert holes.tolist() == sorted(set(range(6)) - set(lost(load_metadata(root))))
     # Where a member says what it leaves out, the flag that would contradict it is not proposed.
     mixture = {str(setting[1]): {"exclude_episodes": [1]}, str(root): 1}
     argv = [a for a in argv if "dataset.root" not in a] + [f"--dataset.mixture={json.dumps(mixture)}"]
-    message = refused(argv, resolved)
-    assert f"exclude_episodes of {root} in the mixture: " in message and "--dataset.exclude" not in message
+    message, proposed = refused(argv, resolved)
+    assert f"exclude_episodes of {root} in the mixture: " in message and not proposed
 
 
 def test_skipping_covers_missing_files_up_to_its_limit(setting, root):
     argv = run(setting, **{"dataset.root": root, "dataset.on_error": "skip"})
     for check in (checked, resolved):
-        assert re.search(r"--dataset.max_skipped=0.01 is less than their \d+% of the frames", refused(argv, check))
+        assert re.search(r"--dataset.max_skipped=0.01 is less than their \d+% of the frames", refused(argv, check)[0])
     found = resolved([*argv, "--dataset.max_skipped=0.9"])
     many = len(lost(load_metadata(root)))
     assert found.rows.train_episodes[0].tolist() == list(range(6))
@@ -110,11 +109,11 @@ def test_a_camera_without_files_is_named(setting, root):
     shutil.rmtree(root / "videos" / WRIST)
     for more in ({}, {"dataset.on_error": "skip", "dataset.max_skipped": 1}):
         argv = run(setting, **{"dataset.root": root}, **more)
-        message = refused(argv, resolved)
+        message, _ = refused(argv, resolved)
         assert f"whose files are there: --dataset.camera_keys={TOP}" in message
         assert ("is for folders that lack some files" in message) == bool(more)
     shutil.rmtree(root / "data")
-    assert "train on another: every episode needs such files" in refused(argv, resolved)
+    assert "train on another: every episode needs such files" in refused(argv, resolved)[0]
 
 
 @pytest.fixture
@@ -134,19 +133,16 @@ def broken(setting, tmp_path):
 @pytest.mark.parametrize("check", [checked, resolved])
 def test_a_broken_episode_is_refused_only_where_it_is_chosen(setting, broken, check):
     argv = run(setting, **{"dataset.root": broken})
-    with pytest.raises(ValueError, match="2 of 6 episodes cannot be read: episode 2 has empty as videos/") as error:
-        check(argv)
-    proposed = shlex.split(str(error.value)[str(error.value).index("--dataset.exclude_episodes=") :])
+    message, proposed = refused(argv, check, ValueError)
+    assert "2 of 6 episodes cannot be read: episode 2 has empty as videos/" in message
     assert proposed == ["--dataset.exclude_episodes=2,4"]
     check([*argv, *proposed])
     assert resolved([*argv, *proposed]).rows.train_episodes[0].tolist() == [0, 1, 3, 5]
     assert resolved([*argv, "--dataset.episodes=0,5"]).rows.train_episodes[0].tolist() == [0, 5]
-    with pytest.raises(ValueError, match="--dataset.exclude_episodes=0,2,4$"):
-        check([*argv, "--dataset.exclude_episodes=0"])
-    two = [a for a in argv if "dataset.root" not in a] + [f"--dataset.root={setting[1]},{broken}"]
-    with pytest.raises(ValueError, match="cannot be read") as error:
-        check([*two, f'--dataset.exclude_episodes={{"{setting[1]}": [1]}}'])
-    proposed = shlex.split(str(error.value)[str(error.value).index("--dataset.exclude_episodes=") :])
+    _, proposed = refused([*argv, "--dataset.exclude_episodes=0"], check, ValueError)
+    assert proposed == ["--dataset.exclude_episodes=0,2,4"]
+    two = run(setting, **{"dataset.root": f"{setting[1]},{broken}"})
+    _, proposed = refused([*two, f'--dataset.exclude_episodes={{"{setting[1]}": [1]}}'], check, ValueError)
     first, second = resolved([*two, *proposed]).rows.train_episodes
     assert first.tolist() == [0, 2, 3, 4, 5] and second.tolist() == [0, 1, 3, 5]
     mixture = {str(setting[1]): 1, str(broken): {"exclude_episodes": [2]}}

@@ -246,12 +246,6 @@ def test_an_action_beside_its_parts_and_parts_of_any_name(tmp_path):
     np.testing.assert_array_equal(actions(found.metas[0]), whole[:, [2, 0, 1]])
 
 
-def test_two_observations_of_one_name_are_still_refused(settings):
-    names = {OWN["observation.images.base_0_rgb"]: "observation.images.x", "wrist_image": "observation.images.x"}
-    with pytest.raises(ValueError, match="would all be called 'observation.images.x'"):
-        resolved(settings[1], rename_map=json.dumps({**json.loads(MAP), **names}))
-
-
 def test_a_joined_state_is_summed_up_looked_at_and_moved_as_one(settings, split, monkeypatch):
     """By every reader of numbers."""
     monkeypatch.setattr(quantiles, "over_files", one_after_the_other)

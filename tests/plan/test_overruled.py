@@ -60,9 +60,7 @@ def test_a_plain_run_overrules_nothing(changed):
     ("saved", "flags", "line"),
     [
         ({"compile_model": True}, {}, "compile_model=true .* overruled by --train.compile=false"),
-        ({"gradient_checkpointing": True}, {}, "gradient_checkpointing=true .* --train.activation_checkpointing=false"),
         ({"use_amp": True}, {"train.precision": "fp32"}, "use_amp=true .* overruled by --train.precision=fp32"),
-        ({}, {"train.precision": "bf16"}, "use_amp=false .* overruled by --train.precision=bf16"),
         ({"device": "mps"}, {}, "device=mps .* overruled by --scaling.use_gpu=false"),
         ({"repo_id": "a/b"}, {}, "repo_id=a/b .* overruled by --policy.repo_id, which is absent"),
         ({"repo_id": "a/b"}, {"policy.repo_id": "c/d"}, "repo_id=a/b .* overruled by --policy.repo_id=c/d"),
@@ -70,7 +68,6 @@ def test_a_plain_run_overrules_nothing(changed):
         ({"optimizer_lr": 3e-5}, {"lr": "1e-4"}, "optimizer_lr=3e-05 .* overruled by --lr=0.0001"),
         ({"optimizer_weight_decay": 0.5}, {"optimizer.weight_decay": 0}, "decay=0.5 .* --optimizer.weight_decay=0"),
         ({"scheduler_decay_steps": 7}, {"warmup_frac": 0.1}, "scheduler_decay_steps=7.* overruled by --warmup_frac"),
-        ({"n_action_steps": 2}, {"policy.n_action_steps": 3}, "n_action_steps=2 .* --policy.n_action_steps=3"),
         ({"dtype": "bfloat16"}, {"policy.dtype": "float32"}, "dtype=bfloat16 .* overruled by --policy.dtype=float32"),
     ],
 )
@@ -78,9 +75,27 @@ def test_other_decisions_of_the_run_are_said_to_overrule_the_base(changed, saved
     assert any(re.search(line, note) for note in notes_of(resolved(changed(**saved), **flags)))
 
 
-def test_two_paths_of_one_policy_are_refused(setting):
-    with pytest.raises(ValueError, match="--policy.pretrained_path has no effect .* use --policy.path"):
-        resolved(setting, **{"policy.pretrained_path": "elsewhere"})
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"policy.pretrained_path": "elsewhere"}, "--policy.pretrained_path has no effect .* use --policy.path"),
+        ({"policy.optimizer_lr": "1e-3", "lr": "1e-4"}, "optimizer_lr=0.001 has no effect with --lr=0.0001: give one"),
+        ({"policy.scheduler_decay_lr": "1e-3", "warmup_frac": 0.1}, "decay_lr=0.001 has no effect with --warmup_frac"),
+        (
+            {
+                "policy.optimizer_eps": "1e-3",
+                "use_policy_training_preset": "false",
+                "optimizer.type": "adam",
+                "warmup_frac": 0,
+            },
+            "eps=0.001 has no effect with --use_policy_training_preset=false",
+        ),
+        ({"policy.use_peft": "true"}, "--policy.use_peft=true has no effect with --peft.method_type, which is absent"),
+    ],
+)
+def test_two_options_of_one_decision_are_refused(setting, flags, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(setting, **flags)
 
 
 def test_smolvlas_own_options_count_where_they_do(tmp_path):

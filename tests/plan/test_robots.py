@@ -28,7 +28,7 @@ from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT
 from vla_finetuning.data import quantiles
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.options.mixture import members, read_mixture, robots
+from vla_finetuning.options.mixture import members, read_mixture
 from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.matching import policy_data
@@ -104,15 +104,13 @@ def read(run, positions):
     return rows, make_prepare(run.policy, run.rows)(rows)
 
 
-def tensors(columns, **options):
+def tensors(columns, *, drop_absent=True):
     """Tensors of prepared columns; `drop_absent`: without the cameras that no row has."""
-    transforms = [drop_absent_cameras] if options.pop("drop_absent", True) else []
-    assert not options
-    return Collate(transforms, lambda batch: {k: torch.from_numpy(np.array(v)) for k, v in columns_of(batch)})(columns)
 
+    def to_tensors(batch):
+        return {key: torch.from_numpy(np.array(value)) for key, value in batch.items() if value.dtype != object}
 
-def columns_of(batch):
-    return [(key, values) for key, values in batch.items() if values.dtype != object]
+    return Collate([drop_absent_cameras] if drop_absent else [], to_tensors)(columns)
 
 
 def rows_alone(run, indices):
@@ -154,20 +152,24 @@ def both(folder):
     return run, rows, columns, found
 
 
+def assert_same_inputs(mixed_columns, prepared):
+    """Of the same rows: what the policy gets in the mixture and alone, but for padding of vectors."""
+    for key, values in prepared.items():
+        if key in ("dataset_index", "position"):
+            continue
+        mixed_values = mixed_columns[key]
+        if key in ("action", "observation.state"):
+            assert not mixed_values[..., values.shape[-1] :].any()
+            mixed_values = mixed_values[..., : values.shape[-1]]
+        np.testing.assert_array_equal(mixed_values, values, err_msg=key)
+
+
 def test_a_rows_inputs_are_those_of_its_robot_alone(both):
     run, rows, columns, found = both
     assert columns["action"].shape == (24, 6, 5)
     for _, mine, _, prepared in found.values():
-        width = prepared["action"].shape[-1]
-        for key, values in prepared.items():
-            if key in ("dataset_index", "position"):
-                continue
-            mixed_values = columns[key][mine]
-            if key in ("action", "observation.state"):
-                assert not mixed_values[..., values.shape[-1] :].any()
-                mixed_values = mixed_values[..., : values.shape[-1]]
-            np.testing.assert_array_equal(mixed_values, values, err_msg=key)
-        assert (columns[ACTION_DIMS][mine] == (np.arange(5) < width)).all()
+        assert_same_inputs({key: values[mine] for key, values in columns.items()}, prepared)
+        assert (columns[ACTION_DIMS][mine] == (np.arange(5) < prepared["action"].shape[-1])).all()
     wrist = columns[WRIST + IS_PRESENT]
     np.testing.assert_array_equal(wrist, rows["dataset_index"] == 1)
     assert not columns[WRIST][~wrist].any() and columns[WRIST][wrist].any()
@@ -314,11 +316,7 @@ def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_si
             own = made(f"--dataset.root={of_one_size / name}", f'--rename_map={{"{TOP}": "{BASE}"}}')
             mine = np.flatnonzero(rows["dataset_index"] == number)
             prepared = make_prepare(own.policy, own.rows)(rows_alone(own, rows["index"][mine]))
-            for key, values in prepared.items():
-                if key not in ("dataset_index", "position"):
-                    ours = columns[key][mine]
-                    ours = ours[..., : values.shape[-1]] if key in ("action", "observation.state") else ours
-                    np.testing.assert_array_equal(ours, values, err_msg=key)
+            assert_same_inputs({key: values[mine] for key, values in columns.items()}, prepared)
             apart = loss_of(own)(tensors(prepared), noise[mine], time[mine], per_row=True)
             torch.testing.assert_close(together[mine], apart, rtol=2e-5, atol=2e-6)
 
@@ -388,6 +386,8 @@ def test_the_order_of_members_is_no_matter(folder):
     runs = [mixed(folder, mixture={"members": order}) for order in (MIXTURE["members"], MIXTURE["members"][::-1])]
     first, second = (run.rows for run in runs)
     assert first.identity == second.identity
+    renamed = [{**member, "robot": f"{member['robot']}2"} for member in MIXTURE["members"]]
+    assert mixed(folder, mixture={"members": renamed}).rows.identity != first.identity
     assert [meta.root for meta in first.metas] == [meta.root for meta in second.metas]
     for a, b in zip(read(runs[0], range(12))[1].values(), read(runs[1], range(12))[1].values(), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -425,19 +425,6 @@ def test_the_prompt_names_the_robot_if_asked_for(folder):
         run = mixed(folder, f"--dataset.robot_in_prompt={flag}")
         tokens[flag] = read(run, range(8))[1]["observation.language.attention_mask"].sum(axis=1)
     assert (tokens["true"] > tokens["false"]).all()
-
-
-def test_the_plan_has_a_table(folder):
-    text = describe(mixed(folder))
-    lines = [line.split() for line in text.splitlines()]
-    assert ["arm", "arm", "65", "1", "33.6%", "0.25", "20", "1", "6", "5"] in lines
-    assert "arm -> policy" in text and "gantry: those in meta/stats.json" in text
-
-
-def test_a_run_goes_on_with_the_same_robots_only(folder):
-    run = mixed(folder)
-    swapped = {"members": [{**one, "robot": f"{one['robot']}2"} for one in MIXTURE["members"]]}
-    assert mixed(folder, mixture=swapped).job.start.stream != run.job.start.stream
 
 
 # ---- the file ------------------------------------------------------------------------------------------------------
@@ -491,23 +478,23 @@ def test_a_file_says_what_flags_say(tmp_path):
 def test_members_that_do_not_go_together(folder):
     gantry, arm = MIXTURE["members"]
     for mixture, message in (
-        ([gantry, {**arm, "robot": None} | {"weight": 1}], "names no robot"),
+        ([gantry, {"root": "arm"}], "names no robot"),
         ([gantry, {**arm, "robot": "gantry"}], "are of one robot, and have 20 and 10 actions per second"),
         ([gantry, {**arm, "fps": 15}], "has 20 frames per second, and the mixture asks for 15"),
         ([{**gantry, "state": ["joint_0"]}, arm], "list each of them once"),
         ([{**gantry, "rename_map": {"observation.images.x": BASE}}, arm], "no feature|features are|rename_map"),
     ):
         with pytest.raises(ValueError, match=message):
-            mixed(folder, mixture={"members": [{k: v for k, v in m.items() if v is not None} for m in mixture]})
-    assert robots(members({"a": 1, "b": 2})) == ("",)
+            mixed(folder, mixture={"members": mixture})
+    with pytest.raises(ValueError, match="robot_in_prompt=true: .* has one by name; leave it out"):
+        mixed(folder, "--dataset.robot_in_prompt=true", mixture={"members": [gantry]})
 
 
 def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
     """That of the first would be read of all."""
     gantry = MIXTURE["members"][0]
-    if not (folder / "gantry2").exists():
-        shutil.copytree(folder / "gantry", folder / "gantry2")
-    other = {**copy.deepcopy(gantry), "root": "gantry2"}
+    shutil.copytree(folder / "gantry", folder / "gantry2")
+    other = {**copy.deepcopy(gantry), "root": "gantry2"}  # else YAML has a reference
     with pytest.raises(ValueError, match=r"gantry2: camera_keys \['observation.images.top'\].* the same camera_keys"):
         mixed(folder, mixture={"members": [gantry, {**other, "camera_keys": [TOP]}]})
     both = [{**one, "camera_keys": [TOP]} for one in (gantry, other)]
@@ -524,11 +511,6 @@ def test_a_policy_that_leaves_out_last_frames_is_told_how_many_at_another_rate(f
         resolve(parse_args(flags), gpus_found=0)
     run = resolve(parse_args([*flags, "--dataset.drop_n_last_frames=14"]), gpus_found=0)
     assert run.rows.selection.drop_n_last_frames == 14
-
-
-def test_a_prompt_names_no_robot_where_there_is_one(folder):
-    with pytest.raises(ValueError, match="robot_in_prompt=true: .* has one by name; leave it out"):
-        mixed(folder, "--dataset.robot_in_prompt=true", mixture={"members": MIXTURE["members"][:1]})
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -89,20 +89,16 @@ def test_whoever_asks_for_them_gets_them_with_a_warning(setting, asked):
     assert not run.robots[0].missing_stats and run.config.dataset.statistics == asked
     stored = load_metadata(averaged(setting)[1]).stats
     for key in VECTORS:
-        for name, value in stored[key].items():
-            np.testing.assert_array_equal(run.robots[0].stats[key][name], value)
+        np.testing.assert_equal(dict(run.robots[0].stats[key]), stored[key])
     assert "WARNING: they do not describe" in describe(run) and "--dataset.statistics=exact" in describe(run)
 
 
 def test_exact_is_of_the_training_episodes(setting):
-    """Whatever is stored."""
-    run = in_process.resolved(setting, **{"dataset.statistics": "exact", "dataset.eval_split": 0.5})
+    run = with_stats(in_process.resolved(setting, **{"dataset.statistics": "exact", "dataset.eval_split": 0.5}))
     (train,), (held_out,) = run.rows.train_episodes, run.rows.eval_episodes
     assert len(train) == len(held_out) == 2
-    run = with_stats(run)
-    meta = load_metadata(setting[1])
     for key in VECTORS:
-        assert_numpys(run.robots[0].stats[key], rows_of(meta, key, train))
+        assert_numpys(run.robots[0].stats[key], rows_of(load_metadata(setting[1]), key, train))
 
 
 def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
@@ -125,8 +121,6 @@ def test_what_is_missing(setting, tmp_path):
         ValueError, match=f"statistics=stored.* not in meta/stats.json of the dataset {root}: action: q99"
     ):
         in_process.resolved(changed, **{"dataset.statistics": "stored"})
-    with pytest.raises(ValueError, match="dataset.statistics=mean: expected one of"):
-        in_process.resolved(changed, **{"dataset.statistics": "mean"})
 
 
 def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path):
@@ -269,9 +263,6 @@ def test_dimensions_that_never_change(setting, tmp_path):
     assert np.abs(actions).max() < 10
     np.testing.assert_allclose(actions[..., 0], 0, atol=1e-4)
     assert set(actions[..., 1].round(4).ravel()) == {-1, 1}
-
-    lerobots = in_process.resolved(changed, **{"dataset.statistics": "lerobot"})
-    assert "never changes" not in describe(lerobots)
 
 
 def test_usable():

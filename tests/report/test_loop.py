@@ -24,21 +24,8 @@ WEBP = b"RIFF\x1a\x00\x00\x00WEBPVP8L\r\x00\x00\x00/\x00\x00\x00\x10\x07\x10\x11
 def folder(tmp_path):
     """A run's folder with nothing in it but what it ended with."""
     film = {"instruction": HOSTILE, "seed": 1003, "steps": 14, "problem": None}
-    scores = {
-        "trained": {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2}
-        | {"successes_at_end": 54, "interval_at_end": [0.8, 0.95], "scenes": 30},
-        "other_instruction": {
-            **{
-                "label": "trained, with the other instruction",
-                "successes": 0,
-                "episodes": 60,
-                "interval": [0.0, 0.0602],
-                "successes_at_end": 0,
-                "interval_at_end": [0.0, 0.0602],
-            },
-            "went_where_told": 59,
-        },
-    }
+    score = {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2}
+    score |= {"successes_at_end": 54, "interval_at_end": [0.8, 0.95], "scenes": 30, "went_where_told": 59}
     films = [
         {**film, "title": "trained", "file": "a.webp", "success": True},
         {**film, "title": "deaf", "file": "../../b.webp", "success": False},
@@ -48,20 +35,14 @@ def folder(tmp_path):
     (tmp_path / "films").mkdir()
     for name in ("a.webp", "b.webp"):
         (tmp_path / "films" / name).write_bytes(WEBP)
-    write_json(tmp_path / "evaluation.json", {"trained": ERRORS, "closed_loop": scores, "films": films})
+    write_json(tmp_path / "evaluation.json", {"trained": ERRORS, "closed_loop": {"trained": score}, "films": films})
     return tmp_path
 
 
 def test_the_table_and_the_pictures_are_the_evaluations(folder):
     page = check_page(write_report(folder, []).read_text())
-    assert (
-        "trained 57 60 95.0% 86.3% to 98.3% 90.0% 80.0% to 95.0% of 30 distinct scenes; 2 more ended in an error"
-        in page.text
-    )
-    assert (
-        "trained, with the other instruction 0 60 0.0% 0.0% to 6.0% 0.0% 0.0% to 6.0% 59 followed the given instruction"
-        in page.text
-    )
+    notes = "59 followed the given instruction; of 30 distinct scenes; 2 more ended in an error"
+    assert f"trained 57 60 95.0% 86.3% to 98.3% 90.0% 80.0% to 95.0% {notes}" in page.text
     assert "success in the loop, 2 not played to the end 95%" in page.text
     images = [image for image in page.all("img") if image.get("class") == "film"]
     # Of the files in its own folder: a folder's index names no others.
@@ -81,30 +62,16 @@ def test_a_link_is_no_picture_of_the_page(folder, tmp_path):
     assert "a.webp is a link" in page.text
 
 
-def test_success_over_steps_is_a_chart_and_a_table(folder):
-    write_json(folder / "evaluation.json", {"trained": ERRORS})
+def test_checkpoints_are_in_their_order_and_a_task_that_one_did_not_play_has_no_figure(folder):
+    by_task = [{"label": task, "successes": n, "episodes": 25} for task, n in ((HOSTILE, 9), ("push", 1))]
     lines = [
-        {"step": step, "successes": n, "episodes": 50, "errors": errors, "interval": [n / 60, 0.9], "seconds": 3.0}
-        | {"successes_at_end": n - 5, "interval_at_end": [0.0, 0.5]}
-        for step, n, errors in ((4000, 10, 0), (2000, 5, 2))
+        {"step": step, "successes": 5, "episodes": 50, "interval": [0.1, 0.9], "by_task": by_task[: 1 + step // 4000]}
+        | {"successes_at_end": 0, "interval_at_end": [0.0, 0.5]}
+        for step in (4000, 2000)
     ]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 60')
     page = check_page(write_report(folder, []).read_text())
-    said = [svg["aria-label"] for svg in page.all("svg")]
-    assert "Success in the loop over steps: from 10% to 20%, at most 20%" in said
-    rows = (
-        "step 2,000 5 50 10.0% 8.3% to 90.0% 0.0% 0.0% to 50.0% 2 more ended in an error "
-        "step 4,000 10 50 20.0% 16.7% to 90.0% 10.0% 0.0% to 50.0%"
-    )
-    assert rows in page.text and "Successes by task" not in page.text
-
-    # Of several tasks each by itself; one that was not yet there when a checkpoint played has no figure.
-    by_task = [{"label": task, "successes": n, "episodes": 25} for task, n in ((HOSTILE, 9), ("push", 1))]
-    lines = [{**line, "by_task": by_task[: 1 + line["step"] // 4000]} for line in lines]
-    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = check_page(write_report(folder, []).read_text())
-    table = f"Successes by task task step 2,000 step 4,000 {HOSTILE} 9 of 25 9 of 25 push – 1 of 25"
-    assert table in page.text
+    assert f"Successes by task task step 2,000 step 4,000 {HOSTILE} 9 of 25 9 of 25 push – 1 of 25" in page.text
 
 
 def test_a_run_of_grpo_shows_held_out_success_as_that_of_checkpoints(tmp_path):
@@ -140,8 +107,3 @@ def test_a_run_of_grpo_shows_held_out_success_as_that_of_checkpoints(tmp_path):
 def test_a_run_of_grpo_that_has_only_begun_has_a_page_too(tmp_path):
     write_json(tmp_path / "config.json", GrpoConfig(env_type="two_bins").to_json())
     assert "Nothing has been logged yet" in check_page(write_report(tmp_path).read_text()).text
-
-
-def test_a_run_without_a_loop_says_nothing_of_one(folder):
-    write_json(folder / "evaluation.json", {"trained": ERRORS})
-    assert "In the loop" not in check_page(write_report(folder, []).read_text()).text

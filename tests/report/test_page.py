@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
-import time
+import threading
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,13 +192,10 @@ def test_held_out_errors_and_chunks_are_the_evaluations(page, finished):
     assert "recorded predicted" in page.text and "episode 3, frame 30" in page.text
 
 
-def test_what_was_survived_and_skipped_is_listed(page):
+def test_what_was_survived_and_skipped_and_the_dataset_are_shown(page):
     assert "The training processes were started 3 times." in page.text
     assert "1 0 4 2 20 4 3 40 3" in page.text
     assert f"1 skipped episode_index frame_index reason 7 3 {HOSTILE}" in page.text
-
-
-def test_the_dataset_is_part_of_the_report(page):
     assert len(page.all("img")) == dataset_look.MOMENTS
     assert all(base64.b64decode(i["src"].partition("base64,")[2])[:2] == b"\xff\xd8" for i in page.all("img"))
     assert any("Histogram of episode lengths: 4 episodes" in svg["aria-label"] for svg in page.all("svg"))
@@ -227,16 +224,6 @@ def test_an_empty_folder_has_a_report(tmp_path):
     assert "is not recorded in this folder" in text and "No row was skipped." in text
 
 
-def test_a_run_on_cpus_has_no_gpu_figures(folder):
-    config = json.loads((folder / CONFIG_NAME).read_text())
-    config["scaling"]["use_gpu"] = False
-    write_json(folder / CONFIG_NAME, config)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    write_lines(folder / "metrics.jsonl", [line | {"mfu": None, "peak_memory_bytes": None} for line in lines])
-    text = read(folder).text
-    assert "peak_memory_bytes: not measured in this run." in text and "mfu: not measured in this run." in text
-
-
 def test_losses_that_are_not_finite_and_half_a_line_are_survived(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[-1]["loss"] = float("nan")
@@ -258,24 +245,19 @@ def test_a_dataset_that_is_gone_is_said(folder):
 
 
 def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder, monkeypatch):
+    written, again = [], threading.Event()
+
+    def write(folder, looks):
+        written.append(sorted(path.name for path in folder.glob("checkpoints/*")))
+        again.set()
+
     monkeypatch.setattr(report, "POLL_S", 0.01)
-    written = []
-    monkeypatch.setattr(report, "write_report", lambda folder, looks: written.append(checkpoints(folder)))
-
-    def checkpoints(folder):
-        return sorted(path.name for path in folder.glob("checkpoints/*"))
-
-    def wait_for(count):
-        for _ in range(3000):
-            if len(written) >= count:
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"written {len(written)} times, expected {count}")
-
+    monkeypatch.setattr(report, "write_report", write)
     with pytest.raises(RuntimeError, match="worker"), keep_report(folder):
-        wait_for(1)
+        assert again.wait(60)
+        again.clear()
         (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
-        wait_for(2)
+        assert again.wait(60)
         raise RuntimeError("a worker died")
     assert written == [[], ["step_00000010"], ["step_00000010"]]
 
@@ -295,16 +277,13 @@ def test_a_report_that_fails_is_a_warning_and_not_the_runs_end(folder, caplog):
 
 
 def test_readers_see_the_old_page_or_the_new(folder, monkeypatch):
-    write_report(folder, [])
-    before = (folder / "report.html").read_text()
-    seen = []
-    replace = files.os.replace
+    before = write_report(folder, []).read_text()
+    replace, seen = files.os.replace, []
     monkeypatch.setattr(
         files.os, "replace", lambda a, b: (seen.append((folder / "report.html").read_text()), replace(a, b))
     )
     (folder / "metrics.jsonl").unlink()
-    write_report(folder, [])
-    assert seen == [before] and (folder / "report.html").read_text() != before
+    assert write_report(folder, []).read_text() != before and seen == [before]
     assert [path.name for path in folder.glob(".*")] == []
 
 

@@ -122,18 +122,6 @@ def test_tensorboard_shows_what_metrics_jsonl_says(folder):
     assert config == {**json.loads((folder / "config.json").read_text()), "code_revision": tracking.code_revision()}
 
 
-def test_tensorboard_drops_points_of_steps_that_are_trained_again(folder):
-    follower = Follower(folder, "tensorboard", PROJECT)
-    logged(folder, 10, 20)
-    follower.log_new()
-    assert scalars(folder) == [(10, 10.0), (20, 20.0)]
-    resumed(folder, 0)
-    logged(folder, 10, attempt=1)
-    follower.log_new()
-    assert scalars(folder) == [(10, 10.25)]
-    follower.finish()
-
-
 # The instruction of a task is sent to nobody.
 NESTED = {"loss_by_robot": {"a": 1.0, "b": None}, "eval_loss_by_task": {"pick it up": 1.0}}
 
@@ -318,13 +306,14 @@ class Kept:
     run_id = "one"
 
     def __init__(self, *_):
-        self.points, self.failing, self.closed = [], False, False
+        self.points, self.failing, self.closed, self.arrived = [], False, False, threading.Event()
         Kept.last = self
 
     def log(self, values, step):
         if self.failing:
             raise ConnectionError("no route")
         self.points.append((step, values["train/loss"]))
+        self.arrived.set()
 
     def close(self):
         self.closed = True
@@ -336,17 +325,14 @@ def kept(monkeypatch):
     monkeypatch.setattr(tracking, "require_tracker", lambda name: None)
 
 
-def test_a_resumed_process_sends_what_the_run_has_not(folder, kept):
+def test_a_run_that_went_on_without_the_tracker_is_sent_anew(folder, kept):
+    """Which of its steps were trained again is not known."""
     logged(folder, 10, 20)
     Follower(folder, "wandb", PROJECT).finish()
-    logged(folder, 30)
+    resumed(folder, 10)
+    logged(folder, 20, attempt=1)
     Follower(folder, "wandb", PROJECT).finish()
-    assert Kept.last.points == [(30, 30.0)]
-    # The run went on from 20 without the tracker: which steps were trained again is not known.
-    resumed(folder, 20)
-    logged(folder, 30, attempt=1)
-    Follower(folder, "wandb", PROJECT).finish()
-    assert Kept.last.points == [(10, 10.0), (20, 20.0), (30, 30.25)]
+    assert Kept.last.points == [(10, 10.0), (20, 20.25)]
 
 
 def test_the_last_success_in_the_loop_comes_after_the_last_line(folder):
@@ -368,24 +354,18 @@ def test_errors_of_an_earlier_end_are_not_those_of_a_run_that_was_extended(folde
     assert set(events(folder).Tags()["scalars"]) == {"train/loss", "train/lr", "train/data_wait_s"}
 
 
-def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept, caplog):
+def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept, caplog, monkeypatch):
+    monkeypatch.setattr(tracking, "POLL_S", 0.01)
     with caplog.at_level(logging.WARNING), track(folder, "wandb", PROJECT):
+        logged(folder, 10)
+        assert Kept.last.arrived.wait(60)  # while the run goes on
         Kept.last.failing = True
-        logged(folder, 10, 20)
-    assert Kept.last.closed
+        logged(folder, 20)
+    assert Kept.last.closed and Kept.last.points == [(10, 10.0)]
     again = f"no route; `python -m vla_finetuning.report.tracking {folder} --track wandb` sends what is missing"
     assert caplog.text.count(again) == 1
     assert tracking.main([str(folder), "--track=wandb"]) == 0
-    assert Kept.last.points == [(10, 10.0), (20, 20.0)]
-
-
-def test_lines_are_passed_on_while_the_run_goes_on(folder, kept, monkeypatch):
-    monkeypatch.setattr(tracking, "POLL_S", 0.01)
-    arrived = threading.Event()
-    monkeypatch.setattr(Kept, "log", lambda self, values, step: arrived.set())
-    with track(folder, "wandb", PROJECT):
-        logged(folder, 10)
-        assert arrived.wait(60)
+    assert Kept.last.points == [(20, 20.0)]
 
 
 # ---- flags ---------------------------------------------------------------------------------------------------------
@@ -411,13 +391,6 @@ def test_a_tracker_that_cannot_be_opened_is_an_error(folder, monkeypatch, capsys
     monkeypatch.setitem(tracking.TRACKERS, "wandb", refuse)
     assert tracking.main([str(folder), "--track=wandb"]) == 1
     assert "--track wandb: cannot be opened: RuntimeError: no API key" in capsys.readouterr().err
-
-
-def test_no_tracker_writes_nothing(folder):
-    before = sorted(folder.rglob("*"))
-    with track(folder, None, PROJECT):
-        logged(folder, 10)
-    assert sorted(folder.rglob("*")) == sorted([*before, folder / "metrics.jsonl"])
 
 
 def test_code_without_git_has_a_digest(monkeypatch):
