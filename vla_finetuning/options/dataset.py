@@ -128,6 +128,7 @@ class DatasetOptions:
         None,
         "How often each training episode comes in an epoch, on average; 0 leaves it out.",
         form="a column of the dataset's meta/episodes, or @FILE",
+        file="@",
     )
     state_features: list[str] | None = option(
         None,

@@ -36,6 +36,8 @@ class Option:
         help: sentences for people. form: what is expected, where the type does not say it.
         min, above, max, below: bounds of a number; `above` and `below` are not among its values.
         section: of `--help`, one line.
+        file: of a text that names a file, which a run makes absolute (plan/paths.py). path: always. name: where there
+            is such a folder; else it is a name on the Hub. @: where it begins with an @.
         requires, conflicts: conditions that must hold, or must not, where the option is not at its default, and why;
             after a semicolon what to do, where that is not to give the condition, or leave one of the two out.
             A condition is another flag that is not at its default, "eval_steps", or one with a value,
@@ -50,6 +52,7 @@ class Option:
     help: str
     section: str
     form: str | None = None
+    file: Literal["path", "name", "@"] | None = None
     min: float | None = None
     above: float | None = None
     max: float | None = None

@@ -29,6 +29,7 @@ class GrpoOptions:
         None,
         "A LeRobot dataset, whose rows are half of each minibatch of --grpo.method filtered: a policy that imitates "
         "its own samples alone loses precision.",
+        file="path",
         requires={"grpo.method=filtered": "only imitation takes them"},
     )
     iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
@@ -108,6 +109,7 @@ class GrpoOptions:
         None,
         "Write the episodes that were learned from, failures included, as a LeRobot dataset with next.success, "
         "next.reward and next.done when the run is done: a new folder; on a cluster a path that all nodes share.",
+        file="path",
     )
     record_every: int = option(1, "Iterations from one recorded one to the next, with --grpo.record_dataset.", min=1)
 

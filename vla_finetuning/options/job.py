@@ -26,6 +26,7 @@ class JobOptions:
     output_dir: str | None = option(
         None,
         "The run's folder: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER or a path all nodes share.",
+        file="path",
     )
     resume: bool = option(
         False,

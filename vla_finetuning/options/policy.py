@@ -23,7 +23,9 @@ RELATIVE_PLAYED_BY = (
 class PolicyOptions:
     """The policy."""
 
-    policy_path: str | None = option(None, "A pretrained policy: a folder or a Hub id.", flag="policy.path")
+    policy_path: str | None = option(
+        None, "A pretrained policy: a folder or a Hub id.", flag="policy.path", file="name"
+    )
     policy_revision: str | None = option(
         None, "Branch, tag or commit of a --policy.path on the Hub.", flag="policy.pretrained_revision"
     )

@@ -30,6 +30,7 @@ class RecapOptions:
         None,
         "The labels.parquet of a run of value.py: prompts say `Advantage: positive` or `Advantage: negative` of each "
         "frame. evaluate.py --policy.advantage positive asks for the better behaviour.",
+        file="path",
     )
 
     def describe(self, positive_share: float) -> list[str]:
@@ -48,6 +49,7 @@ class OutcomeOptions:
         "next.success",
         "Which episodes succeeded: those in which this column reaches --outcome.threshold in any frame, or @FILE.",
         form="a column of the frames, as next.success, or @FILE (.csv, .parquet, .json: episode_index, success)",
+        file="@",
     )
     threshold: float = option(
         1.0, "The value of that column from which on an episode is a success; true counts as 1.", above=0

@@ -22,6 +22,7 @@ class SampleWeightingOptions:
         None,
         "A parquet file of this machine, or hf://datasets/USER/NAME/FILE; the dataset's sarm_progress.parquet when "
         "absent.",
+        file="path",
     )
     head_mode: Literal["sparse", "dense"] = option("sparse", "Column of that file: progress_sparse or progress_dense.")
     kappa: float = option(0.01, "Progress within an action chunk above which the row weighs 1.")

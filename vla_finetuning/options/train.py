@@ -104,6 +104,7 @@ class TrainOptions(StepOptions):
         "auto",
         "With it: the tokenizer of actions (FAST), a folder or a Hub id, of which only data is read; fit: learned from "
         "the run's own rows before the first step; auto: that of the policy's folder if it has one, else fit.",
+        file="name",
         only_with="train.knowledge_insulation",
     )
     # As in PI0.5 (arXiv 2504.16054), which writes the subtask first and then acts on it.
@@ -122,6 +123,7 @@ class TrainOptions(StepOptions):
         None,
         "SmolVLA, where its vision does not train: a folder on each node's own disk that caches what its vision tower "
         "makes of each frame, for later epochs and for runs from the same weights.",
+        file="path",
         conflicts=dict.fromkeys(
             ("dataset.image_transforms.enable", "train.augmentation"),
             "frames then differ in every epoch, and so do their features",
