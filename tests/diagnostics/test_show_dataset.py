@@ -522,5 +522,5 @@ def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path
     for options, said in ((Config(), False), (config_of(show_dataset.AUGMENTATIONS["openpi"]), True)):
         write_json(tmp_path / "config.json", options.to_json())
         (drawn,) = look_at_datasets(tmp_path)
-        assert drawn["look"].sheet[0].is_augmented is said
+        assert drawn["augmented"] is said
         assert len({image["uri"] for image in next(iter(drawn["images"].values()))}) > 1

@@ -393,7 +393,8 @@ def _draw_look(look: Look) -> dict[str, Any]:
         f"{_g(lengths_s.max())} s, half of them longer than {_g(float(np.median(lengths_s)))} s"
     )
     return {
-        "look": look,
+        "look": replace(look, sheet=[], curves={}),  # which a run would hold as long as it lasts
+        "augmented": any(moment.is_augmented for moment in look.sheet),
         "images": {
             key: [
                 {"uri": figures.to_data_uri(moment.images[key]), "time": f"{moment.time_s:.1f} s"}
