@@ -76,7 +76,7 @@ def _dimensions(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     lines = []
     for key in VECTORS:
         for member, meta in named:
-            if key in meta.features and key not in [k for k, f in meta.features.items() if f.dtype in CAMERA_DTYPES]:
+            if key in meta.features:
                 names = member.orders().get(key) or meta.features[key].names or ["without names"]
                 lines.append((key, _name(meta), ", ".join(names)))
     return aligned(lines) if lines else []
