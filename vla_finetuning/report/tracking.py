@@ -101,7 +101,12 @@ class Follower:
             os.environ.setdefault("TRACKIO_DIR", str(output_dir / TRACKIO_NAME))
         state = read_json(output_dir / TRACKING_NAME).get(name, {})
         about = {**read_json(output_dir / CONFIG_NAME), "code_revision": code_revision()}
-        self._tracker = open_tracker(name, output_dir, project, state.get("run_id"), about)
+        require_tracker(name)
+        try:
+            self._tracker = TRACKERS[name](output_dir, project, state.get("run_id"), about)
+        except Exception as error:
+            remedy = f"; {REMEDIES[name]}" if name in REMEDIES else ""
+            raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}{remedy}") from error
         # Lines are appended, and cut off from the end: while the last one that was logged is there, all before it were.
         lines, last = self._lines(), state.get("line")
         is_known = self._tracker.run_id == state.get("run_id") and last in lines
@@ -279,22 +284,6 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
     "trackio": Trackio,
     "mlflow": MLflow,
 }
-
-
-def open_tracker(name: str, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]) -> Tracker:
-    """Open a run in the tracker `name`, a new one where `run_id` is None.
-
-    Args:
-        folder: for its files. about: the run's options.
-    Raises:
-        ValueError: the package is missing, or the tracker refuses.
-    """
-    require_tracker(name)
-    try:
-        return TRACKERS[name](folder, project, run_id, about)
-    except Exception as error:
-        remedy = f"; {REMEDIES[name]}" if name in REMEDIES else ""
-        raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}{remedy}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
