@@ -48,8 +48,6 @@ Phase = Literal[
     "checkpoint",
     "other",
 ]
-
-
 # What a line of metrics.jsonl says of every policy; other names are means that a policy's own forward computed.
 COMMON_METRICS = frozenset(
     (
@@ -77,17 +75,15 @@ UNWATCHED = Clock()
 class NumpyToTorchCollate:
     """numpy columns of a batch -> CPU tensors, in pinned memory when they will be copied to a GPU.
 
-    Runs in the training process, in Ray Data's prefetching thread. Every column is copied once, from the object store
-    into the buffer that the GPU copies from. PyTorch's caching host allocator hands a pinned buffer out again only
-    when the copies issued from it are done, so buffers are reused without a wait.
+    Runs in Ray Data's prefetching thread. PyTorch's caching host allocator hands a pinned buffer out again only when
+    the copies issued from it are done, so buffers are reused without a wait.
 
     Args:
         pin_memory: whether a GPU will copy from the tensors.
     """
 
     def __init__(self, pin_memory: bool):
-        self.pin_memory = pin_memory
-        self._tried = False
+        self.pin_memory = pin_memory and _can_pin()
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """Columns (B, ...) of numbers to tensors of the same dtype and shape.
@@ -95,35 +91,31 @@ class NumpyToTorchCollate:
         Raises:
             ValueError: a column of Python objects; `prepare` must have turned them into numbers.
         """
-        if self.pin_memory and not self._tried:
-            self._try_pinning()
         tensors = {}
         for key, values in batch.items():
             if values.dtype == object:
                 raise ValueError(f"column {key!r} holds Python objects ({type(values.flat[0]).__name__}), not numbers")
             pinned = self.pin_memory and key not in HOST_COLUMNS and values.nbytes > 0
-            target = torch.empty(values.shape, dtype=_torch_dtype(values.dtype), pin_memory=pinned)
+            dtype = torch.from_numpy(np.empty(0, values.dtype)).dtype
+            target = torch.empty(values.shape, dtype=dtype, pin_memory=pinned)
             np.copyto(target.numpy(), values)
             tensors[key] = target
         return tensors
 
-    def _try_pinning(self) -> None:
-        self._tried = True
-        try:
-            torch.empty(1, pin_memory=True)
-        except RuntimeError as error:
-            self.pin_memory = False
-            logger.warning("memory cannot be pinned (%s): copies to the GPU will block the host", error)
 
-
-def _torch_dtype(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
+def _can_pin() -> bool:
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        logger.warning("memory cannot be pinned (%s): copies to the GPU will block the host", error)
+        return False
+    return True
 
 
 def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock = UNWATCHED) -> Iterator[Batch]:
     """Batches on `device`, the next one copied on a side stream while this one is computed with.
 
-    Row columns and texts stay on the host. Without a GPU the batches pass through as they are.
+    `HOST_COLUMNS` stay on the host. Without a GPU the batches pass through as they are.
     """
     if device.type != "cuda":
         yield from batches
@@ -155,10 +147,7 @@ def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock
 
 
 class TimedIterator:
-    """Passes batches on and adds up how long the consumer waited for them, in seconds.
-
-    `then` makes of them what is passed on, which counts as no waiting.
-    """
+    """Yields what `then` makes of batches, and adds up how long it waited for them, in seconds."""
 
     def __init__(self, batches: Iterable[Batch], then: Callable[[Iterator[Batch]], Iterator[Batch]] = iter):
         self.waited_s = 0.0
@@ -200,10 +189,7 @@ def enable_gpu_perf_flags(deterministic: bool = False) -> None:
 
 
 def enable_expandable_segments() -> None:
-    """Have PyTorch's allocator grow its segments of a GPU's memory, unless the environment says how it allocates.
-
-    Prompts of several lengths make blocks of several sizes, which segments of fixed sizes would not share.
-    """
+    """Have PyTorch's allocator grow its segments, for prompts of several lengths, unless the environment sets it."""
     if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # Not by the environment: PyTorch reads it once, and in Ray Train's workers it has by now (torch 2.11).
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -233,16 +219,14 @@ def peak_flops(device: torch.device) -> float | None:
 class TrainableOptimizer:
     """An optimizer over what trains, its parameter list made once, and the learning rate as a function of the step.
 
-    A step whose gradients are not all finite changes nothing: a device flag tells the kernel, which the host does not
-    read.
+    A step whose gradients are not all finite changes nothing: a device flag tells the kernel.
 
     Attributes:
         optimizer: follows the protocol of fused optimizers: with `found_inf` 1.0 its step changes nothing. Adam or
-            AdamW where parameters are sharded. A parameter group may have an `lr_scale`: its share of the schedule's
-            rate.
-        average, decay: an exponential moving average of `params`, fp32 and in parts where they are; empty for none.
-        keeps_gradients: gradients were there when this was made, in memory that stays (DDP's buckets). They are zeroed
-            in place: given up, they would be made anew beside that memory. Else they are given up after every step.
+            AdamW where parameters are sharded. A parameter group may have an `lr_scale` of the schedule's rate.
+        average, decay: an exponential moving average of `params`, fp32, sharded where they are; empty for none.
+        keeps_gradients: gradients are in memory that stays (DDP's buckets), and are zeroed in place; else they are
+            freed after every step.
     """
 
     optimizer: torch.optim.Optimizer
@@ -289,11 +273,7 @@ class TrainableOptimizer:
 
     @torch.no_grad()
     def _update(self, scale: Tensor | None, skipped: Tensor) -> None:
-        """Change parameters and the optimizer's state by the gradients, unless `skipped`.
-
-        Args:
-            scale: what the gradients of shards are still to be divided by; None: they are whole, and clipped.
-        """
+        """Update, unless `skipped`. `scale`: what gradients of shards are to be divided by; None for whole ones."""
         if scale is not None:
             self._update_shards(scale, skipped)
             return
@@ -303,10 +283,7 @@ class TrainableOptimizer:
         self.optimizer.step()
 
     def _update_shards(self, scale: Tensor, skipped: Tensor) -> None:
-        """Do what `optimizer.step` does, by the same kernel, on what this process holds.
-
-        DTensors would be taken apart and put together again, tensor by tensor: four times the host's time of it.
-        """
+        """Do what `optimizer.step` does, by the same kernel, on local shards: in a quarter of the host's time."""
         if not self.optimizer.state:
             self.state()
         for group in self.optimizer.param_groups:
@@ -366,8 +343,7 @@ class TrainableOptimizer:
             local_shard(average).copy_(current)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>` of Adam,
-        `momentum_buffer.<name>` of others.
+        """Return the optimizer's state by parameter name: `exp_avg.<name>` and so on.
 
         Before the first step these are zeros, as the optimizer would make them; values written into them count.
         """
@@ -440,8 +416,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of `module` that require gradients, by name.
 
     Raises:
-        ValueError: there is none, or one is not float32 (Adam in bf16 does not learn: 0 % against 94 % success in
-            OpenTau #181).
+        ValueError: there is none, or one is not float32 (Adam in bf16 does not learn: OpenTau #181).
     """
     named = {name: param for name, param in module.named_parameters() if param.requires_grad}
     if not named:
@@ -472,8 +447,7 @@ def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> C
 def accumulating(model: nn.Module) -> Iterator[None]:
     """While the block runs, backward adds to this process's gradients; the first one after it exchanges them.
 
-    With ddp, fsdp2 and hsdp nothing at all travels meanwhile. fsdp2_reshard gathers units to compute with in any case,
-    and exchanges gradients as they are made: a process then keeps its parts of them, not all of them in float32.
+    fsdp2_reshard exchanges them as they are made: a process then holds its shards of them alone.
     """
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
@@ -491,26 +465,20 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-# By their methods, because importing the classes takes half a second.
-
-
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 keeps the parameters in parts."""
+    """Return whether FSDP2 shards the parameters, by its methods: importing its classes takes half a second."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: all of it, unless it is a DTensor."""
+    """Return this process's shard of a DTensor, and any other tensor as it is."""
     sharded: Any = tensor
     return sharded.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @torch.no_grad()
 def norm_of_shards(tensors: list[Tensor]) -> Tensor:
-    """The norm of DTensors of one mesh taken together, 0-d float32, on every process that holds them; all must ask.
-
-    One sum over the processes that hold different shards, the mesh's last dimension.
-    """
+    """The norm of all DTensors of one mesh, 0-d float32. A collective over the mesh's last dimension."""
     norms = torch._foreach_norm([local_shard(tensor) for tensor in tensors])
     squares = torch.stack(norms).square().sum()
     mesh = cast(Any, tensors[0]).device_mesh
@@ -559,8 +527,8 @@ def train_step(
             before their mean over the ranks is taken. Differs from `grad_accum` where ranks have unequally many.
         draws: micro-step -> (noise, time) for its rows.
         autocast: bf16, or None for fp32.
-        keep_casts: weights that autocast casts are cast once for all micro-batches, and not for each. The copies stay
-            until the last backward; of layers that are not computed again, each backward has them anyway.
+        keep_casts: weights that autocast casts are cast once for all micro-batches; the copies stay until the last
+            backward.
         clock: gets what happens when.
     """
     total = torch.zeros((), device=device)
@@ -585,13 +553,7 @@ def train_step(
 
 
 class DeviceMetrics:
-    """Sums of a window of steps, on the device; all ranks' are fetched in one collective and one read.
-
-    Every rank must have one, and must call `gather` at the same steps.
-
-    Args:
-        device: of the sums.
-    """
+    """Sums of a window of steps, on the device; all ranks' are fetched in one collective and one read."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -640,11 +602,10 @@ class DeviceMetrics:
         return self._sums[name]
 
     def gather(self, host: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """Fetch the window of all ranks, which goes on until `restart`. Times are the slowest rank's.
+        """Fetch the window of all ranks, which goes on until `restart`. Every rank must call it.
 
         Args:
-            host: numbers of this rank, under the same names on all ranks; `waited_s` is one: seconds of the window
-                in which this rank waited for data.
+            host: numbers of this rank, under the same names on all ranks, `waited_s` for data among them.
         Returns:
             The metrics of a line of metrics.jsonl, the means by name among them; and by name each rank's number.
         """
@@ -689,11 +650,7 @@ class DeviceMetrics:
         }
 
     def _means(self, names: Sequence[str], ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """Compute the means by name, and by label where a name has labels (None where nothing was added).
-
-        Args:
-            ranks: each rank's sums and counts, of these names one after the other.
-        """
+        """Compute the means by name, or by name and label (None where nothing was added)."""
         total = [sum(column) for column in zip(*ranks, strict=True)]
         means: dict[str, Any] = {}
         for name in names:

@@ -16,7 +16,8 @@ import numpy as np
 
 from vla_finetuning.buckets.mirror import file_of_process, files_of_processes, pull, push
 from vla_finetuning.files import append_line, read_lines
-from vla_finetuning.run.folder import ATTEMPTS_NAME, attempts
+from vla_finetuning.run.attempts import ATTEMPTS_NAME
+from vla_finetuning.run.folder import attempts
 from vla_finetuning.training.stream import LazyPickle
 
 EVENTS_NAME = "planted.jsonl"

@@ -16,8 +16,8 @@ from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve, with_stats
 from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
-from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.run.progress import RowsLog
 
 CAMERA = {"observation.images.top": (48, 64)}

@@ -22,7 +22,7 @@ from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.plan.row_weights import of_batch, row_weights
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.run.checkpoint import check_resumable
-from vla_finetuning.training.feed import WeighRows, training_transforms
+from vla_finetuning.training.feed import training_transforms, weigh_rows
 
 CHUNK, FRAMES = 8, 60
 
@@ -72,11 +72,11 @@ def test_the_loss_of_a_batch_is_lerobots(setting, options):
         index, losses = rng.integers(0, FRAMES, 4), torch.from_numpy(rng.random(4).astype(np.float32))
         weights, _ = theirs.compute_batch_weights({"index": index})
         expected = (losses * weights).sum() / (weights.sum() + 1e-6)  # as `update_policy` has it
-        batch = WeighRows(run.rows.weights, 0.0)({"index": index, "x": index})
+        batch = weigh_rows({"index": index, "x": index}, run.rows.weights, 0.0)
         assert batch["row_weight"].dtype == np.float32
         torch.testing.assert_close((losses * torch.from_numpy(batch["row_weight"])).mean(), expected, rtol=1e-6, atol=0)
     skipped = {"index": index, "is_read": np.array([True, False, True, True])}
-    assert WeighRows(run.rows.weights, 0.0)(skipped)["row_weight"][1] == 0
+    assert weigh_rows(skipped, run.rows.weights, 0.0)["row_weight"][1] == 0
     plan = describe(run)
     assert f"of 60 frames {(run.rows.weights == 0).sum()} weigh 0 and {(run.rows.weights == 1).sum()} weigh 1" in plan
 

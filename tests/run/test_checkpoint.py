@@ -107,6 +107,8 @@ def test_other_names_and_shapes_are_refused(tmp_path):
         load_checkpoint(path, empty()[0], {})
     with pytest.raises(ValueError, match=r"cannot be read: .*\[3, 4\].*\[4, 3\]"):
         load_checkpoint(path, {"a.weight": torch.zeros(4, 3)})
+    with pytest.raises(ValueError, match="without an average of the weights: start without --ema.enable"):
+        load_checkpoint(path, empty()[0], average={"average.a.weight": torch.zeros(3, 4)})
 
 
 def test_a_disk_that_fails_is_not_a_damaged_checkpoint(tmp_path, monkeypatch):
@@ -174,15 +176,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"damaged_{newest.name}", before.name]
 
 
-@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors"])
-def test_what_is_missing_is_seen_without_reading_everything(tmp_path, name):
-    before, newest = made(tmp_path, 5), made(tmp_path, 7)
-    truncate(newest / name)
-    assert latest_checkpoint(tmp_path) == before
-    with pytest.raises(ValueError, match=f"{newest.name}: {name} is missing or truncated"):
-        load_checkpoint(newest, *empty())
-
-
 def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch):
     before = made(tmp_path, 5)
 
@@ -247,15 +240,6 @@ def test_the_held_out_loss_decides_which_are_the_best(tmp_path):
     assert best_checkpoint(tmp_path / "absent") is None
 
 
-def test_an_average_that_was_not_kept_cannot_be_gone_on_with(tmp_path):
-    path = made(tmp_path)
-    wanted = {"a.weight": torch.zeros(3, 4)}
-    with pytest.raises(
-        ValueError, match="it was written without an average of the weights: start without --ema.enable"
-    ):
-        load_checkpoint(path, wanted, average={"average.a.weight": torch.zeros(3, 4)})
-
-
 def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, monkeypatch):
     def left(**options):
         prune(tmp_path, keep=1, keep_best=1, **options)
@@ -263,9 +247,8 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
 
     for step, loss in enumerate((0.9, 0.2, 0.3, 0.5, 0.1, 0.7), start=1):
         made(tmp_path, step, loss)
-    half = ((0.5, 0.25), (0.5, 0.25))
-    whole = {1: half, 3: half, 4: ((0.25, 0.25),) * 2, 2: ((0.0, 0.0),) * 2}
-    assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
+    half = (0.5, 0.25)
+    assert left(success={1: half, 3: half, 4: (0.25, 0.25), 2: (0.0, 0.0)}, waiting=lambda step: step == 5) == [3, 5, 6]
     size = sum(file.stat().st_size for file in (tmp_path / "step_00000005").iterdir())
     assert checkpoint_sizes(tmp_path)[1] == size
     space = SimpleNamespace(free=2 * size + SPARE_BYTES)  # for two more of it
@@ -277,11 +260,8 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
 
 
 def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_path):
-    """Of each (successes, errors) of 50 episodes: only what is worse, whatever its errors would have been, goes.
-
-    Among equals success at the end decides.
-    """
-    of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 4), 4: (40, 5), 5: (30, 0), 6: (0, 50), 7: (45, 0)}
+    """(successes, errors) of 50 episodes: those without errors are compared, among equals by success at the end."""
+    of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 5), 5: (30, 0), 6: (0, 50), 7: (45, 0)}
     folder = tmp_path / "checkpoints"
     for step, (successes, errors) in of_50.items():
         made(folder, step)
@@ -294,7 +274,7 @@ def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_
     )
     append_line(tmp_path / "evaluations.jsonl", json.dumps({**line, "step": 8}))
     prune_checkpoints(replace(config, keep_checkpoints=1), 8)
-    assert sorted(checkpoints(folder)) == [1, 2, 4, 6, 8]
+    assert sorted(checkpoints(folder)) == [1, 2, 3, 6, 8]
 
 
 def stand_in_for_streams(monkeypatch):
@@ -366,24 +346,10 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
     staging.close()
 
 
-def test_no_checkpoint_at_all(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "absent") is None
-
-
 def test_a_file_that_was_put_beside_is_not_read(tmp_path):
     path = made(tmp_path)
     shutil.copyfile(path / "trainable.safetensors", path / "trainable-00001-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"trainable-00001-of-00002.safetensors'\] are not of this checkpoint"):
-        load_checkpoint(path, *empty())
-
-
-def test_another_format_is_refused(tmp_path):
-    path = made(tmp_path)
-    state = json.loads((path / checkpoint.STATE).read_text())
-    assert state["format"] == manifest.FORMAT
-    (path / checkpoint.STATE).write_text(json.dumps({**state, "format": 99}))
-    with pytest.raises(ValueError, match="format 99"):
         load_checkpoint(path, *empty())
 
 
@@ -404,6 +370,7 @@ ENTRY = {"bytes": 3, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"format": 99}, "format 99, this version reads 2"),
         ({"files": ...}, "no 'files'"),
         ({"files": None}, "'items'"),
         ({"files": [["trainable.safetensors", ENTRY]]}, "'items'"),

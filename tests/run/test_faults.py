@@ -41,7 +41,8 @@ from tests.planted import Fault
 from tests.planted_data import DataFault
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_lines
-from vla_finetuning.run.folder import ATTEMPTS_NAME, LOG_NAME, METRICS_NAME, attempts
+from vla_finetuning.run.attempts import ATTEMPTS_NAME
+from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
 from vla_finetuning.training import coordinators
 

@@ -104,7 +104,7 @@ def test_where_a_run_goes_on_is_said_as_it_is(tmp_path, caplog):
         "from step 10; the checkpoint of step 20 was written, and cannot be used any more; steps to 20 were "
         "logged, and those after 10 are done again"
     )
-    assert "state.json is missing or damaged" in caplog.text and "; taking step_00000010" in caplog.text
+    assert "state.json is missing or damaged" in caplog.text
 
 
 def test_a_run_that_is_refused_leaves_no_folder_above_its_own(tmp_path):

@@ -11,7 +11,8 @@ from ray._private import internal_api
 
 from tests import in_process
 from vla_finetuning.run import progress
-from vla_finetuning.run.folder import attempts, first_step_done, start_attempt
+from vla_finetuning.run.attempts import start_attempt
+from vla_finetuning.run.folder import attempts, first_step_done
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, follow_progress
 from vla_finetuning.training.worker import RayWorker
 

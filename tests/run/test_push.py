@@ -120,12 +120,6 @@ def test_everything_arrives_with_a_card(server, finished):
     assert TOKEN not in text
 
 
-def test_the_card_says_that_there_is_a_tokenizer_of_actions(finished):
-    assert "`action_tokenizer/`" not in push.model_card(finished, REPO)
-    (finished / "pretrained_model" / "action_tokenizer").mkdir()
-    assert "`action_tokenizer/` is their tokenizer" in push.model_card(finished, REPO)
-
-
 def test_the_card_has_success_at_any_time_and_at_the_end(finished):
     assert "Success in the loop" not in push.model_card(finished, REPO)
     config = json.loads((finished / "config.json").read_text())
@@ -305,12 +299,6 @@ def test_what_cannot_be_pushed_to_is_refused(server, monkeypatch, token, repo_id
     assert token not in str(error.value)
 
 
-def test_a_repository_that_exists_is_pushed_to(server):
-    server.private[REPO] = True
-    push.check_push(REPO, True)
-    push.check_push(REPO, None)
-
-
 def test_no_network_is_said(server, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(OSError, match="model me/pick: the Hub cannot be reached; check the network"):
@@ -360,26 +348,21 @@ def test_each_robots_policy_has_a_repository(server, finished, capsys):
     assert "no robot 'amr' among those that were trained: arm, gantry" in capsys.readouterr().err
 
 
-def test_a_policy_without_weights_is_not_pushed(server, finished, capsys):
-    (finished / "pretrained_model" / "model.safetensors").unlink()
-    assert push.main([str(finished)]) == 1
-    printed = capsys.readouterr()
-    assert "lacks model.safetensors: a policy without weights is not pushed" in printed.err and not printed.out
-    assert not server.files
-
-
-def test_a_run_that_is_not_over_has_nothing_to_push(server, finished, capsys):
-    (finished / "pretrained_model/config.json").unlink()
-    assert push.main([str(finished)]) == 1
-    assert "no trained policy is there" in capsys.readouterr().err
-    assert REPO not in server.private  # no repository was made
-
-
-def test_a_run_without_a_dataset_is_refused_before_a_repository_is_made(server, finished, capsys):
-    (finished / "config.json").write_text(json.dumps(GrpoConfig().to_json()))
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("pretrained_model/model.safetensors", None, "lacks model.safetensors: a policy without weights is not pushed"),
+        ("pretrained_model/config.json", None, "no trained policy is there"),
+        ("config.json", json.dumps(GrpoConfig().to_json()), "`hf upload USER/NAME {}/pretrained_model`"),
+    ],
+    ids=["without weights", "not over", "without a dataset"],
+)
+def test_what_cannot_be_pushed_is_refused_before_a_repository_is_made(server, finished, capsys, file, text, message):
+    (finished / file).unlink()
+    if text is not None:
+        (finished / file).write_text(text)
     assert push.main([str(finished), f"--repo_id={REPO}"]) == 1
-    assert f"`hf upload USER/NAME {finished / 'pretrained_model'}`" in capsys.readouterr().err
-    assert REPO not in server.private
+    assert message.format(finished) in capsys.readouterr().err and REPO not in server.private
 
 
 def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatch, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -13,7 +12,6 @@ from lerobot.utils.constants import ACTION
 
 import vla
 from tests import in_process
-from tests.tiny import real_config
 from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.options.command_line import parse_args, parse_grpo
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS
@@ -97,29 +95,6 @@ def test_a_preset_of_grpo_is_planned_to_fit_with_4_gib_to_spare(preset):
     assert all(GRPO_PRESETS[other] == GRPO_PRESETS["a100_40"] for other in OF_PRESET if other != "l4")
 
 
-def planned_for(preset, mode, *flags):
-    """The options, and the memory plan, of a run of PI0.5 at its real size with three cameras of 480 x 640."""
-    config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *PATHS, *flags])
-    config.scaling.use_gpu = True
-    spec = SimpleNamespace(config=real_config(3), cameras=3, prompts=(200,))
-    return config, planned_memory(spec, [FRAME] * 3)
-
-
-@pytest.mark.slow  # several plans at real size
-def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
-    eight = "--scaling.num_workers=8"  # it fits four in no way
-    config, planned = planned_for("l4", "full", eight)
-    with pytest.raises(
-        ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
-    ) as error:
-        check_capacity(config, planned(config), planned, None)
-    flags = str(error.value).partition("fit with ")[2].partition(";")[0].split(" ")
-    given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
-    config, planned = planned_for("l4", "full", eight, *given)
-    assert config.global_batch_size == 128
-    assert planned(config).needed <= CARDS_GIB["L4"] * GIB
-
-
 def test_presets_train_on_as_many_rows_as_they_say_in_one_micro_step():
     assert OF_PRESET.keys() == PRESETS.keys() - {"demo"}
     rows = {"l4": 64, "a100_40": 128, "a100": 128, "h100": 128, "h200": 256, "b200": 256}
@@ -182,23 +157,17 @@ def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny):
     assert exact.needed - planned(config).needed == 3 * rows * of_row and exact.peak == planned(config).peak
 
 
-def test_the_plan_says_where_host_memory_is_too_little_for_a_checkpoint(tiny, monkeypatch):
-    needed, parameters = plan_of(tiny)(tiny.config), tiny.policy.parameters.trainable
-    given = tiny.config, needed, tiny.policy.checkpoint_bytes
-    assert tiny.policy.checkpoint_bytes == 12 * parameters
-    written = f"{12 * parameters / 1e9:.1f} GB for a checkpoint"
-    monkeypatch.setattr(capacity, "get_system_memory", lambda: 12 * parameters)
-    assert written in describe_memory(*given) and "TOO LITTLE" not in describe_memory(*given)
-    monkeypatch.setattr(capacity, "get_system_memory", lambda: 12 * parameters - 1)
-    assert "TOO LITTLE on this machine" in describe_memory(*given)
-
-
-def test_the_plan_says_what_fits(tiny):
+def test_the_plan_says_what_fits_and_where_host_memory_is_too_little_for_a_checkpoint(tiny, monkeypatch):
     needed = replace(plan_of(tiny)(tiny.config), peak=50 * GIB, beside=4 * GIB)
-    plan = describe_memory(tiny.config, needed, 0)
+    size = 12 * tiny.policy.parameters.trainable
+    monkeypatch.setattr(capacity, "get_system_memory", lambda: size)
+    plan = describe_memory(tiny.config, needed, tiny.policy.checkpoint_bytes)
     assert "54.00 GiB planned: 50.00 at the worst moment" in plan
     fits, small = plan.partition("fits (planned): ")[2].split("; too small: ")
     assert "H100 (79.1 GiB)" in fits and "A100-40G (39.3 GiB)" in small and "L4" in small
+    assert f"{size / 1e9:.1f} GB for a checkpoint" in plan and "TOO LITTLE" not in plan
+    monkeypatch.setattr(capacity, "get_system_memory", lambda: size - 1)
+    assert "TOO LITTLE on this machine" in describe_memory(tiny.config, needed, tiny.policy.checkpoint_bytes)
 
 
 @pytest.mark.parametrize("workers, gpus, planned", [(16, 0, 8), (12, 0, 6), (16, 4, 4), (2, 8, 2)])
@@ -219,6 +188,6 @@ def test_a_dry_run_shows_it_and_ends_with_the_refusal(tmp_path, monkeypatch, cap
     flags = in_process.flags(in_process.make_setting(tmp_path), **{"scaling.use_gpu": "true", "dry_run": "true"})
     assert vla.main(flags) == 0
     assert "fits (planned): L4 (22 GiB)" in capsys.readouterr().out
-    monkeypatch.setattr(capacity, "_gpu_gib", lambda: 0.5)
+    monkeypatch.setattr(capacity, "card_of", lambda *_: ("the GPU found here", 0.5))
     assert vla.main(flags) == 2
     assert "the GPU found here has 0.5" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import BlockShare
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.training import coordinators
-from vla_finetuning.training.coordinators import Coordinators, GroupedRanks, shared
+from vla_finetuning.training.coordinators import GroupedRanks, shared
 from vla_finetuning.training.stream import LazyPickle, RankSchedule, TrainingData, stream_batches
 
 BLOCK, WORLD = 3, 3
@@ -59,17 +59,6 @@ def test_a_share_has_all_that_its_ranks_need_in_a_run_that_may_resize(world):
             mine = blocks[rank - share.first :: share.last - share.first]
             expected = [position + int(dealt.rows(micro)[0]) for micro in range(dealt.micros(steps - 1).stop)]
             assert mine[: len(expected)] == expected
-
-
-def test_all_coordinators_are_told_of_the_end():
-    ended = []
-    actors = [
-        SimpleNamespace(shutdown_executor=SimpleNamespace(remote=lambda n=n: ended.append(n) or n), get=n)
-        for n in range(3)
-    ]
-    every = Coordinators(actors)
-    assert every.get == 0 and every.shutdown_executor.remote() == 0
-    assert ended == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("world", "cpus"), [(128, 1000), (129, 129 + 1.9)], ids=["few ranks", "few CPUs"])

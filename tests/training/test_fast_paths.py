@@ -8,18 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from diagnostics import audit_syncs
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import resolved
-from tests.training.test_memory import peak_of
-from util import train_step
-from vla_finetuning.policies.registry import family_of
-from vla_finetuning.training.memory import step_memory
-from vla_finetuning.training.model import build_model, build_optimizer
 
 CPU = torch.device("cpu")
 FRAMES = 31
@@ -92,35 +86,3 @@ def test_a_step_reads_nothing_from_the_device(dataset, tmp_path, kind, monkeypat
     with KINDS[kind].here():
         found = audit_syncs.audit(resolved(dataset, kind, tmp_path, **{"grad_accum": 2}))
     assert not found.syncs, found.table()
-
-
-@BOTH
-def test_memory_is_as_planned(dataset, tmp_path, kind):
-    """Against what PyTorch's profiler sees of a step."""
-    rows = 8
-    with KINDS[kind].here():
-        run = resolved(dataset, kind, tmp_path, **{"train.attention": "eager"})
-        spec = run.policy
-        loss, _ = build_model(spec, CPU)
-        family, config = family_of(spec.config), spec.config
-        options = replace(run.config, batch_size=rows, grad_accum=1, scaling=replace(run.config.scaling, num_workers=1))
-        plan = step_memory(config, options, cameras=1)
-        sized = family.with_cameras(config, 1)
-        batch, noise, time = family.empty_inputs(sized, rows, 1, CPU)
-        name = next(iter(config.image_features))
-        batch = {name if "images" in key else key: torch.zeros_like(value) for key, value in batch.items()}
-        batch["observation.language.attention_mask"].fill_(True)
-        noise, time = torch.zeros_like(noise), torch.zeros_like(time)
-        optimizer = build_optimizer(spec, loss, 10)
-
-        def step(number):
-            options = {"step": number, "grad_accum": 1, "mean_over": 1, "autocast": None, "device": CPU}
-            train_step(loss, optimizer, iter([batch]), draws=lambda micro: (noise, time), **options)
-
-        step(0)
-        watched = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
-        with profile(**watched) as of_step:
-            step(1)
-    inputs = sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
-    assert plan.weights == sum(tensor.nbytes for tensor in (*loss.parameters(), *loss.buffers()))
-    assert plan.peak - plan.weights - plan.optimizer - inputs == pytest.approx(peak_of(of_step), rel=0.1)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from vla_finetuning.training import stream as training_data
 from vla_finetuning.training.stream import (
     LazyPickle,
     RankSchedule,
-    TrainingData,
     WithAdvantage,
     WithPosition,
     stream_batches,
@@ -137,16 +135,6 @@ def test_whoever_stops_taking_batches_leaves_no_thread_behind(taken):
     assert not fetching.is_alive()
 
 
-def test_numbers_at_random_are_uniform_and_a_function_of_seed_and_place():
-    drawn = np.array([[uniform(seed, position) for position in range(4000)] for seed in (0, 1)])
-    assert ((drawn >= 0) & (drawn < 1)).all() and drawn[0, 7] == uniform(0, 7)
-    counts = np.stack([np.histogram(of_seed, 10, (0, 1))[0] for of_seed in drawn])
-    assert abs(counts - 400).max() < 80  # four standard deviations
-    assert (
-        abs(np.corrcoef(drawn[0], drawn[1])[0, 1]) < 0.06 and abs(np.corrcoef(drawn[0, 1:], drawn[0, :-1])[0, 1]) < 0.06
-    )
-
-
 def test_training_rows_are_without_a_label_at_random_and_others_never():
     labels = np.arange(200) % 3 == 0
     words = {True: " good", False: " bad"}
@@ -163,18 +151,6 @@ def test_training_rows_are_without_a_label_at_random_and_others_never():
     assert set(placed(rows)) == {"x"}
     found = placed(rows | {"position": position})
     assert found["x"][3] == 6 and found[STREAM_POSITION] is position
-
-
-@pytest.mark.parametrize(("newest", "first"), [(None, 0), ("step_00000007", 56)])
-def test_training_goes_on_after_the_rows_of_the_newest_checkpoint(newest, first, monkeypatch):
-    rows = SimpleNamespace(context=SimpleNamespace(enable_progress_bars=True))
-    monkeypatch.setattr(training_data, "set_aside_damaged", lambda folder: newest)
-    monkeypatch.setattr(training_data, "load_progress", lambda folder: SimpleNamespace(rows=56))
-    monkeypatch.setattr(training_data, "read_source", lambda source: asked.append(source) or rows)
-    asked = []
-    found = TrainingData(dict, 99, prepare="prepare", row_bytes=7, checkpoints_dir="folder")()
-    assert found is rows and not rows.context.enable_progress_bars
-    assert asked == [{"stream": (first, 99), "prepare": "prepare", "prepared_bytes": 7}]
 
 
 class Slow:

@@ -110,16 +110,6 @@ def test_other_weights_have_other_features(dataset, tmp_path, seen):
     assert all(torch.equal(value, plain[name]) for name, value in cached.items())
 
 
-@pytest.mark.parametrize("changed", [{"train.precision": "bf16"}, {"policy.resize_imgs_with_padding": "[48, 48]"}])
-def test_another_computation_has_other_features(dataset, tmp_path, seen, changed):
-    trained(dataset, tmp_path, tmp_path / "features", steps=2)
-    plain = trained(dataset, tmp_path, steps=2, **changed)
-    seen.clear()
-    cached = trained(dataset, tmp_path, tmp_path / "features", steps=2, **changed)
-    assert sum(seen) == CAMERAS * ROWS * 2
-    assert all(torch.equal(value, plain[name]) for name, value in cached.items())
-
-
 def test_what_a_computation_is_told_by(run):
     cpu, (loss, _) = torch.device("cpu"), build_model(run.policy, torch.device("cpu"))
     names, config = [made_by(loss, None, cpu)], loss.policy.config

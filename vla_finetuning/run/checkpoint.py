@@ -7,23 +7,17 @@ A checkpoint folder::
     average.safetensors      the average of the parameters that train, `average.<name>`, with --ema.enable
     state.json               step, rows trained, the stream they were drawn from, the base policy, sizes and checksums
 
-Where every process holds a part (FSDP2), every process writes its own: `trainable-00001-of-00008.safetensors` and so
-on. This is the layout of torch.distributed.checkpoint's safetensors storage, whose reader puts parts together for any
-number of processes; its usual one keeps a pickle, and gathering a large policy in one process would take that one's
-memory, and all others' time.
+Where every process holds a shard (FSDP2), every process writes its own: `trainable-00001-of-00008.safetensors` and so
+on, the layout of torch.distributed.checkpoint's safetensors storage, whose reader loads them into any number of
+processes. (Its usual storage keeps a pickle.)
 
 A folder appears under its name in one rename, when everything in it has reached the disk. In a bucket, files go from
-nodes' disks into a folder of the attempt, and `state.json` is put last, which names that folder::
+nodes' disks into a folder of the attempt, `step_00000200/attempt-00003/`, and `state.json`, which names that folder, is
+put last. It replaces none of a later attempt; one that an attempt wrote after a later one had resumed from an earlier
+step is void.
 
-    checkpoints/step_00000200/state.json
-    checkpoints/step_00000200/attempt-00003/trainable.safetensors
-
-An attempt that is over cannot commit there: `state.json` replaces none of a later attempt. One that an attempt wrote
-after a later one had resumed from an earlier step is void, whenever it came in.
-
-Nothing is pickled. torch is imported where tensors are read or written, because processes of Ray that only look for
-progress should not have to load it. Randomness needs no state: noise, times and row order are functions of (seed,
-step) or of (seed, position). Knows nothing of how a step is computed.
+torch is imported where tensors are read or written: processes of Ray that only look for progress need not load it.
+Randomness needs no state: noise, times and row order are functions of (seed, step) or of (seed, position).
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,8 +72,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AVERAGE", "OPTIMIZER", "PREFIX", "STATE", "TRAINABLE", "Files", "Progress"]
-
 logger = logging.getLogger(__name__)
 # Shares of the episodes that succeeded at any time, and at their end, which decides among equals.
 Success = tuple[float, float]
@@ -90,7 +82,7 @@ SPARE_BYTES = 256 * 2**20
 
 
 class Piece(NamedTuple):
-    """What a process holds of a tensor, and where in the whole it begins: an index for each dimension."""
+    """A shard of a tensor, and where in the whole it begins: an index for each dimension."""
 
     values: Tensor
     offsets: tuple[int, ...]
@@ -99,8 +91,7 @@ class Piece(NamedTuple):
 class Staging:
     """Host memory that all checkpoints of an attempt are copied into, made once, by a thread, while training begins.
 
-    PyTorch's stager has a place for each storage, and pins just its bytes; `pin_memory` rounds each up to a power of
-    two.
+    PyTorch's stager pins just the bytes of a storage; `pin_memory` rounds each up to a power of two.
 
     Args:
         tensors: what a checkpoint holds of this process, by name; on a GPU, the memory is pinned.
@@ -111,9 +102,9 @@ class Staging:
 
         self._gpu = self._gpu_of(tensors)
         self._stager = StateDictStager(pin_memory=self._gpu is not None)
-        maker = ThreadPoolExecutor(1, thread_name_prefix="staging")
-        self._made: Future[None] = maker.submit(self._make, tensors)
-        maker.shutdown(wait=False)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._made = thread.submit(self._make, tensors)
+        thread.shutdown(wait=False)
 
     @staticmethod
     def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
@@ -153,13 +144,10 @@ class Staging:
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, count: int = 1) -> Files:
-    """Write one process's files of the checkpoint that `commit` will make appear at `folder`, to a disk.
-
-    Where `folder` is in a bucket, that is this node's; `send` comes next.
+    """Write one process's files of the checkpoint that `commit` will make appear at `folder`, to this node's disk.
 
     Args:
-        pieces: under TRAINABLE, OPTIMIZER and AVERAGE, by name. Together, those of all processes are whole tensors.
-        number: of this process, among `count` that write.
+        pieces: under TRAINABLE, OPTIMIZER and AVERAGE, by name. number: of this process, among `count` that write.
     Raises:
         OSError: the disk is full; says how much was needed.
     """
@@ -195,9 +183,7 @@ def send(folder: Path, files: Iterable[str], attempt: int) -> None:
 
 
 def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
-    """Have the checkpoint appear at `folder`, whole, or not at all: also when the machine stops in the middle.
-
-    Called by one process when all have written, and sent, their pieces. `files`: of all of them. `attempt`: whose.
+    """Have the checkpoint appear at `folder`, whole or not at all, when all processes have sent their `files`.
 
     Raises:
         RuntimeError: one of a later attempt is there. StorageError: the store refuses, or does not answer.
@@ -276,9 +262,9 @@ def load_checkpoint(
     optimizer: Mapping[str, Tensor] | None = None,
     average: Mapping[str, Tensor] | None = None,
 ) -> Progress:
-    """Read what `set_aside_damaged` or `latest_checkpoint` found into tensors that are there already, by their names.
+    """Read a checkpoint into tensors that are there already, by their names.
 
-    Each process reads what it holds of them, whole tensors or DTensors, whichever processes wrote the checkpoint.
+    Each process reads its shards, of whole tensors or DTensors, whichever processes wrote the checkpoint.
 
     Args:
         trainable: what trains. optimizer: Adam's state. average: of what trains. None leaves it unread.
@@ -323,7 +309,7 @@ def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progre
 
 
 def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextManager[Path]:
-    """While the block runs: a checkpoint in a folder on a disk, itself, or of one in a bucket its files of some kinds.
+    """Yield a checkpoint in a folder on a disk: itself, or of one in a bucket its files of some kinds.
 
     Raises:
         ValueError: it is not what was written. StorageError: the store does not answer.
@@ -362,28 +348,21 @@ def _names(folder: Path, group_name: str) -> set[str]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in `folder` whose files are there; None when there is none. Reads no weights."""
-    unusable = list[ValueError]()
-    newest = None
     for path in _newest_first(folder):
         try:
             _state(path)
-            newest = path
-            break
+            return path
         except ValueError as error:
-            unusable.append(error)
-    for problem in unusable:
-        logger.warning("%s; %s", problem, f"taking {newest.name}" if newest else "no other can be used")
-    return newest
+            logger.warning("%s; the one before is taken, if there is one", error)
+    return None
 
 
 def set_aside_damaged(folder: Path) -> Path | None:
     """The newest checkpoint that is what was written, by its checksums; None when there is none.
 
-    In a bucket, by their sizes: checksums are compared where its files are read.
-
-    A damaged one (a failing disk, an edit) is reported and renamed to `damaged_...`, so that a later search for the
-    newest finds the same one without reading all its bytes. What a crash left half-written is removed. Call it in one
-    process, while none writes.
+    Of those in a bucket checksums are compared when they are read. A damaged one is renamed to `damaged_...`, so that
+    later searches find the same one without reading all its bytes. What a crash left half-written is removed. Call it
+    in one process, while none writes.
     """
     if mirror_of(folder):
         _sweep(folder)
@@ -393,7 +372,10 @@ def set_aside_damaged(folder: Path) -> Path | None:
             shutil.rmtree(path, ignore_errors=True)
     for path in _newest_first(folder):
         try:
-            _verify(path, _state(path))
+            state = _state(path)
+            for name, written in state["files"].items():
+                if file_digest(path / state.get("folder", "") / name) != written["sha256"]:
+                    raise ValueError(f"checkpoint {path}: {name} has changed since it was written")
             return path
         except ValueError as error:
             shutil.rmtree(folder / (DAMAGED + path.name), ignore_errors=True)
@@ -440,32 +422,23 @@ def prune(
     keep: int,
     keep_best: int,
     *,
-    success: Mapping[int, tuple[Success, Success]] | None = None,
+    success: Mapping[int, Success] | None = None,
     waiting: Callable[[int], bool] = lambda step: False,
 ) -> None:
     """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
 
-    Of those that can be read; the others are left for a person to look at. What cannot be deleted is reported and
-    stays.
+    Those that cannot be read are left for a person to look at.
 
     Args:
-        success: the least and the most that it can be, by step, of an evaluation with errors two numbers each; where
-            given, the highest at any time is best, among equals the highest at the end, and then the loss decides. One
-            that may be as good as the worst of the best, but for its errors, stays like one that is still to be
-            evaluated.
-        waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the
-            disk has space for two more of its size.
+        success: by step; where given, the highest is best, and the loss decides among equals.
+        waiting: whether the checkpoint of a step is still to be evaluated. It stays while the disk has space for two
+            more of its size.
     """
-    readable = _scores(_newest_first(folder))
-    scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
-    none: Success = (-1.0, -1.0)
-    reached = {path: (success or {}).get(_step(path), (none, none)) for path in scores}
-    ranked = sorted(scores, key=lambda path: (*(-share for share in reached[path][0]), scores[path]))
-    to_reach = reached[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else (math.inf, math.inf)
-    undecided = {_step(path) for path, (least, most) in reached.items() if least < most and most >= to_reach}
+    older = list(_scores(folder).items())[keep:]
+    scores = {path: score for path, score in older if not (waiting(_step(path)) and _fits(path))}
+    reached = {path: (success or {}).get(_step(path), (-1.0, -1.0)) for path in scores}
+    ranked = sorted(scores, key=lambda path: (*(-share for share in reached[path]), scores[path]))
     for path in ranked[keep_best:]:
-        if _may_wait(path, undecided.__contains__):
-            continue
         try:
             remove(path)
         except OSError as error:
@@ -479,22 +452,21 @@ def checkpoint_sizes(folder: Path) -> list[int]:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the best score, of equals the newest; None when there is none."""
-    scores = _scores(_newest_first(folder))
+    scores = _scores(folder)
     return min(scores, key=lambda path: scores[path], default=None)
 
 
-def _scores(paths: Iterable[Path]) -> dict[Path, tuple[float, float]]:
-    """Return the scores of those that can be read; the others are neither good nor known to be bad."""
+def _scores(folder: Path) -> dict[Path, tuple[float, float]]:
+    """Return the scores of checkpoints that can be read, the newest first."""
     scores = {}
-    for path in paths:
+    for path in _newest_first(folder):
         with contextlib.suppress(ValueError):
             scores[path] = load_progress(path).score
     return scores
 
 
-def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
-    if not waiting(_step(path)):
-        return False
+def _fits(path: Path) -> bool:
+    """Return whether the disk has space for two more of a checkpoint that is not evaluated to its end."""
     if free_bytes(path) >= 2 * _size(path) + SPARE_BYTES:
         return True
     logger.warning("%s is deleted before it was evaluated to its end: the disk is nearly full", path)
@@ -551,7 +523,7 @@ def check_base(saved: Progress, base: Mapping[str, Any]) -> None:
 
 
 def require_space_to_write(folder: Path, needed_bytes: int) -> None:
-    """Raises OSError when the disk that a checkpoint of so many bytes is written to cannot take it."""
+    """Raise OSError when the disk that a checkpoint of so many bytes is written to cannot take it."""
     other = "--output_dir, or TMPDIR on this node for a run in a bucket"
     require_space(partial_folder(folder).parent, needed_bytes, "a checkpoint", other)
 
@@ -570,11 +542,7 @@ def require_space(folder: Path, needed_bytes: int, purpose: str, other: str = "-
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return what is called a checkpoint in a folder, by its step, the oldest first; whether it can be read is not
-    looked at.
-
-    Folders by other names, as copies that a user has made, are none.
-    """
+    """Return what is called a checkpoint in a folder, whether it can be read or not, by its step, the oldest first."""
     if not folder.is_dir():
         return {}
     folders = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
@@ -603,12 +571,6 @@ def _state(folder: Path) -> dict[str, Any]:
     if foreign := sorted({name for name in files if re.fullmatch(r"[^/]*\.safetensors", name)} - state["files"].keys()):
         raise ValueError(f"checkpoint {url}: {foreign} are not of this checkpoint; remove them")
     return state
-
-
-def _verify(folder: Path, state: Mapping[str, Any]) -> None:
-    for name, written in state["files"].items():
-        if file_digest(folder / state.get("folder", "") / name) != written["sha256"]:
-            raise ValueError(f"checkpoint {folder}: {name} has changed since it was written")
 
 
 def _to_disk(path: Path) -> None:

@@ -1,9 +1,6 @@
 """A run on a cluster of several nodes: what is sent there, and whether each node has what the run needs.
 
-On one machine nothing is sent and nothing can differ; there this module only looks at the machine's own disk.
-
-Every node imports this module to look at itself, whatever it lacks: what is heavy or may be missing is imported where
-it is used.
+Every node imports this module to look at itself: what is heavy or may be missing is imported where it is used.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,14 +66,7 @@ Node = Mapping[str, Any]
 
 
 def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
-    """Join or start the cluster of a run, and check the nodes that are there.
-
-    Args: see `node_needs` and `check_nodes`.
-
-    Raises:
-        ConnectionError: nothing answers where RAY_ADDRESS says.
-        ValueError: a node lacks something.
-    """
+    """Join or start the cluster of a run, and check the nodes that are there. Raises as `connect`, `check_nodes`."""
     from ray.data import DataContext
     from ray.train.v2._internal.constants import (
         HEALTH_CHECK_INTERVAL_S_ENV_VAR,
@@ -100,12 +91,10 @@ def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
 def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> DataLimits:
     """Wait until the cluster can hold a run's fewest workers and a read task all at once, and say what it is then.
 
-    To ask for that is also what has an autoscaler add nodes. What is asked for is given back as soon as it is there,
-    for Ray Train to take, and when this process ends.
+    A request for that has an autoscaler add nodes. It is given back as soon as it is granted, for Ray Train to take.
 
     Raises:
-        ValueError: too small, and cannot grow; no capacity for VLA_NODES_TIMEOUT_S; or a node that came
-            meanwhile lacks something.
+        ValueError: too small, and cannot grow; no capacity for VLA_NODES_TIMEOUT_S; or a new node lacks something.
     """
     before = {node["NodeID"] for node in alive_nodes()}
     largest = _largest()
@@ -114,7 +103,7 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
         raise ValueError(f"{problem}; {FREE_CAPACITY}")
     reserved = placement_group([*[demand.bundle] * demand.count, demand.extra])
     try:
-        ready, looks = reserved.ready(), _poll(demand, Timeouts.from_environment().nodes)
+        ready, looks = reserved.ready(), _poll(demand)
         while not ray.wait([ready], timeout=LOOK_EVERY_S)[0]:
             next(looks)
     finally:
@@ -128,14 +117,12 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
 
 
 def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
-    """Wait until a run's workers are done, but not for ever for capacity that was lost.
+    """Wait until a run's workers are done, and return the result or raise what went wrong.
 
-    Ray 2.60 waits without a word for as long as it takes.
-
-    Returns the work's result, or raises what went wrong.
-    Raises ValueError: no capacity for VLA_NODES_TIMEOUT_S.
+    Raises:
+        ValueError: no capacity for VLA_NODES_TIMEOUT_S; Ray 2.60 waits for ever.
     """
-    return _wait_for(work, _wanted(scaling), Timeouts.from_environment().nodes)
+    return _wait_for(work, _wanted(scaling))
 
 
 def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOptions, **named: Any) -> Any:
@@ -144,27 +131,23 @@ def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOpt
     # A task that waits for its resources does so unseen, a placement group does not.
     reserved = placement_group([share])
     try:
-        task = ray.remote(function).options(
-            num_cpus=1,
-            num_gpus=share.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved),
-        )
-        work = task.remote(*arguments, **named).future()
-        return _wait_for(work, Wanted("a process", 1, share), Timeouts.from_environment().nodes)
+        place = PlacementGroupSchedulingStrategy(reserved)
+        task = ray.remote(function).options(num_cpus=1, num_gpus=share.get("GPU", 0), scheduling_strategy=place)
+        return _wait_for(task.remote(*arguments, **named).future(), Wanted("a process", 1, share))
     finally:
         remove_placement_group(reserved)
 
 
-def _wait_for(work: Future[Any], demand: Wanted, limit_s: float) -> Any:
-    looks = _poll(demand, limit_s)
+def _wait_for(work: Future[Any], demand: Wanted) -> Any:
+    looks = _poll(demand)
     while not wait([work], LOOK_EVERY_S).done:
         next(looks)
     return work.result()
 
 
-def _poll(demand: Wanted, limit_s: float) -> Iterator[None]:
+def _poll(demand: Wanted) -> Iterator[None]:
     """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
-    since = None
+    since, limit_s = None, Timeouts.from_environment().nodes
     while True:
         lacking = demand.beyond(ray.cluster_resources()) or _without_capacity(demand)
         if lacking is None:
@@ -231,9 +214,7 @@ def _in_words(unit: str, n: float) -> str:
 
 
 def _without_capacity(demand: Wanted) -> str | None:
-    """Return what this process's placement groups wait for in a cluster that is large enough; None if
-    they do not wait.
-    """
+    """Return what this process's placement groups wait for in a cluster that is large enough; None for nothing."""
     job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
     if not states & {"PENDING", "RESCHEDULING"}:
@@ -244,8 +225,7 @@ def _without_capacity(demand: Wanted) -> str | None:
 def connect() -> None:
     """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here.
 
-    A cluster that is joined gets the code along (`runtime_env`): its nodes, and those that come later, may not have it.
-    An existing connection is used.
+    A cluster that is joined gets the code along (`runtime_env`). An existing connection is used.
 
     Raises:
         ConnectionError: nothing answers where RAY_ADDRESS says.
@@ -268,9 +248,7 @@ def running_cluster() -> str | None:
     """host:port of the cluster to join; None where there is none.
 
     Ray 2.60 waits minutes for a head node that is gone, and remembers its address when it died without saying so.
-
-    Raises:
-        ConnectionError: nothing answers where RAY_ADDRESS says.
+    Raises ConnectionError: nothing answers where RAY_ADDRESS says.
     """
     named = os.environ.get("RAY_ADDRESS")
     if named and "://" in named:
@@ -303,10 +281,7 @@ def _started_here() -> bool:
 
 
 def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
-    """GPUs by which --scaling.use_gpu is decided where it is absent. The demo trains on any machine.
-
-    Raises: as `find_gpus`.
-    """
+    """GPUs by which --scaling.use_gpu is decided where it is absent. The demo trains on any machine."""
     import torch
 
     decided = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
@@ -343,8 +318,8 @@ def alive_nodes() -> list[Node]:
 def runtime_env() -> dict[str, Any] | None:
     """Ray's description of what workers get: this project's code as their working directory.
 
-    None in a submitted job that has a working directory already (`ray job submit --working-dir`): Ray allows one.
-    Holds no environment variables: their values would show in Ray's logs and dashboard, and tokens are among them.
+    None in a submitted job that has a working directory already: Ray allows one. Holds no environment variables, which
+    would show in Ray's logs and dashboard: tokens are among them.
     """
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     if (job.get("runtime_env") or {}).get("working_dir"):
@@ -353,9 +328,7 @@ def runtime_env() -> dict[str, Any] | None:
 
 
 def _all_but_code() -> list[str]:
-    """Patterns as in .gitignore, the last that matches counts: nothing goes but the folder itself and the code that a
-    node runs. Data, outputs, caches and whatever secrets lie there stay.
-    """
+    """Patterns as in .gitignore, the last that matches counts: data, outputs, caches and secrets stay here."""
     package = Path(__file__).resolve().parents[1]
     inner = (path.parent.relative_to(package.parent) for path in package.rglob("__init__.py"))
     wings = sorted(str(folder) for folder in inner if folder.parts[1:])  # a folder before those in it
@@ -392,17 +365,11 @@ class Needs:
         return node["Resources"].get("GPU", 0) if has_type else 0
 
 
-def node_needs(
-    scaling: WorkerOptions,
-    roots: Iterable[str],
-    policy_folder: Path | None,
-    gpu_bytes: int = 0,
-) -> Needs:
+def node_needs(scaling: WorkerOptions, roots: Iterable[str], policy_folder: Path | None, gpu_bytes: int = 0) -> Needs:
     """Return what a run needs on every node: the driver's versions, and the paths that the driver uses.
 
     Args:
         roots: of its datasets. policy_folder: of the policy that it starts from, if all nodes must see that.
-        gpu_bytes: see `Needs`.
     """
     import torch
 
@@ -421,9 +388,7 @@ def node_needs(
 
 
 def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = None) -> None:
-    """Have each node look whether it has what the run needs, before any GPU is held.
-
-    Nodes that come later are not looked at; they come from the same image as those of their kind.
+    """Have each node that is there look whether it has what the run needs, before any GPU is held.
 
     Args:
         output_dir: where the run writes. Must exist here, and be the same folder on all nodes.
@@ -446,18 +411,13 @@ def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
     """{node: what it lacks}, of those that lack something."""
     if len(nodes) == 1:
         # The driver's own machine: no process need be started to look at it.
-        faults = probe(needs, needs.gpus(nodes[0]), ray.get_runtime_context().get_temp_dir())
+        faults = probe(needs, needs.gpus(nodes[0]))
         return {_name(nodes[0]): faults} if faults else {}
-    task = ray.remote(num_cpus=0, max_retries=0)(probe_here)
-    answers = {
-        _name(node): task.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(needs, needs.gpus(node))
-        for node in nodes
-    }
+    names = {node["NodeID"]: _name(node) for node in nodes}
+    answers = _call_on_nodes({node["NodeID"]: partial(probe, needs, needs.gpus(node)) for node in nodes})
     ray.wait(list(answers.values()), num_returns=len(answers), timeout=ANSWER_S)
     lacks = {}
-    for name, answer in answers.items():
+    for node, answer in answers.items():
         try:
             faults = ray.get(answer, timeout=0)
         except GetTimeoutError:
@@ -465,39 +425,33 @@ def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
         except RayError as error:
             faults = [f"cannot run this project's code: {str(error).strip().splitlines()[-1]}"]
         if faults:
-            lacks[name] = faults
+            lacks[names[node]] = faults
     return lacks
 
 
 def on_nodes[T](functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """Call a function in a process of each of these nodes, by their ids; what they return. Raises what they raise."""
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(_called)
-    answers = {
-        node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(function)
-        for node, function in functions.items()
-    }
     try:
-        return {node: ray.get(answer) for node, answer in answers.items()}
+        return {node: ray.get(answer) for node, answer in _call_on_nodes(functions).items()}
     except RayTaskError as error:
         raise error.cause from error
 
 
-def _called[T](function: Callable[[], T]) -> T:
-    return function()
+def _call_on_nodes(functions: Mapping[str, Callable[[], Any]]) -> dict[str, ray.ObjectRef[Any]]:
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(lambda function: function())
+    return {
+        node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(function)
+        for node, function in functions.items()
+    }
 
 
-def probe_here(needs: Needs, gpus: float) -> list[str]:
-    """`probe`, as a Ray task."""
-    return probe(needs, gpus, ray.get_runtime_context().get_temp_dir())
-
-
-def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
-    """Return what this machine lacks, a sentence each. Imports nothing heavy: versions come from installed metadata.
+def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
+    """Return what this machine lacks, a sentence each. Versions come from installed metadata.
 
     Args:
-        gpus: how many GPUs the run may use here.
-        temp_dir: Ray's temporary directory here.
+        gpus: how many GPUs the run may use here. temp_dir: Ray's temporary directory when None.
     """
+    temp_dir = temp_dir or ray.get_runtime_context().get_temp_dir()
     lacks = []
     for name, required in needs.packages.items():
         try:
@@ -543,11 +497,8 @@ def _decoder_problems() -> list[str]:
 
 
 def _cuda_problem(built_for: str) -> str | None:
-    """Why the NVIDIA driver here cannot serve a torch that was built for CUDA `built_for`; None when it can.
-
-    Asks the driver's library itself: Ray hides the GPUs from a task that holds none, and torch takes seconds to import.
-    Within a major version every driver will do (CUDA's minor version compatibility).
-    """
+    """Why the NVIDIA driver here cannot serve a torch that was built for CUDA `built_for`; None when it can."""
+    # Not by torch: Ray hides the GPUs from a task that holds none. Within a major version every driver will do.
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -567,10 +518,7 @@ def _cuda_problem(built_for: str) -> str | None:
 
 
 def _gpu_bytes() -> int | None:
-    """Return what programs may use of the smallest GPU here; None where NVIDIA's library does not say.
-
-    Ray hides GPUs from CUDA in a task that holds none, and not from this library, by which it counts them itself.
-    """
+    """Return what programs may use of the smallest GPU here; None where NVIDIA's library does not say."""
     import ray._private.thirdparty.pynvml as nvml
 
     try:
@@ -613,8 +561,8 @@ class DataLimits:
 
     Attributes:
         store_bytes: object stores of the nodes that run tasks. Ray sizes each by its node's memory and /dev/shm.
-        idle_bytes: object stores of nodes without CPUs for tasks, such as a head that only runs the driver. No block is
-            made there, so what Ray Data adds up must leave them out: it would have the others spill instead.
+        idle_bytes: object stores of nodes without CPUs for tasks, such as a head that only runs the driver. Ray Data
+            must not count them: it would have the others spill.
         spill_dir: where objects go that do not fit; on the node that this process runs on.
     """
 

@@ -78,8 +78,7 @@ def _problem(folder: Path) -> str | None:
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
 
-    `mean_action` is the error of always predicting the mean of the dataset's statistics. Nothing without a dataset. Of
-    several robots, `ROBOT/mean_action`, and so on.
+    `mean_action` always predicts the mean of the dataset's statistics. Of several robots, `ROBOT/mean_action` etc.
     """
     if "robots" in evaluation:
         by_robot = {robot: held_out_errors(evaluated) for robot, evaluated in evaluation["robots"].items()}

@@ -18,7 +18,8 @@ from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from vla_finetuning.buckets.mirror import file_of_process, pull, push
 from vla_finetuning.buckets.store import PATIENCE_S, StorageError, StoreAwayError, within
 from vla_finetuning.files import append_line
-from vla_finetuning.run.folder import ATTEMPTS_NAME, LOG_NAME, attempts
+from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts
+from vla_finetuning.run.folder import LOG_NAME
 from vla_finetuning.terminal import escaped
 
 # What this program's own checks raise: bad input, a file that is gone, a run that does not learn, a store that is away
@@ -31,27 +32,19 @@ NEARLY_NONE_S = 2.0
 class StopRetrying(ray.train.UserCallback):
     """Ends the run at an error that another attempt would only repeat, whatever `--scaling.max_failures` allows.
 
-    Ray Train 2.60 starts the worker group anew after any error of a worker; an error raised here ends the run instead.
-    That is done for what the program's own checks found, and for any other error that comes a second time from the same
-    checkpoint. A process or node that died is always tried again. Every failure goes to the run's log.
+    Ray Train 2.60 starts the worker group anew after any error of a worker, unless an error is raised here: one of the
+    program's own checks, and any other that comes a second time from the same checkpoint. A process or node that died
+    is always tried again. Every failure goes to the run's log.
     """
 
     def __init__(self, output_dir: Path):
         self._output_dir = output_dir
         self._last: tuple[Any, ...] | None = None
-        self._hurries = False
-
-    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
-        if self._hurries:  # the group works again
-            del os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S]
-            self._hurries = False
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
         # A rank that is frozen, or waits for one that failed, does not leave its process group, however long (30 s) Ray
         # Train waits for that before it kills them all. It reads this each time, in the controller, where this runs.
-        if TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S not in os.environ:
-            os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S] = "1"
-            self._hurries = True
+        os.environ.setdefault(TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, "1")
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
         resumed_from: list[int] = []

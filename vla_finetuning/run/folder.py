@@ -61,11 +61,11 @@ from vla_finetuning.buckets.mirror import (
     synced,
 )
 from vla_finetuning.buckets.store import ChangedError, StorageError, limit_retries
-from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.files import append_line, read_json, read_lines, write_json
 from vla_finetuning.options.fields import leaves, options_of
 from vla_finetuning.options.job import CONFIG_NAME, OF_A_START, JobOptions
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
-from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, resumed_at, start_attempt
+from vla_finetuning.run.attempts import attempts, resumed_at
 from vla_finetuning.run.checkpoint import (
     Progress,
     check_resumable,
@@ -77,8 +77,6 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
 from vla_finetuning.terminal import print_safe
-
-__all__ = ["ATTEMPTS_NAME", "attempts", "start_attempt"]
 
 METRICS_NAME, LOG_NAME, ROWS_NAME = "metrics.jsonl", "run.log", "rows"
 STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
@@ -108,7 +106,8 @@ def check_folder(config: JobOptions) -> None:
     folder = config.folder
     check_place(folder)
     pull(folder)
-    _check_idle(folder)
+    if (folder / LOCK_NAME).is_file():
+        _lock(folder).release()
     _check_free(config)
 
 
@@ -186,14 +185,11 @@ def check_place(folder: Path) -> None:
 def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
     """Lock the run's folder while the block runs, after `check_folder`, and print what a resumed run changes.
 
-    A dry run locks nothing and leaves nothing.
-
     Args:
         start: the run before its first step. steps: of the whole run. disk_bytes: what it needs there, see `Job`.
     Raises:
         OSError: another process has the folder, a run cannot be there, or the disk is too small.
-        ValueError: the newest checkpoint is of another run, or of more steps; the run has been trained, and no
-            checkpoint can be used.
+        ValueError: the newest checkpoint is of another run, or of more steps, or none of a trained run can be used.
     """
     with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
@@ -234,13 +230,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"--output_dir={folder}: cannot be made ({error.strerror}); choose another") from error
-    lock = FileLock(folder / LOCK_NAME)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise _busy(folder) from error
-    except (OSError, NotImplementedError) as error:
-        raise _unfit(folder, error) from error
+    lock = _lock(folder)
     try:
         _try_storage(folder)
         yield
@@ -257,12 +247,10 @@ def _try_storage(folder: Path) -> None:
     """Do what a run does: add to a file, replace one, rename a folder. Raises OSError where that cannot be done."""
     try:
         with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
-            log, other, subfolder = (Path(scratch, name) for name in ("log", "other", "made"))
-            for _ in range(2):
-                with open(log, "a") as file:
-                    file.write("line\n")
-            other.touch()
-            os.replace(other, log)
+            log, subfolder = Path(scratch, "log"), Path(scratch, "made")
+            append_line(log, "first")
+            append_line(log, "second")
+            write_json(log, {})
             subfolder.mkdir()
             os.rename(subfolder, subfolder.with_name("renamed"))
     except OSError as error:
@@ -291,24 +279,18 @@ def _try_conditions(folder: Path) -> None:
             store.delete([probe])
 
 
-def _busy(folder: Path) -> FileExistsError:
-    return FileExistsError(
-        f"--output_dir={folder}: a run is going on there; wait until it ends, or choose another folder"
-    )
-
-
-def _check_idle(folder: Path) -> None:
-    """Raises FileExistsError where another process holds the folder; storage that cannot tell is for `claim_folder`."""
-    if not (folder / LOCK_NAME).is_file():
-        return
+def _lock(folder: Path) -> FileLock:
+    """Lock a folder on a disk. Raises FileExistsError where another process holds it."""
     lock = FileLock(folder / LOCK_NAME)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise _busy(folder) from error
-    except (OSError, NotImplementedError):
-        return
-    lock.release()
+        raise FileExistsError(
+            f"--output_dir={folder}: a run is going on there; wait until it ends, or choose another folder"
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        raise _unfit(folder, error) from error
+    return lock
 
 
 def _unfit(folder: Path, error: Exception) -> OSError:
@@ -324,8 +306,8 @@ def prepare_folder(config: JobOptions) -> None:
     if not config.resume:
         for name in _contents(folder):
             remove(folder / name)
-    # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
-    # are is what the folder says.
+    # Requests to an earlier process; and Ray Train's own list, which must not outlive it: the folder says which
+    # checkpoints there are.
     for path in (folder / STOP_NAME, folder / FINISHED_NAME, checkpoints / RAY_TRAIN_SNAPSHOT):
         if path.is_file():
             remove(path)
@@ -382,14 +364,11 @@ def first_step_done(output_dir: Path, step: int, after_s: float) -> None:
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `skipped.jsonl`, oldest first.
-
-    Tasks on several nodes write it, and a network drive may mix two lines up that are written at once: those are left
-    out.
-    """
+    """The lines of `skipped.jsonl`, oldest first."""
     episodes = []
     for path in files_of_processes(output_dir / SKIPPED_NAME):
         for line in read_lines(path):
+            # A network drive may mix up two lines that are written at once: they are left out.
             with contextlib.suppress(json.JSONDecodeError):
                 episodes.append(json.loads(line))
     return episodes
@@ -403,25 +382,22 @@ def evaluations(output_dir: Path) -> list[dict[str, Any]]:
 
 def prune_checkpoints(config: Config, steps: int) -> None:
     """Delete checkpoints that a run of so many steps does not need. Called by the only process that writes them."""
-    lines = evaluations(config.folder)
-    success = {line["step"]: _success_bounds(line) for line in lines}
-    played = {line["step"] for line in lines}
+    lines, by_success = evaluations(config.folder), config.keep_best_by == "success"
+    # By success, one with errors is undecided, and kept like one that has not played.
+    decided = {line["step"] for line in lines if not (by_success and line.get("errors"))}
     prune(
         config.folder / CHECKPOINTS_NAME,
         config.keep_checkpoints,
         config.best_kept,
-        success=success if config.keep_best_by == "success" else None,
-        waiting=lambda step: config.is_evaluated(step, steps) and step not in played,
+        success={line["step"]: _success(line) for line in lines} if by_success else None,
+        waiting=lambda step: config.is_evaluated(step, steps) and step not in decided,
     )
 
 
-def _success_bounds(line: Mapping[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the least and the most that success of an evaluation's whole list can be, errors being either: of both
-    the share at any time and then, which decides among equals, at the end."""
-    errors = line.get("errors", 0)
-    listed = max(line["episodes"] + errors, 1)
-    once, at_end = line["successes"], line["successes_at_end"]
-    return (once / listed, at_end / listed), ((once + errors) / listed, (at_end + errors) / listed)
+def _success(line: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the shares of all listed episodes that succeeded at any time, and at their end; errors are failures."""
+    listed = max(line["episodes"] + line.get("errors", 0), 1)
+    return line["successes"] / listed, line["successes_at_end"] / listed
 
 
 def stop_requested(output_dir: Path) -> bool:

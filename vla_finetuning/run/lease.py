@@ -33,9 +33,6 @@ LOCK_NAME = ".lock"
 LEASE_S, RENEW_S, LOOK_S = 60.0, 15.0, 1.0
 # How long the store is asked to take a renewal.
 ANSWER_S = 15.0
-# A lease that was renewed so long ago, by this machine's clock, is not watched first. Stores refuse requests of clocks
-# that are wrong by more than 15 minutes.
-LONG_AGO_S = 3600.0
 
 _lost: set[Path] = set()
 
@@ -46,7 +43,7 @@ def is_lost(folder: Path) -> bool:
 
 
 def end_process() -> None:
-    """Send this process an order to stop: what it started ends with it."""
+    """Order this process to stop: what it started ends with it."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -91,16 +88,15 @@ class _Lease:
         _lost.discard(folder)
 
     def take(self) -> None:
-        tag = self._free_tag()
         try:
-            self._put(tag)
+            self._put(self._free_tag())
         except ChangedError as error:
             raise self._busy() from error
 
     def _free_tag(self) -> str:
         """The tag of what this lease replaces, which is nobody's any more. Raises FileExistsError."""
         state, tag = self._read()
-        if not state or state.get("released") or time.time() - self._store.head(self._key).written > LONG_AGO_S:
+        if not state or state.get("released"):
             return tag
         print_safe(
             f"Waiting      the driver of this run ({_named(state)}) did not say that it ended; {LEASE_S:.0f} s show"
@@ -146,14 +142,8 @@ class _Lease:
 
     def _put(self, tag: str, released: bool = False) -> None:
         self._renewals += 1
-        state = {
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "id": self._id,
-            "renewals": self._renewals,
-            "lease_s": LEASE_S,
-            "released": released,
-        }
+        state = {"host": socket.gethostname(), "process": os.getpid(), "id": self._id}
+        state |= {"renewals": self._renewals, "lease_s": LEASE_S, "released": released}
         self._tag = self._store.put(self._key, json.dumps(state, indent=2).encode(), tag, ANSWER_S)
 
     def _read(self) -> tuple[dict[str, object], str]:

@@ -52,13 +52,13 @@ class Progress:
 
 
 # As JSON has them.
-PROGRESS_TYPES: dict[str, tuple[type, ...]] = {
-    **{"step": (int,), "rows": (int,), "global_batch_size": (int,), "mode": (str,)},
-    **{"stream": (dict,), "base": (dict,), "loss": (float, int, type(None))},
-    "eval_loss": (float, int, type(None)),
+LOSS = (float, int, type(None))
+PROGRESS_TYPES = {
+    **dict.fromkeys(("step", "rows", "global_batch_size"), (int,)),
+    **dict.fromkeys(("stream", "base"), (dict,)),
+    **dict.fromkeys(("loss", "eval_loss"), LOSS),
+    "mode": (str,),
 }
-
-
 # What state.json says of each file: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
 Files = dict[str, dict[str, Any]]
 
@@ -88,10 +88,7 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def _check_form(state: Mapping[str, Any]) -> None:
-    """Refuse, with one of the errors that `parsed` expects, what `manifest` would not have made.
-
-    A checksum shows that a file is complete, not its author.
-    """
+    """Refuse what `manifest` would not have made: a checksum shows that a file is complete, not its author."""
     for name, written in state["files"].items():
         if not re.fullmatch(FILE_NAME, name):
             raise ValueError(f"{name!r:.100} is no file of a checkpoint")

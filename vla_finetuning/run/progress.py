@@ -7,9 +7,8 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import ray
@@ -62,9 +61,10 @@ class MetricsLog:
     def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
         """Append a line for the window of steps that ends with `step`."""
         samples = step * self._batch
-        epoch = round(samples / self._epoch, 4)
         line = {
-            **{"step": step, "epoch": epoch, "lr": lr},
+            "step": step,
+            "epoch": round(samples / self._epoch, 4),
+            "lr": lr,
             **metrics,
             "samples": samples,
             # Of the whole step, waiting for data included.
@@ -74,9 +74,7 @@ class MetricsLog:
         append_line(self.path, json.dumps(line))
 
     def _success(self) -> dict[str, float]:
-        """Return the success of the oldest evaluation in the loop that no line tells of yet; it came
-        in some time after its checkpoint.
-        """
+        """Return the success of the oldest evaluation in the loop that no line tells of yet."""
         line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._told), None)
         if line is None:
             return {}
@@ -161,10 +159,7 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
 
 
 def spilled_bytes() -> int | None:
-    """Bytes that the cluster's object stores have written to disk since it started; None where a node does not answer.
-
-    A node that has just died is asked as well, until Ray has noticed.
-    """
+    """Bytes that the cluster's object stores have written to disk; None where a node does not answer."""
     try:
         return object_store(SPILLED_TIMEOUT_S).spilled_bytes_total
     except Exception:  # of gRPC or of Ray: whatever it is, training does not end by a statistic
@@ -190,55 +185,6 @@ def log_to(output_dir: Path) -> None:
     logging.getLogger().addHandler(handler)
 
 
-@contextlib.contextmanager
-def follow_progress(output_dir: Path, steps: int, line: Line | None = None) -> Iterator[None]:
-    """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings.
-
-    Args:
-        output_dir: the run's folder; `metrics.jsonl` and `run.log` in it need not exist yet.
-        steps: optimizer steps of the whole run.
-        line: formats a line of `metrics.jsonl`; `step_line` when absent.
-    """
-    interactive = sys.stdout.isatty()
-    # What an earlier attempt of a resumed run wrote is not news.
-    reported = _Reported.of(output_dir)
-    follower = _Follower(output_dir, steps, reported, line or step_line, interactive)
-    with tqdm(
-        total=steps, initial=reported.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
-    ) as bar:
-
-        def look() -> None:
-            follower.look(bar)
-
-        try:
-            with polling(look, POLL_S):
-                yield
-        finally:
-            with contextlib.suppress(OSError):  # a store that does not answer
-                pull(output_dir)
-            look()
-
-
-@dataclass
-class _Reported:
-    """What was printed of a run: its newest log step, lines of its log, starts of its workers, a first step."""
-
-    step: int
-    warnings: dict[str, int]
-    starts: int
-    first_step: dict[str, Any]
-
-    @classmethod
-    def of(cls, output_dir: Path) -> _Reported:
-        steps = [json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)]
-        return cls(
-            step=max(steps, default=0),
-            warnings={path.name: len(read_lines(path)) for path in files_of_processes(output_dir / LOG_NAME)},
-            starts=len(attempts(output_dir)),
-            first_step=read_json(output_dir / FIRST_STEP_NAME),
-        )
-
-
 def step_line(line: Mapping[str, Any]) -> str:
     """The terminal's line on a log step."""
     share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
@@ -254,56 +200,81 @@ def step_line(line: Mapping[str, Any]) -> str:
     return f"{text}, without {skipped} held-out rows that could not be read" if skipped else text
 
 
-class _Follower:
-    """Prints what is new in a run's folder."""
+@contextlib.contextmanager
+def follow_progress(output_dir: Path, steps: int, line: Line = step_line) -> Iterator[None]:
+    """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings.
 
-    def __init__(self, output_dir: Path, steps: int, reported: _Reported, say: Line, interactive: bool):
-        self._output_dir, self._steps, self._reported, self._say = output_dir, steps, reported, say
+    Args:
+        output_dir: the run's folder; its files need not exist yet. steps: of the whole run.
+        line: formats a line of `metrics.jsonl`.
+    """
+    interactive = sys.stdout.isatty()
+    follower = _Follower(output_dir, steps, line, interactive)
+    with tqdm(
+        total=steps, initial=follower.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
+    ) as bar:
+
+        def look() -> None:
+            follower.look(bar)
+
+        try:
+            with polling(look, POLL_S):
+                yield
+        finally:
+            with contextlib.suppress(OSError):  # a store that does not answer
+                pull(output_dir)
+            look()
+
+
+class _Follower:
+    """Prints what is new in a run's folder; what an earlier attempt of a resumed run wrote is not."""
+
+    def __init__(self, output_dir: Path, steps: int, line: Line, interactive: bool):
+        self._output_dir, self._steps, self._line = output_dir, steps, line
         self._interactive, self._starting = interactive, True
         self._skipped: set[tuple[str, int]] = set()
+        self.step = max((json.loads(text)["step"] for text in read_lines(output_dir / METRICS_NAME)), default=0)
+        self._warnings = {path.name: len(read_lines(path)) for path in files_of_processes(output_dir / LOG_NAME)}
+        self._starts, self._first_step = len(attempts(output_dir)), read_json(output_dir / FIRST_STEP_NAME)
 
     def look(self, bar: Any) -> None:
-        output_dir, steps, reported = self._output_dir, self._steps, self._reported
+        output_dir, steps = self._output_dir, self._steps
         for path in files_of_processes(output_dir / LOG_NAME):
-            lines, count = read_lines(path), reported.warnings.get(path.name, 0)
-            reported.warnings[path.name] = len(lines)
+            lines, count = read_lines(path), self._warnings.get(path.name, 0)
+            self._warnings[path.name] = len(lines)
             for text in lines[count:]:
-                with tqdm.external_write_mode(file=sys.stderr):
-                    print_safe(text, file=sys.stderr)
+                _print(text, sys.stderr)
         for line in skipped_episodes(output_dir):
             episode = (line["root"], line["episode_index"])
             if episode not in self._skipped:
                 self._skipped.add(episode)
-                with tqdm.external_write_mode(file=sys.stderr):
-                    print_safe(
-                        f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr
-                    )
-        if len(starts := attempts(output_dir)) > reported.starts:
-            reported.starts, self._starting = len(starts), True
-            _say(
+                _print(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", sys.stderr)
+        if len(starts := attempts(output_dir)) > self._starts:
+            self._starts, self._starting = len(starts), True
+            _print(
                 f"started      {starts[-1]['world_size']} training processes from step "
                 f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
             )
-        if (first := read_json(output_dir / FIRST_STEP_NAME)) != reported.first_step:
-            reported.first_step = first
-            _say(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
+        if (first := read_json(output_dir / FIRST_STEP_NAME)) != self._first_step:
+            self._first_step = first
+            _print(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
         for text in read_lines(output_dir / METRICS_NAME):
             line = json.loads(text)
-            if line["step"] <= reported.step:
+            if line["step"] <= self.step:
                 continue
-            bar.update(line["step"] - reported.step)
-            reported.step = line["step"]
-            line_text = self._say(line)
+            bar.update(line["step"] - self.step)
+            self.step = line["step"]
+            line_text = self._line(line)
             if self._interactive:
                 bar.set_postfix_str(line_text)
             else:
                 # The first steps after a start also wait for the data engine to fill.
                 step_s = line["step_s"] - line.get("data_wait_s", 0.0) * self._starting
-                left_s = (steps - reported.step) * step_s
-                print_safe(f"step {reported.step}/{steps}  {line_text}, {tqdm.format_interval(left_s)} left")
+                left_s = (steps - self.step) * step_s
+                print_safe(f"step {self.step}/{steps}  {line_text}, {tqdm.format_interval(left_s)} left")
             self._starting = False
 
 
-def _say(text: str) -> None:
-    with tqdm.external_write_mode():
-        print_safe(text)
+def _print(text: str, file: TextIO | None = None) -> None:
+    with tqdm.external_write_mode(file=file):
+        print_safe(text, file=file)

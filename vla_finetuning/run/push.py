@@ -11,18 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import re
 import stat
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vla_finetuning.buckets.mirror import address, as_path, contents, fetched, pull
 from vla_finetuning.data.hub import explaining_errors
-from vla_finetuning.files import let_others_read, read_json, read_lines
+from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.mixture import members
 from vla_finetuning.options.policy import RELATIVE_PLAYED_BY, ROBOT_NAME
@@ -95,18 +93,25 @@ def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
 
 
 def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
-    """Push `OUTPUT_DIR/pretrained_model` with a model card, in one commit, and return the commit's address.
-
-    Of several robots the folder of `robot`. Only what an export consists of is pushed; a warning names what else is
-    there.
+    """Push `OUTPUT_DIR/pretrained_model`, or `robot`'s folder in it, with a model card; return the commit's address.
 
     Raises:
         ValueError: there is no policy yet, or a link in it; no such repository, or no access.
         OSError: the Hub cannot be reached.
     """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
     _check_pushable(output_dir, robot)
     with fetched(output_dir / POLICY_DIR / robot) as folder:
-        return _push(output_dir, folder, repo_id, robot)
+        exported_files(folder)  # the card is made of one of them
+        write_whole(folder / CARD_NAME, model_card(output_dir, repo_id, robot))
+        files, rest = exported_files(folder)
+        if rest:
+            logger.warning("%s: not pushed, because no export writes it: %s", folder, ", ".join(rest))
+        with explaining_errors(repo_id, None, "model", cached=False):
+            added = [CommitOperationAdd(name, folder / name) for name in files]
+            message = f"Policy trained by {output_dir.name}"
+            return str(HfApi().create_commit(repo_id, added, commit_message=message).commit_url)
 
 
 def _check_pushable(output_dir: Path, robot: str) -> None:
@@ -131,22 +136,8 @@ def _check_pushable(output_dir: Path, robot: str) -> None:
         )
 
 
-def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    exported_files(folder)  # the card is made of one of them
-    _write_card(folder / CARD_NAME, model_card(output_dir, repo_id, robot))
-    files, rest = exported_files(folder)
-    if rest:
-        logger.warning("%s: not pushed, because no export writes it: %s", folder, ", ".join(rest))
-    with explaining_errors(repo_id, None, "model", cached=False):
-        added = [CommitOperationAdd(name, folder / name) for name in files]
-        message = f"Policy trained by {output_dir.name}"
-        return str(HfApi().create_commit(repo_id, added, commit_message=message).commit_url)
-
-
 def exported_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return what of an exported policy's folder is to be pushed, and what else is in it: names in the folder, sorted.
+    """Return what of an exported policy's folder is to be pushed, and what else is in it: sorted names.
 
     Raises:
         ValueError: a link is among them, which may lead to any file that this user can read.
@@ -168,19 +159,8 @@ def exported_files(folder: Path) -> tuple[list[str], list[str]]:
     return files, rest
 
 
-def _write_card(path: Path, text: str) -> None:
-    """In place of what has the name, be it a link; through none."""
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    let_others_read(Path(scratch))
-    os.replace(scratch, path)
-
-
 def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
-    """The model card of a finished run, Markdown, from what its folder holds: data, base, options, measurements.
-
-    Of several robots, the card of one's policy, with the data of all.
+    """The model card of a finished run, or of one of its robots: Markdown, from what its folder holds.
 
     Paths and buckets stay out of it: a dataset or base that is not on the Hub goes by its last name. What datasets say
     is shown as code, so that none of it is taken for Markdown or HTML.
@@ -214,11 +194,8 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         type=_as_code(policy["type"]),
         robot=_as_code(robot or None),
         datasets=[
-            {
-                **dataset,
-                "name": _as_code(on_hub or _last_name(dataset["root"])),
-                "robot": _as_code(dataset["robot_type"]),
-            }
+            dataset
+            | {"name": _as_code(on_hub or _last_name(dataset["root"])), "robot": _as_code(dataset["robot_type"])}
             for dataset in facts["datasets"]
         ],
         revision=config["dataset"]["revision"] if on_hub else None,
@@ -325,11 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         repo_id = args.repo_id or config.get("policy_repo_id")
         if repo_id is None:
             raise ValueError(f"{address(args.output_dir)}: to which repository? give --repo_id USER/NAME")
-        targets = (
-            {args.robot: repo_id}
-            if args.robot
-            else repositories(repo_id, exported_robots(args.output_dir / POLICY_DIR))
-        )
+        targets = {args.robot: repo_id}
+        if args.robot is None:
+            targets = repositories(repo_id, exported_robots(args.output_dir / POLICY_DIR))
         for robot, repository in targets.items():
             _check_pushable(args.output_dir, robot)
             check_push(repository, args.private or config.get("policy_private"))

@@ -52,7 +52,7 @@ OnNodes = Callable[[Mapping[str, Callable[[], Any]]], dict[str, Any]]
 
 
 def keep_manifest(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
-    """Leave a checkpoint that cannot be sent on nodes' disks, for `recover_local_checkpoints`. On rank 0."""
+    """Leave a checkpoint that cannot be sent on nodes' disks, for `recover_local_checkpoints`. Called by rank 0."""
     disk = partial_folder(folder)
     disk.mkdir(parents=True, exist_ok=True)
     write_json(disk / STATE, manifest(progress, files, attempt=attempt))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from util import enable_expandable_segments, enable_gpu_perf_flags
 from vla_finetuning.buckets.mirror import keep_synced, pull
-from vla_finetuning.run.attempts import is_newest
+from vla_finetuning.run.attempts import is_newest, start_attempt
 from vla_finetuning.run.checkpoint import Progress, check_resumable, load_progress
-from vla_finetuning.run.folder import checkpoint_to_resume, start_attempt
+from vla_finetuning.run.folder import checkpoint_to_resume
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import log_to
 from vla_finetuning.training.worker import Worker
@@ -45,13 +45,12 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
 
 
 def saved_progress(job: Job, worker: Worker) -> tuple[Progress, Path | None]:
-    """Return how far the run is, and the newest sound checkpoint, which says so; None where there is none yet.
-
-    Rank 0 looks for it: where the folder is on a network, the others may see its files late. Every rank must call it.
+    """Return how far the run is, and its newest sound checkpoint; None where there is none. Every rank must call it.
 
     Raises:
         ValueError: the run has been trained, and no checkpoint can be used; it is another run's.
     """
+    # Where the folder is on a network, other ranks may see its files late.
     checkpoint = worker.broadcast(checkpoint_to_resume(job.output_dir) if worker.rank == 0 else None)
     progress = job.start if checkpoint is None else load_progress(checkpoint)
     check_resumable(progress, job.start)

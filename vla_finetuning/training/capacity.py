@@ -31,11 +31,7 @@ Plan = Callable[[Config], StepMemory | None]
 
 
 def planned_memory(spec: PolicySpec, frames: Sequence[tuple[int, int]]) -> Plan:
-    """Return what each worker needs, as a function of the options.
-
-    Args:
-        frames: (height, width) of each camera's, as they reach the device.
-    """
+    """Return what each worker needs, as a function of the options. `frames`: (height, width) of each camera's."""
 
     def planned(config: Config) -> StepMemory | None:
         family = family_of(spec.config)
@@ -50,10 +46,7 @@ def planned_memory(spec: PolicySpec, frames: Sequence[tuple[int, int]]) -> Plan:
 
 
 def planned_shards(config: Config) -> int | None:
-    """Return how many workers hold a copy together in the plan of an hsdp run; None for the other strategies.
-
-    As many as were asked for; else as many as there may be on each node: this machine, where no cluster is joined.
-    """
+    """Return how many workers hold a replica together in the plan of an hsdp run; None for the other strategies."""
     scaling = config.scaling
     if scaling.strategy != "hsdp" or scaling.shard_workers is not None:
         return scaling.shard_workers
@@ -62,10 +55,7 @@ def planned_shards(config: Config) -> int | None:
 
 
 def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None:
-    """The GPU that the run is for and its GiB: the one asked for, else the one found here, else the preset's.
-
-    None where none of these is known, or the run uses no GPU.
-    """
+    """The GPU that the run is for and its GiB: the one requested, else the one found here, else the preset's."""
     if not config.scaling.use_gpu:
         return None
     accelerator, card = config.scaling.accelerator_type, OF_PRESET.get(config.preset or "")
@@ -82,12 +72,7 @@ def fits(needed: StepMemory, gib: float) -> bool:
 
 
 def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -> str:
-    """The plan's lines for people.
-
-    Args:
-        checkpoint_bytes: host memory of a checkpoint on the node that holds most of it: with ddp all of it belongs to
-            rank 0; sharded, each worker stages its own, and a node may hold a whole replica.
-    """
+    """The plan's lines for people. `checkpoint_bytes`: of host memory, on the node that holds most of a checkpoint."""
     large, small = (
         [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if fits(needed, size) is fitting]
         for fitting in (True, False)
@@ -113,10 +98,8 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
 
 
 def check_memory(run: Run) -> int:
-    """Refuse a run that does not fit its GPUs; with --dry_run print the plan of its memory.
+    """Return the bytes that a worker needs of its GPU, 0 where that is not known; with --dry_run print the plan.
 
-    Returns:
-        Bytes that a worker needs of its GPU; 0 where that is not known.
     Raises:
         ValueError: as `check_capacity`.
     """
@@ -126,21 +109,16 @@ def check_memory(run: Run) -> int:
         return 0
     if config.dry_run:
         print_safe_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
-    check_capacity(config, needed, planned, _gpu_gib() if is_local() else None)
+    on_gpu = is_local() and torch.cuda.is_available()
+    check_capacity(config, needed, planned, torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else None)
     return needed.needed
-
-
-def _gpu_gib() -> float | None:
-    """Return what CUDA reports of the first GPU of this machine, where there is one."""
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
 
 
 def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib: float | None) -> None:
     """Refuse a run whose plan does not fit its GPU.
 
     Args:
-        planned: from `planned_memory`, which gave `needed` for these options.
-        found_gib: what CUDA reports of a GPU of this machine; None where there is none.
+        planned: gave `needed` for these options. found_gib: of a GPU of this machine; None where there is none.
     Raises:
         ValueError: says what is needed, what there is, and flags with which the same rows of a step fit.
     """
@@ -179,19 +157,14 @@ def _smaller(config: Config, recomputed: bool) -> Iterator[tuple[str, Config]]:
         strategies += [strategy for strategy in sharded if strategy not in strategies]
     for split in itertools.takewhile(lambda split: rows % split == 0, (2**power for power in range(16))):
         for strategy in strategies:
+            batch_size, grad_accum = rows // split, config.grad_accum * split
             changed = {
-                f"--batch_size {rows // split} --grad_accum {config.grad_accum * split}": split > 1,
+                f"--batch_size {batch_size} --grad_accum {grad_accum}": split > 1,
                 f"--scaling.strategy {strategy}": strategy != scaling.strategy,
                 "--train.activation_checkpointing true": recomputed != was_recomputed,
             }
-            if any(changed.values()):
-                yield (
-                    " ".join(flags for flags, is_changed in changed.items() if is_changed),
-                    replace(
-                        config,
-                        batch_size=rows // split,
-                        grad_accum=config.grad_accum * split,
-                        train=replace(config.train, activation_checkpointing=recomputed),
-                        scaling=replace(scaling, strategy=strategy),
-                    ),
-                )
+            flags = " ".join(name for name, is_changed in changed.items() if is_changed)
+            if flags:
+                train = replace(config.train, activation_checkpointing=recomputed)
+                spread = replace(scaling, strategy=strategy)
+                yield flags, replace(config, batch_size=batch_size, grad_accum=grad_accum, train=train, scaling=spread)

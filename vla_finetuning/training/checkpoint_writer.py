@@ -8,7 +8,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,10 +59,9 @@ class CheckpointWriter:
     """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
 
     Rank 0, or where parameters are sharded every rank of the first replica, copies its shards; a thread of Ray Train's
-    then writes them into the run's folder; if that is in a bucket, to this node's disk and from there into the bucket.
-    When all ranks have written theirs, and their lines, rank 0 has the checkpoint appear, and it is reported.
-    One is in flight at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter
-    that trains), in memory made once. All ranks make their writers together.
+    then writes them to a disk, and from there into the bucket of a run in one. When all ranks have written theirs, rank
+    0 has the checkpoint appear. One is in flight at a time, so host memory holds one copy (12 bytes for each parameter
+    that trains). All ranks make their writers together.
 
     Args:
         attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
@@ -89,17 +88,16 @@ class CheckpointWriter:
         self._away: StoreAwayError | None = None
         self._group = None
         if worker.world > 1:
-            # A group for this alone: threads must not disturb each other's collectives. On the host, as the files are.
-            # One rank may send and try for so long, while the others have nothing to send.
+            # A group for this alone: threads must not disturb each other's collectives. One rank may send and try for
+            # so long, while the others have nothing to send.
             tensors = [tensor for named in self._state().values() for tensor in named.values()]
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             timeout_s = job.timeouts.collective + job.timeouts.store + size / SLOWEST_UPLOAD_BYTES_PER_S
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
-            mine = [self._mine(tensors) for tensors in self._state().values()]
-            shards = {name: shard_of(tensor)[0] for tensors in mine for name, tensor in tensors.items()}
-            needed = len(self._writers) * sum(tensor.nbytes for tensor in shards.values())
+            shards = {name: piece.values for group in self._shards().values() for name, piece in group.items()}
+            needed = len(self._writers) * sum(shard.nbytes for shard in shards.values())
             require_space_to_write(job.checkpoints_dir / "step", needed)
             self._staging = Staging(shards)
         self._idle = threading.Event()
@@ -109,10 +107,9 @@ class CheckpointWriter:
         self._paused_s = 0.0
 
     def due(self) -> bool:
-        """Return whether a checkpoint is due, by this rank's clock.
+        """Return whether a checkpoint is due, by this rank's clock: --save_every_s has gone by since the last one.
 
-        It is when --save_every_s has gone by since the last one. And when a node is about to be taken away, whenever
-        half of the time has gone that was left when the last one was taken: what is trained after that is lost.
+        When a node is about to be taken away, also whenever half of the time has gone that was left at the last one.
         """
         every_s, now = self._every_s, time.monotonic()
         remaining_s = self._ends - self._last
@@ -136,9 +133,7 @@ class CheckpointWriter:
         name = f"step_{progress.step:08d}"
         self.wait()
         self._idle.clear()
-        copies = {}
-        if self._rank in self._writers:
-            copies = {group: self._copied(tensors) for group, tensors in self._state().items()}
+        copies = self._copies()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._worker.report(
@@ -158,11 +153,7 @@ class CheckpointWriter:
         self._idle.wait()
 
     def close(self) -> None:
-        """Wait until nothing is being written, and give the memory back.
-
-        Raises:
-            StoreAwayError: the last checkpoint did not reach the bucket.
-        """
+        """Wait until nothing is being written. Raises StoreAwayError: the last one did not reach the bucket."""
         self.wait()
         if self._staging is not None:
             self._staging.close()
@@ -177,16 +168,27 @@ class CheckpointWriter:
         kinds = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state(), AVERAGE: optimizer.named_average()}
         return {group: tensors for group, tensors in kinds.items() if tensors}
 
-    def _mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes: its own shards, and on rank 0 all that is whole."""
-        return {name: tensor for name, tensor in tensors.items() if self._rank == 0 or is_sharded(tensor)}
+    def _shards(self) -> dict[str, dict[str, Piece]]:
+        """Return what this rank writes: its own shards, and on rank 0 all that is whole."""
+        return {
+            group: {
+                name: Piece(*shard_of(tensor))
+                for name, tensor in tensors.items()
+                if self._rank == 0 or is_sharded(tensor)
+            }
+            for group, tensors in self._state().items()
+        }
 
-    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """Copies in host memory, where further steps do not change them."""
-        assert self._staging is not None
-        shards = {name: shard_of(tensor) for name, tensor in self._mine(tensors).items()}
-        copies = self._staging.copied({name: shard for name, (shard, _) in shards.items()})
-        return {name: Piece(copies[name], offsets) for name, (_, offsets) in shards.items()}
+    def _copies(self) -> dict[str, dict[str, Piece]]:
+        """Copy what this rank writes to host memory, where further steps do not change it."""
+        if self._staging is None:
+            return {}
+        groups = self._shards()
+        copies = self._staging.copied({name: p.values for group in groups.values() for name, p in group.items()})
+        return {
+            group: {name: Piece(copies[name], piece.offsets) for name, piece in pieces.items()}
+            for group, pieces in groups.items()
+        }
 
     def _write(
         self, copies: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
@@ -236,15 +238,8 @@ class CheckpointWriter:
         return everyones or [written]
 
     def _tidy(self, folder: Path, step: int, appeared: bool) -> None:
-        """Remove this node's files of a checkpoint that has appeared; of one that could not be sent keep all files.
-
-        Files of earlier ones that could not be sent go when this one is in the bucket, or on the disks of all nodes.
-        Another rank of this node may be at the next one by then. Of a checkpoint that ends the attempt, nothing is of
-        use.
-
-        Args:
-            appeared: on rank 0, whether it has.
-        """
+        """Remove this node's files of a checkpoint that has `appeared` (known to rank 0), and of earlier ones."""
+        # Of a checkpoint that ends the attempt, neither: nothing is of use.
         is_kept = self._rank == 0 and not appeared and (partial_folder(folder) / STATE).exists()
         if self._group is not None:
             outcome = [appeared, is_kept]
@@ -264,12 +259,7 @@ class CheckpointWriter:
         forget_unsent(folder.parent, before=step)
 
     def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> bool:
-        """Have the checkpoint appear, when all ranks have written theirs. On rank 0. Whether it has.
-
-        Raises:
-            Exception: the first that a rank met, but for a store that fails: such a checkpoint is given up.
-            StoreAwayError: the store has failed for too long.
-        """
+        """Have the checkpoint appear, or raise a rank's error; return False where the store failed."""
         errors = [report.error for report in everyones if report.error is not None]
         files = {name: file for report in everyones for name, file in report.files.items()}
         try:
@@ -279,7 +269,8 @@ class CheckpointWriter:
                 raise superseded(folder)
             commit(folder, progress, files, self._attempt)
         except StorageError as error:
-            self._give_up(folder, progress, files, everyones, error, started)
+            keep_manifest(folder, progress, files, self._attempt)
+            self._give_up(progress, everyones, error, started)
             return False
         except OSError:
             discard(folder)
@@ -292,18 +283,9 @@ class CheckpointWriter:
             logger.warning("%s is written; old checkpoints are not deleted: %s", folder.name, error)
         return True
 
-    def _give_up(
-        self,
-        folder: Path,
-        progress: Progress,
-        files: Files,
-        everyones: list[_Written],
-        error: StorageError,
-        started: float,
-    ) -> None:
+    def _give_up(self, progress: Progress, everyones: list[_Written], error: StorageError, started: float) -> None:
         """Go on without this checkpoint, or stop after VLA_STORE_TIMEOUT_S without any."""
         self._failing_since = started if self._failing_since is None else self._failing_since
-        keep_manifest(folder, progress, files, self._attempt)
         since_s = time.monotonic() - self._failing_since
         places = ", ".join(sorted({report.place for report in everyones if report.files}))
         self._away = StoreAwayError(
@@ -316,10 +298,7 @@ class CheckpointWriter:
             raise self._away
         logger.warning(
             "the checkpoint of step %d is given up, and training goes on (for %.0f of %.0f s without one): %s",
-            progress.step,
-            since_s,
-            self._job.timeouts.store,
-            error,
+            *(progress.step, since_s, self._job.timeouts.store, error),
         )
 
 

@@ -1,14 +1,11 @@
 """Which processes deal the rows to the ranks: a coordinator of Ray Data for each group of ranks.
 
 Every block of an execution passes one process, its split coordinator, whose Python runs on one core: for hundreds of
-ranks that is the limit (docs/scale.md). The plan is pure, so it can be divided: each group of consecutive ranks has an
-execution of its own, which reads its ranks' blocks of the stream and no others. Which rows a rank gets, and when, is
-what one coordinator for all of them would give it (`stream.RankSchedule`); one group is a plain `ray.train.DataConfig`.
+ranks that is the limit (docs/scale.md). So each group of consecutive ranks has an execution of its own, which reads
+its ranks' blocks of the stream; a rank gets what one coordinator for all would give it (`stream.RankSchedule`).
 
-Where the rows are divided into shards, the ranks of a node are a group, and their rows are read on that node: it has
-decoded them before, and need not send them.
-
-Ray's controller and data coordinators open this too: nothing heavy is imported.
+Where the rows are divided into shards, the ranks of a node are a group, and their rows are read on that node, which has
+decoded them before. Ray's controller opens this too: nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -42,12 +39,7 @@ class GroupedRanks(ray.train.DataConfig):
         cpus_per_read_task: there are no more groups than read tasks that can run at once, one for each.
     """
 
-    def __init__(
-        self,
-        execution_options: ExecutionOptions,
-        cpus_per_worker: float,
-        cpus_per_read_task: float,
-    ):
+    def __init__(self, execution_options: ExecutionOptions, cpus_per_worker: float, cpus_per_read_task: float):
         super().__init__(execution_options=execution_options)
         self._options = execution_options
         self._cpus_per_worker, self._cpus_per_read_task = cpus_per_worker, cpus_per_read_task
@@ -77,9 +69,8 @@ class GroupedRanks(ray.train.DataConfig):
         splits: list[dict[str, Any]] = []
         for first, last, options in groups:
             for dataset in datasets.values():
-                dataset.context.set_config(
-                    SHARE, BlockShare(first, last, world_size)
-                )  # goes with it to its coordinator
+                # Goes with it to its coordinator.
+                dataset.context.set_config(SHARE, BlockShare(first, last, world_size))
             handles = worker_handles and worker_handles[first:last]
             group_config = ray.train.DataConfig(execution_options=options)
             splits += group_config.configure(datasets, last - first, handles, node_ids[first:last] or None, **kwargs)
@@ -128,9 +119,7 @@ class GroupedRanks(ray.train.DataConfig):
 def shared(options: ExecutionOptions, executions: int, cpus: float) -> ExecutionOptions:
     """Return the share of one execution's resources that each of several at once may use. `cpus`: for each.
 
-    Ray Data 2.60 itself divides what a node has left, object store and CPUs, by the executions, in whole CPUs; but one
-    that is busy first asks for more, and is given it at the others' expense. So its CPUs are limited: to those of the
-    nodes that are there when the worker group starts. What none of them may use is taken from each.
+    Ray Data 2.60 divides what a node has left by the executions, but gives more to one that asks first.
     """
     options, excluded = copy.deepcopy(options), options.exclude_resources
     if not excluded.is_zero():  # setting it warns (Ray 2.60); of CPUs, Ray allows a limit or that
@@ -143,8 +132,7 @@ def shared(options: ExecutionOptions, executions: int, cpus: float) -> Execution
 class Coordinators:
     """The first of some coordinators; ending its execution ends all of theirs.
 
-    Ray Train 2.60 tells rank 0's alone when a worker group ends (`DatasetManager.shutdown_data_executors`). The others
-    would go on reading, and hold the CPUs that the next group waits for.
+    Ray Train 2.60 ends rank 0's alone with a worker group; the others would hold the CPUs that the next one waits for.
     """
 
     def __init__(self, actors: list[Any]):

@@ -47,8 +47,8 @@ from vla_finetuning.run.job import Job
 def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
     """The policy of a checkpoint, on the CPU, as it is exported and as it plays: the base with what trained put in.
 
-    Runs in any process. The base is read anew, because what is frozen may have been rounded to bf16 for training. With
-    --ema.enable it is the average of what trained. Adapters are merged into it.
+    The base is read anew, because what is frozen may have been rounded to bf16 for training. With --ema.enable it is
+    the average of what trained. Adapters are merged into it.
 
     Raises:
         ValueError, OSError: the checkpoint cannot be read, or is of another policy.
@@ -61,24 +61,20 @@ def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
 
 def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
     """`policy_at`, with the run's adapters still beside its weights; and PEFT's model of it, None without any."""
-    with on_disk(checkpoint, (TRAINABLE, AVERAGE)) as checkpoint:
-        return _policy_from(spec, checkpoint)
-
-
-def _policy_from(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
     policy, peft = spec.start(), spec.adapters
     adapted = add_adapters(policy, peft, spec.seed) if peft.enabled else None
     tensors = policy.state_dict() | family_of(spec.config).training_state()
 
-    def held(group_name: str, prefix: str = "") -> dict[str, Tensor]:
-        names = {n for n in checkpoint_names(checkpoint, group_name) if not n.startswith(CRITIC)}  # not the policy's
+    def targets(folder: Path, group_name: str, prefix: str = "") -> dict[str, Tensor]:
+        names = {n for n in checkpoint_names(folder, group_name) if not n.startswith(CRITIC)}  # not the policy's
         if foreign := sorted(name for name in names if name.removeprefix(prefix) not in tensors):
-            raise ValueError(f"checkpoint {checkpoint}: it is of another policy, and holds {foreign[:5]}")
+            raise ValueError(f"checkpoint {folder}: it is of another policy, and holds {foreign[:5]}")
         return {name: tensors[name.removeprefix(prefix)] for name in names}
 
-    load_checkpoint(checkpoint, held(TRAINABLE))
-    if spec.ema.enable:  # of parameters; buffers are as they were
-        load_checkpoint(checkpoint, None, average=held(AVERAGE, "average."))
+    with on_disk(checkpoint, (TRAINABLE, AVERAGE)) as folder:
+        load_checkpoint(folder, targets(folder, TRAINABLE))
+        if spec.ema.enable:  # of parameters; buffers are as they were
+            load_checkpoint(folder, None, average=targets(folder, AVERAGE, "average."))
     return policy, adapted
 
 
@@ -91,13 +87,12 @@ def export(
 ) -> None:
     """Write `pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
 
-    Of robots that differ, `pretrained_model/ROBOT` for each, which share the weights. Adapters are merged into the
-    weights beside them, after they are written to `adapter` if that was asked for.
+    Of robots that differ, `pretrained_model/ROBOT` for each, which share the weights. Adapters are written to `adapter`
+    if that was asked for, and merged into the weights.
 
     Args:
-        checkpoint: whose policy it is; it has all of what trained, however that was sharded.
-        output_dir: the run's folder. renderings: how the simulator that a robot's data is from drew its pictures, if
-            any, by the robot's name.
+        checkpoint: whose policy it is. output_dir: the run's folder.
+        renderings: how the simulator that a robot's data is from drew its pictures, if any, by the robot's name.
         facts: what each robot's robot.json says (`plan.robot_facts`), by its name; that of the base where none is said.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
@@ -106,7 +101,11 @@ def export(
     def describe_to(folder: Path, robot: Robot, renamed: Mapping[str, str]) -> None:
         about = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
         if "cameras" in about:
-            about["cameras"] = {key: _camera(size, renamed.get(key)) for key, size in about["cameras"].items()}
+            about["cameras"] = {
+                key: {"height": size["height"], "width": size["width"]}
+                | ({"policy": renamed[key]} if key in renamed else {})
+                for key, size in about["cameras"].items()
+            }
         if robot.opening:
             # Of a policy that goes on from one of several robots no name is known, and none is needed.
             about |= {"robot": robot.name} if robot.name else {}
@@ -146,24 +145,16 @@ def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[s
     config, (before, after), (robot,) = exported_config(spec), spec.processors(), spec.robots
     rename_map = {**saved_names(before), **robot.rename_map}
     names, reason = own_camera_names(config, rename_map)
-    if reason:
-        names = {}
+    names = {} if reason else names
     renamed = {key: name for key, name in rename_map.items() if name not in names}
     pipelines = pipeline_with_names(before, names, renamed), pipeline_with_names(after, names, renamed)
     return pipelines, config_with_names(config, names), renamed
 
 
-def _camera(size: Mapping[str, Any], policy: str | None) -> dict[str, Any]:
-    return {"height": size["height"], "width": size["width"], **({"policy": policy} if policy else {})}
-
-
 def exported_config(spec: PolicySpec) -> PreTrainedConfig:
-    """LeRobot's configuration of what a run trained, of one robot: nothing in it is only true of what it started from.
+    """LeRobot's configuration of what a run trained, of one robot: with the policy's options that the run's replace.
 
-    Features, names of dimensions and where the base was published are right since the configuration was read and
-    fitted to the dataset (`loading`); here follow the policy's options that the run's own replace. `optimizer_*` and
-    `scheduler_*` stay, as with `lerobot-train`: they are what training begins with where nothing else is said. How this
-    run learned is in its own config.json and on the policy's card.
+    `optimizer_*` and `scheduler_*` stay, as with `lerobot-train`.
     """
     config = copy.deepcopy(spec.config)
     part = spec.train.mode != "full" and not spec.adapters.enabled

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
@@ -28,10 +29,6 @@ from vla_finetuning.training.worker import Worker
 
 # Changes the numpy columns of a micro-batch, on the host; several threads may call it.
 HostTransform = Callable[[Columns], Columns]
-# Changes micro-batches on the device, before the columns about rows are taken off.
-DeviceTransform = Callable[[Iterator[Batch]], Iterator[Batch]]
-# Called with each micro-batch's number, columns about rows and inputs as it is taken; may not read the device.
-OnBatch = Callable[[int, Batch, Batch], None]
 
 
 def feed(
@@ -40,9 +37,7 @@ def feed(
     dealt: RankSchedule,
     first_row: int,
     *,
-    on_host: Sequence[HostTransform] = (),
-    on_device: Sequence[DeviceTransform] = (),
-    on_batch: Sequence[OnBatch] = (),
+    hooks: Sequence[Any] = (),
     to_tensors: NumpyToTorchCollate | None = None,
     clock: Clock = UNWATCHED,
 ) -> TimedIterator:
@@ -51,21 +46,22 @@ def feed(
     The first one is fetched at once.
 
     Args:
-        on_host: transforms that see a batch before its cached frames are filled in.
+        hooks: callbacks of the loop (`state.Callback`).
         to_tensors: `NumpyToTorchCollate` when None.
     Raises:
         TimeoutError: a batch does not come within VLA_BATCH_TIMEOUT_S.
     """
     rows, policy = run.rows, run.policy
+    on_host = [hook.on_host_batch for hook in hooks]
     transforms = [*input_transforms(rows, policy), *on_host, *training_transforms(run)]
     collate = Collate(transforms, to_tensors or NumpyToTorchCollate(worker.device.type == "cuda"))
     host_batches = stream_batches(worker.shard, dealt, first_row, run.job.steps, collate)
     in_time = with_timeout(host_batches, run.job.timeouts.batch, partial(describe_batch, rows, dealt))
 
     def to_policy(batches: Iterator[Batch]) -> Iterator[Batch]:
-        for transform in on_device:
-            batches = transform(batches)
-        return policy_batches(batches, policy.config, on_batch)
+        for hook in hooks:
+            batches = hook.on_device_batches(batches)
+        return policy_batches(batches, policy.config, hooks)
 
     return TimedIterator(cuda_prefetcher(in_time, worker.device, clock), then=to_policy)
 
@@ -89,18 +85,16 @@ def input_transforms(rows: Rows, policy: PolicySpec) -> list[HostTransform]:
     if not policy.train.compile:  # which would compile anew for each combination of cameras
         transforms.append(drop_absent_cameras)
     if rows.returns is not None:
-        transforms.append(AddReturns(rows.returns))
+        transforms.append(partial(add_returns, returns=rows.returns))
     if policy.prompts:
-        transforms.append(CutPrompts(policy.prompts))
+        transforms.append(partial(cut_prompts, lengths=policy.prompts))
     return transforms
 
 
 def training_transforms(run: Run) -> list[HostTransform]:
     """List what rows of the run's stream need besides: what their losses are multiplied by."""
-    transforms: list[HostTransform] = []
-    if run.rows.weights is not None:
-        transforms.append(WeighRows(run.rows.weights, run.config.sample_weighting.epsilon))
-    return transforms
+    weights, epsilon = run.rows.weights, run.config.sample_weighting.epsilon
+    return [] if weights is None else [partial(weigh_rows, weights=weights, epsilon=epsilon)]
 
 
 def drop_absent_cameras(batch: Columns) -> Columns:
@@ -114,44 +108,22 @@ def drop_absent_cameras(batch: Columns) -> Columns:
     return {key: values for key, values in batch.items() if key not in dropped}
 
 
-@dataclass(frozen=True)
-class CutPrompts:
-    """Cut prompts to what the longest of a micro-batch needs, of the lengths that prompts may have."""
-
-    lengths: tuple[int, ...]
-
-    def __call__(self, batch: Columns) -> Columns:
-        return cut_prompts(batch, self.lengths)
-
-
-@dataclass(frozen=True)
-class AddReturns:
+def add_returns(batch: Columns, returns: PerFrame) -> Columns:
     """Add the return of each row's frame, for a value function to learn."""
-
-    returns: PerFrame
-
-    def __call__(self, batch: Columns) -> Columns:
-        return {**batch, RETURN: self.returns(batch)}
+    return {**batch, RETURN: returns(batch)}
 
 
-@dataclass(frozen=True)
-class WeighRows:
+def weigh_rows(batch: Columns, weights: np.ndarray, epsilon: float) -> Columns:
     """Add what each row's loss is multiplied by; rows that could not be read weigh nothing.
 
     Args:
         weights: of all frames (`Rows.weights`). epsilon: see `row_weights.of_batch`.
     """
-
-    weights: np.ndarray
-    epsilon: float
-
-    def __call__(self, batch: Columns) -> Columns:
-        weights = self.weights[batch["index"]] * batch.get("is_read", True)
-        return {**batch, "row_weight": of_batch(weights, self.epsilon)}
+    return {**batch, "row_weight": of_batch(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
 
 
 def policy_batches(
-    batches: Iterable[Batch], policy_config: PreTrainedConfig, on_batch: Sequence[OnBatch] = ()
+    batches: Iterable[Batch], policy_config: PreTrainedConfig, hooks: Sequence[Any] = ()
 ) -> Iterator[Batch]:
     """Yield what the policy sees: no columns about rows, texts as strings. Checks the first batch.
 
@@ -163,8 +135,8 @@ def policy_batches(
         inputs = with_texts({key: value for key, value in batch.items() if key not in ROW_COLUMNS})
         if number == 0:
             family_of(policy_config).check_batch(inputs, policy_config)
-        for listener in on_batch:
-            listener(number, rows, inputs)
+        for hook in hooks:
+            hook.on_batch(number, rows, inputs)
         yield inputs
 
 

@@ -34,9 +34,8 @@ RESIZE_INTERVAL_S = 60.0
 class Trainer(TorchTrainer):
     """A `TorchTrainer` whose workers nothing ends but the run itself.
 
-    Ray Train 2.60 has an actor remove the workers' placement group when the State API does not list the controller.
-    While that API starts, it does not list controllers that are alive, and a healthy attempt is killed. Without that
-    actor, the placement group is removed with the driver's job.
+    Ray Train 2.60 has an actor remove the workers' placement group when the State API does not list the controller:
+    while that API starts, a healthy attempt is killed. Without it, the group is removed with the driver's job.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -93,8 +92,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
         ),
         run_config=ray.train.RunConfig(
             name=job.checkpoints_dir.name,
-            # Ray Train's list of checkpoints, which nothing here reads. Of a run in a bucket it is on each node's disk:
-            # an outage of the store is none of Ray Train's.
+            # Ray Train's list of checkpoints, which nothing here reads; of a run in a bucket on each node's disk.
             storage_path=str(job.output_dir),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
             callbacks=[StopRetrying(job.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1

@@ -1,7 +1,7 @@
 """The loss on held-out episodes while training: the same rows, noise and times at every evaluation.
 
-Rows are read and prepared by tasks of their own, beside the stream of training rows, which goes on meanwhile. Small
-sets stay in the object store; larger ones are read again each time.
+Rows are read by tasks beside the stream of training rows. Small sets stay in the object store; larger ones are read
+again each time.
 """
 
 from __future__ import annotations
@@ -105,16 +105,14 @@ class HeldOutLoss:
         """Compute it; every rank must call it, and gets the same. One collective and one read from the device.
 
         Returns:
-            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Where rows could not be
-            read (--dataset.on_error=skip) `eval_skipped`, how many: the mean is over the others. Of several robots
-            `eval_loss_by_robot`. Where the loss is known by row also, of the tasks with the most rows
-            `eval_loss_by_task`, and `eval_loss_by_time`, over equal parts of the flow time from 0 to 1; None where
-            there is none.
+            `eval_loss`, the mean over all rows and draws, and `eval_s`. Where rows could not be read
+            (--dataset.on_error=skip) `eval_skipped`, how many. Of several robots `eval_loss_by_robot`. Where the loss
+            is known by row also, of the tasks with the most rows `eval_loss_by_task`, and `eval_loss_by_time`, over
+            equal intervals of the flow time; None where there is none.
         """
         started = time.perf_counter()
         rows = len(self._rows.positions) * self._per_row
-        # Of every draw of every row: its loss, whether it counts, its time. Zeros where another rank has it: a sum over
-        # the ranks is then exact, and the same however many there are.
+        # Of every draw of every row: its loss, whether it counts, its time. Zeros where another rank has it.
         table = torch.zeros(3, rows, device=self._device)
         loss.eval()
         try:

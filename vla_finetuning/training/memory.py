@@ -1,8 +1,7 @@
 """How much memory a training process needs, found by running its step on tensors without storage.
 
-`parallel.spread` and `util.train_step` run for real, on PyTorch's fake tensors and a process group that only pretends,
-and what would be alive at each moment is added up. What a GPU holds besides is the few constants below, each with its
-reason. Runs on the driver; needs neither a GPU nor memory.
+`parallel.spread` and `util.train_step` run for real, on PyTorch's fake tensors and a fake process group, and what would
+be alive at each moment is added up. What a GPU holds besides is the few constants below. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -52,13 +51,11 @@ class StepMemory:
     """Bytes on the device of one training process, at worst.
 
     Attributes:
-        weights: parameters and buffers, each in its precision, as they are held between steps, and the average of
-            those that train, with --ema.enable. gradients: of what
-            trains. optimizer: Adam's moments. Of all three, what this process holds.
+        weights: parameters, their average with --ema.enable, and buffers. gradients: of what trains. optimizer: Adam's
+            moments. Of all three, this process's shards.
         saved: what a micro-batch's forward leaves for its backward, parameters that it gathered included.
         peak: all of the above that is alive at one time, with what is computed in between.
-        beside: what the GPU holds that the step's tensors do not show: the prefetcher's next batch, workspaces,
-            contexts, fragmentation.
+        beside: the prefetcher's next batch, workspaces, contexts, fragmentation.
     """
 
     weights: int
@@ -74,16 +71,10 @@ class StepMemory:
         return self.peak + self.beside
 
     def __str__(self) -> str:
-        parts = {
-            "weights": self.weights,
-            "Adam's moments": self.optimizer,
-            "gradients": self.gradients,
-            "activations": self.saved,
-        }
-        listed = ", ".join(f"{name} {amount / GIB:.2f}" for name, amount in parts.items())
         return (
-            f"{self.needed / GIB:.2f} GiB planned: {self.peak / GIB:.2f} at the worst moment ({listed}), "
-            f"{self.beside / GIB:.2f} beside"
+            f"{self.needed / GIB:.2f} GiB planned: {self.peak / GIB:.2f} at the worst moment (weights "
+            f"{self.weights / GIB:.2f}, Adam's moments {self.optimizer / GIB:.2f}, gradients "
+            f"{self.gradients / GIB:.2f}, activations {self.saved / GIB:.2f}), {self.beside / GIB:.2f} beside"
         )
 
 
@@ -99,9 +90,8 @@ def step_memory(
 
     Args:
         policy: whose family is built `from_config`, with prompts of the longest length. options: of the run.
-        cameras: in a batch. frames: (height, width) of each camera's as they arrive, uint8; without them they arrive as
-            the policy sees them.
-        shard_workers: for hsdp, how many workers hold a copy together; all when absent.
+        cameras: in a batch. frames: (height, width) of each camera's, uint8, if not as the policy sees them.
+        shard_workers: for hsdp, how many workers hold a replica together; all when None.
     """
     train, batch_size, grad_accum = options.train, options.batch_size, options.grad_accum
     strategy, workers = options.scaling.strategy, options.scaling.min_workers or options.scaling.num_workers
@@ -200,19 +190,12 @@ def step_memory(
         extra_bytes += COLLECTIVES_BYTES if workers > 1 else 0
         if train.attention == "sdpa":
             extra_bytes += _attention_workspace(loss, cameras, batch[OBS_LANGUAGE_TOKENS].shape[1], batch_size * draws)
-        return StepMemory(
-            weights=_bytes(weights),
-            gradients=gradients,
-            optimizer=_bytes(state),
-            saved=saved,
-            peak=peak,
-            beside=extra_bytes,
-        )
+        return StepMemory(_bytes(weights), gradients, _bytes(state), saved, peak, beside=extra_bytes)
 
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """A step leaves nothing in circles, and looking for them among all that is imported takes seconds."""
+    """Collect no garbage while the block runs: looking for it among all that is imported takes seconds."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -224,7 +207,7 @@ def _without_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _pretended_group(workers: int) -> Iterator[None]:
-    """A process group of so many ranks, with this process as rank 0 and no others: nothing is exchanged."""
+    """Make a process group of so many ranks, with this process as rank 0 and no others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend (torch 2.11)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
@@ -260,10 +243,7 @@ def _bytes(tensors: list[Any]) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive: those of `tensors`, and those made while it is active.
-
-    Of DTensors what they hold here; storages that FSDP2 empties and fills again, as they are.
-    """
+    """Counts the bytes of all storages that are alive: those of `tensors`, and those made while it is active."""
 
     def __init__(self, tensors: list[Tensor]):
         super().__init__()

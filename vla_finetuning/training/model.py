@@ -44,9 +44,8 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     autocast = autocast_of(train.precision, device)
     preprocessor, _ = spec.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
-    augmentation = augmentation_of(
-        train.augmentation, spec.image_transforms, spec.seed, list(spec.config.image_features)
-    )
+    cameras = list(spec.config.image_features)
+    augmentation = augmentation_of(train.augmentation, spec.image_transforms, spec.seed, cameras)
     images = DeviceHalf(preprocessor, spec.config, augmentation)
     compiler = None
     if train.compile:
@@ -104,10 +103,7 @@ def compile_all(
     *,
     evaluates: bool,
 ) -> None:
-    """With --train.compile, compile the layers for every length of prompts, before the first step.
-
-    In every process at the same time: one that compiled in a step of its own would have all others wait. Nothing but
-    the time differs afterwards. All ranks must call it.
+    """With --train.compile, compile the layers for every length of prompts, in all processes at the same time.
 
     Args:
         loss, model: `model` is `loss`, spread over the processes.

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def cache_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
-    """Return whether a step casts weights once for all its micro-batches: where that takes no memory.
-
-    It does where layers are computed again, or gathered again and given up: copies would be all that is left of them.
-    FSDP2 gathers what stays gathered in the precision that it is computed in.
-    """
+    """Return whether a step casts weights once for all its micro-batches: where that takes no memory."""
     return micros > 1 and strategy == "ddp" and not checkpointing
 
 
@@ -45,22 +41,20 @@ def spread(
 ) -> nn.Module:
     """The module to train, before its optimizer is made: parameters that FSDP2 shards are replaced in place.
 
-    ddp: a copy on every process, and of the gradients one too, in DDP's buckets, which are there from here on. fsdp2:
-    parameters, gradients and optimizer state in parts; parameters are whole from a step's first forward to the end of
-    its last backward, as in ZeRO-2. fsdp2_reshard: a unit's are whole only while it computes, as in ZeRO-3. hsdp: as
-    fsdp2 among the processes that hold a copy together; then the parts of gradients are summed over the copies. What
-    does not train stays whole on every process, in its own precision.
+    ddp: parameters and gradients are whole on every process. fsdp2: they and the optimizer's state are sharded;
+    parameters are gathered from a step's first forward to its last backward, as in ZeRO-2. fsdp2_reshard: a unit's only
+    while it computes, as in ZeRO-3. hsdp: as fsdp2 among the processes that hold a replica together. What does not
+    train stays whole on every process.
 
     Args:
         loss: on `device`, with what trains chosen. Its `forward` must be called as the module.
         world: training processes; 1 leaves the module alone.
-        replicas: for hsdp, the ranks that hold each copy together, from `replicas_on`; all hold one when absent.
-        autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
-            to which autocast would cast their weights anyway. Gradients travel in float32.
-        find_unused_parameters: DDP's search, in every step, for what trains and got no gradient; when absent, where a
-            policy's loss may leave some out (not `PolicyLoss.reaches_all`). FSDP2 needs none.
-            What got none on any process then has none, and AdamW leaves it alone: zeros, it would decay. So gradients
-            are freed, and while they are accumulated there are two of each, the second in the buckets.
+        replicas: for hsdp, the ranks that hold each replica together, from `replicas_on`; all hold one when None.
+        autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision.
+            Gradients travel in float32.
+        find_unused_parameters: DDP's search, in every step, for what got no gradient on any process, which AdamW then
+            leaves alone (zeros, it would decay); when None, where a policy's loss may leave some out (not
+            `PolicyLoss.reaches_all`).
     """
     if world == 1:
         return loss
@@ -107,30 +101,21 @@ def spread(
     return sharded
 
 
-def nodes_of_ranks(node: int, world: int, device: torch.device) -> list[int]:
-    """The node of every rank, by rank. `node`: the number of this one's. All ranks must ask; reads from the device."""
-    nodes = torch.empty(world, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(nodes, torch.tensor([node], device=device))
-    return nodes.tolist()
-
-
 def replicas(worker: Worker, shard_workers: int | None) -> list[list[int]]:
-    """For hsdp, the ranks that hold each replica of the model together. Every rank must call it.
-
-    Raises:
-        ValueError: workers are not on nodes as --scaling.shard_workers needs them.
-    """
-    return replicas_on(nodes_of_ranks(worker.node_rank, worker.world, worker.device), shard_workers)
+    """For hsdp, the ranks that hold each replica together. Every rank must call it. Raises as `replicas_on`."""
+    nodes = torch.empty(worker.world, dtype=torch.int64, device=worker.device)
+    dist.all_gather_into_tensor(nodes, torch.tensor([worker.node_rank], device=worker.device))
+    return replicas_on(nodes.tolist(), shard_workers)
 
 
 def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[int]]:
-    """hsdp: the ranks that hold each copy together, which are on one node. The first copy is that of rank 0.
+    """For hsdp, the ranks that hold each replica together, which are on one node; rank 0's first.
 
     Args:
         nodes: the node of every rank.
-        shard_workers: how many hold a copy; all that are on a node when None.
+        shard_workers: how many hold a replica; all that are on a node when None.
     Raises:
-        ValueError: nodes have unequally many ranks, or a node's do not make whole copies.
+        ValueError: nodes have unequally many ranks, or a node's do not make whole replicas.
     """
     counts = Counter(nodes)
     size = shard_workers or counts[nodes[0]]
@@ -182,7 +167,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def first_replica(tensor: Tensor) -> list[int]:
-    """The ranks that hold the parts of a tensor, each part once; of one that is whole everywhere, rank 0 alone."""
+    """The ranks that hold the shards of a tensor, each once; of one that is whole everywhere, rank 0 alone."""
     if not is_sharded(tensor):
         return [0]
     ranks = cast("DTensor", tensor).device_mesh.mesh
@@ -190,9 +175,7 @@ def first_replica(tensor: Tensor) -> list[int]:
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return what this process holds of a tensor, and where in the whole it begins: all of it, unless
-    it is a DTensor.
-    """
+    """Return this process's shard of a tensor, all of it unless it is a DTensor, and where in the whole it begins."""
     if not is_sharded(tensor):
         return tensor, (0,) * tensor.ndim
     # What torch.distributed.checkpoint asks a DTensor (torch 2.11).

@@ -26,8 +26,7 @@ from vla_finetuning.training.worker import Worker
 class Callback:
     """Attaches to a training loop. Every rank makes the same callbacks and calls them in the same order.
 
-    `state` is what the loop's steps are: `TrainState` for rows of a stream. Between two log steps none may read a value
-    from the device.
+    `state` is a `LoopState`. Between two log steps none may read a value from the device.
     """
 
     def on_host_batch(self, columns: Columns) -> Columns:
@@ -170,16 +169,8 @@ class TrainState(LoopState):
         self.metrics = DeviceMetrics(worker.device)
 
     def open_batches(self, hooks: Sequence[Callback]) -> None:
-        self.batches = feed(
-            self.run,
-            self.worker,
-            self.dealt,
-            self.attempt.progress.rows,
-            on_host=overrides(hooks, "on_host_batch"),
-            on_device=overrides(hooks, "on_device_batches"),
-            on_batch=overrides(hooks, "on_batch"),
-            clock=self.clock,
-        )
+        first_row = self.attempt.progress.rows
+        self.batches = feed(self.run, self.worker, self.dealt, first_row, hooks=hooks, clock=self.clock)
 
     def build(self) -> None:
         run, worker, scaling, policy = self.run, self.worker, self.run.job.scaling, self.run.policy
@@ -241,16 +232,10 @@ class TrainState(LoopState):
         return line
 
 
-def overrides(hooks: Sequence[Callback], name: str) -> list[Any]:
-    """List the methods of this name that callbacks have of their own."""
-    return [getattr(hook, name) for hook in hooks if getattr(type(hook), name) is not getattr(Callback, name)]
-
-
 def noise_for(spec: PolicySpec, step: int, dealt: RankSchedule, device: torch.device) -> Callable[[int], Draws]:
     """Draw noise and time for this rank's rows of each micro-step.
 
-    Drawn for the whole global batch and indexed by a row's place in it, so the trajectory of a run does not depend on
-    how many workers share its batch. A row's draws follow each other.
+    They are drawn for the whole global batch, so the trajectory of a run does not depend on the number of workers.
     """
     per_row, seed = spec.train.noise_draws, spec.seed
     rows = dealt.rows_per_step * per_row

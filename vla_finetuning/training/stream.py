@@ -1,7 +1,7 @@
 """The training rows as Ray Train wants them: a function it calls at every start of the worker group.
 
-Kept apart from `vla.py` because Ray's controller and its data coordinators unpickle it too, and importing LeRobot
-costs each process ten seconds: what needs LeRobot is unpickled in the read tasks, at their first row.
+Ray's controller and data coordinators unpickle it too, and importing LeRobot takes ten seconds: what needs LeRobot is
+unpickled in the read tasks, at their first row.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The rows still to be trained.
-
-    After a failure Ray Train calls it again: it finds the newest sound checkpoint and plans only what that one has not
-    seen.
+    """The rows that the newest sound checkpoint has not seen; Ray Train calls it again after a failure.
 
     Attributes:
         read: makes the datasource of stream positions `stream`. last_row: where the run's stream ends.
@@ -56,8 +53,8 @@ class TrainingData:
         newest = set_aside_damaged(self.checkpoints_dir)
         first_row = load_progress(newest).rows if newest else 0
         stream = (first_row, self.last_row)
-        # Prepared where they are read, so that frames cross the object store once. Not by a `map_batches` that Ray
-        # would fuse into the read: both would cut and merge blocks, by one size, where their rows are of two.
+        # Prepared where they are read, so that frames cross the object store once. Not by `map_batches`: it would cut
+        # blocks of prepared rows by the size of those that are read.
         rows = read_source(self.read(stream=stream, prepare=self.prepare, prepared_bytes=self.row_bytes))
         rows.context.enable_progress_bars = False
         # Training may take no batch for longer, as while it measures held-out rows; `with_timeout` watches its waits.
@@ -66,14 +63,10 @@ class TrainingData:
 
 
 class LazyPickle:
-    """A function whose pickle is opened at its first call, once per process, not where it merely passes through.
-
-    Ray unpickles a task's function for every task; the policy's preprocessor holds a tokenizer of 17 MB.
-    """
+    """A function whose pickle is opened at its first call, once per process: it may hold a tokenizer of 17 MB."""
 
     def __init__(self, function: Callable[[Columns], Columns]):
-        # An array, because Ray then shares its memory instead of copying it into every task. In flight only: this
-        # never goes to a disk.
+        # An array, because Ray then shares its memory instead of copying it into every task. Never on a disk.
         self._payload = np.frombuffer(pickle.dumps(function, protocol=5), np.uint8)
         self._digest = hashlib.sha256(self._payload).hexdigest()
 
@@ -104,8 +97,7 @@ class WithPosition:
 class WithAdvantage:
     """`prepare`, of rows whose instructions say whether the frame's advantage is positive.
 
-    Training rows are without a label at random, drawn by seed and place in the run's stream; other rows, which have no
-    place in it, always have theirs.
+    Training rows lack it at random, drawn by seed and place in the run's stream; held-out rows always have it.
 
     Args:
         words: what an instruction ends with, by the label. dropout: share of training rows without a label.
@@ -137,10 +129,10 @@ class RankSchedule:
     """Which rows of the stream a rank gets: blocks are dealt to the ranks in turn.
 
     An optimizer step is the next `batches_per_step x batch_size` rows of the stream, whatever the number of ranks. Its
-    micro-batches need not be a multiple of the ranks, provided that a block is a micro-batch; otherwise `block_rows`
-    divides `batch_size`, and a micro-batch of all ranks together is the next `batch_size x world` rows.
+    micro-batches need not be a multiple of the ranks, provided that a block is a micro-batch.
 
     Attributes:
+        block_rows: of a block; divides `batch_size`.
         batches_per_step: micro-batches of an optimizer step, of all ranks together; at least `world`.
         first_step: optimizer steps done when the ranks were started; rows and micro-batches are counted from there.
     """
@@ -192,10 +184,10 @@ class RankSchedule:
 def stream_batches(
     shard: ray.data.DataIterator, dealt: RankSchedule, first_row: int, steps: int, collate: Callable[[Columns], Batch]
 ) -> Iterator[Batch]:
-    """This rank's micro-batches in CPU memory, each checked to be exactly the rows that the plan says.
+    """This rank's micro-batches in CPU memory up to a step, each checked to be exactly the rows that the plan says.
 
-    Runs in a training process. Stops with optimizer step `steps`. `first_row`: stream position where the ranks start.
-
+    Args:
+        first_row: stream position where the ranks start. steps: of the whole run.
     Raises:
         RuntimeError: the rows are not those of the plan (out of step with the checkpoint, lost or repeated), or
             `collate` raised StopIteration.
@@ -232,14 +224,10 @@ def stream_batches(
 
 
 def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
-    """Passes batches on, unless the next one does not come. The first is fetched at once, whenever it is taken.
-
-    A thread of its own waits for them, because a wait inside Ray cannot be interrupted. Ray Data's own guard
-    (`execution_no_progress_timeout_s`), which also counts the time in which training takes no batch, is off.
+    """Yield batches, the first of which is fetched at once; a thread waits for them, as a wait inside Ray cannot end.
 
     Args:
-        limit_s: for one batch, in seconds that its taker waits.
-        waited_for: says in words what the n-th batch (from 0) is.
+        limit_s: that a batch is waited for. waited_for: says in words what the n-th batch (from 0) is.
     Raises:
         TimeoutError: the next batch did not come in time; says which.
     """

@@ -1,8 +1,7 @@
 """A frozen vision tower that sees each frame once: its features are cached on the node, and take the frames' place.
 
-Features are looked up where batches are made, on the host. Those that are missing are computed when the batch is on the
-device, before the step, by the loss's own function and as it would call it, and written by a thread: no step waits for
-a disk.
+Features are looked up where batches are made, on the host. Missing ones are computed on the device before the step, and
+written by a thread: no step waits for a disk.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ class CachedFeatures(Callback):
         self._check_writer()
 
     def on_host_batch(self, columns: Columns) -> Columns:
-        """Return a batch with features of frames in place of the frames, if all are here.
+        """Return a batch with features of frames in place of the frames, if all are cached.
 
-        If some are, beside the frames: FOUND (B, tokens, width), and MISSING, int64, the rows that have none.
-        FEATURES_MISSING says which are missing, if any are. Threads may share it.
+        If some are, beside the frames: FOUND (B, tokens, width), and MISSING, int64, the rows that have none; and
+        FEATURES_MISSING. Threads may share it.
         """
         self._started.wait()
         lookups = {
@@ -178,9 +177,7 @@ class CachedFeatures(Callback):
 
 
 def made_by(loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> str:
-    """Return what features of a frame depend on but the frame: weights by their content, processing, precision,
-    libraries.
-    """
+    """Return what features depend on but the frame: weights by their content, processing, precision, libraries."""
     config: Any = loss.policy.config
     digest = hashlib.sha256()
     for module in (*family_of(config).vision(loss.policy), loss.images):
