@@ -86,11 +86,7 @@ class NumpyToTorchCollate:
         self.pin_memory = pin_memory and _can_pin()
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Batch:
-        """Columns (B, ...) of numbers to tensors of the same dtype and shape.
-
-        Raises:
-            ValueError: a column of Python objects; `prepare` must have turned them into numbers.
-        """
+        """Columns (B, ...) of numbers to tensors of the same dtype and shape. Raises ValueError: one has objects."""
         tensors = {}
         for key, values in batch.items():
             if values.dtype == object:
@@ -113,10 +109,7 @@ def _can_pin() -> bool:
 
 
 def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock = UNWATCHED) -> Iterator[Batch]:
-    """Batches on `device`, the next one copied on a side stream while this one is computed with.
-
-    `HOST_COLUMNS` stay on the host. Without a GPU the batches pass through as they are.
-    """
+    """Batches on `device`, the next one copied on a side stream; `HOST_COLUMNS`, and all without a GPU, stay put."""
     if device.type != "cuda":
         yield from batches
         return
@@ -386,11 +379,7 @@ def take_optimizer(
     clip_norm: float,
     decay: float | None = None,
 ) -> TrainableOptimizer:
-    """Return what the step needs of an optimizer over the `trainable_parameters` of `module`, in groups of any kind.
-
-    Args:
-        decay: of the parameters' average, which starts as they are; None for none.
-    """
+    """Return what the step needs of an optimizer over `trainable_parameters`. `decay`: of their average, if any."""
     named = trainable_parameters(module)
     keeps_gradients = all(param.grad is not None for param in named.values())
     return TrainableOptimizer(
@@ -591,11 +580,7 @@ class DeviceMetrics:
             sums[1, 0] += 1
 
     def sums(self, name: str, labels: Sequence[str] = ()) -> Tensor:
-        """Return float32 (2, labels or 1): sums and their counts, to be added to in place.
-
-        Args:
-            labels: what the columns are. All ranks must ask for the same ones before the first `gather`.
-        """
+        """Return float32 (2, labels or 1): sums and their counts, to be added to in place; the same on all ranks."""
         if name not in self._sums:
             self._labels[name] = tuple(labels)
             self._sums[name] = torch.zeros(2, max(len(labels), 1), device=self.device)

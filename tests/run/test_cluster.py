@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import zipfile
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import av
 import pytest
 import ray
 import ray._private.thirdparty.pynvml  # to be replaced, it must be there
@@ -128,9 +126,7 @@ def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monke
     monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "0.2")
     with pytest.raises(ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; none came for 0.2 s .VLA_NODES"):
         cluster.wait_for(Future(), wanting())
-    assert (
-        capsys.readouterr().err.count("waiting      for capacity, at most 0.2 s: the cluster is too small for 1 w") == 1
-    )
+    assert capsys.readouterr().err.count("waiting      for capacity, at most 0.2 s: the cluster is too small for") == 1
 
 
 def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
@@ -153,14 +149,6 @@ def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
     failed.set_exception(TimeoutError("of training itself"))
     with pytest.raises(TimeoutError, match="of training itself"):
         cluster.wait_for(failed, wanting())
-
-
-def test_a_decoder_is_missed(monkeypatch, tmp_path):
-    monkeypatch.setattr(av, "codecs_available", {"h264", "hevc", "av1"})  # FFmpeg's own av1 needs a GPU
-    (lack,) = probe(NEEDS, gpus=0, temp_dir=str(tmp_path))
-    assert "cannot decode AV1 (libdav1d or libaom-av1)" in lack
-    monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed, or its libraries are not found
-    assert "PyAV does not load" in probe(NEEDS, gpus=0, temp_dir=str(tmp_path))[0]
 
 
 @pytest.mark.parametrize(
@@ -270,9 +258,8 @@ def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, mo
 
     monkeypatch.setattr(cluster, "_ask", ask)
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match="2 of 3 nodes cannot take part:\n  node n1: a\n  node n1: b\n  node n2: c"
-        ):
+        message = "2 of 3 nodes cannot take part:\n  node n1: a\n  node n1: b\n  node n2: c"
+        with pytest.raises(ValueError, match=message):
             check_nodes(NEEDS, tmp_path, [{}, {}, {}])
     (first,), (second,) = asked
     assert first != second and Path(first).parent == tmp_path, "no other run's marker will do"
@@ -408,15 +395,10 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
     with clusters.of_several_nodes(num_cpus=1, include_dashboard=False) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         connect()
-        with pytest.raises(
-            ValueError, match=r"too small .* 3 CPUs, 1 found; L4, 0 found; none came for 1 s \(VLA_NODES"
-        ):
+        with pytest.raises(ValueError, match=r"too small .* 3 CPUs, 1 found; L4, 0 found; none came for 1 s \(VLA_"):
             wait(1)
         said = capsys.readouterr().err
-        assert (
-            said.count("waiting      for capacity, at most 1 s: the cluster is too small for 1 worker with 2 CPUs and")
-            == 1
-        )
+        assert said.count("waiting      for capacity, at most 1 s: the cluster is too small for 1 worker with 2") == 1
 
         waited = []
         waiting = threading.Thread(target=lambda: waited.append(wait()))
@@ -446,13 +428,9 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
         wait()
         wait()  # what was asked for is given back
         assert checked == [2]
-        with pytest.raises(
-            ValueError, match="no capacity for 1 worker with 2.5 CPUs and L4 each and one read task: .* no nod"
-        ):
+        with pytest.raises(ValueError, match="no capacity for 1 worker with 2.5 CPUs and L4 each and one .* no nod"):
             wait(1, cpus_per_worker=2.5, cpus_per_read_task=0.5)  # enough in all, but not in one place
-        with pytest.raises(
-            ValueError, match="^the cluster is too small for 1 worker with .* each and one read task: needs 5 CPUs, 4 f"
-        ):
+        with pytest.raises(ValueError, match="^the cluster is too small for 1 worker with .* needs 5 CPUs, 4 found"):
             at_most = {"CPU": 4, "accelerator_type:L4": 1}  # as Anyscale's autoscaler says
             monkeypatch.setattr(ray._private.state.state, "get_max_resources_from_cluster_config", lambda: at_most)
             wait(3600, cpus_per_worker=4.0)

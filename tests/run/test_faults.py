@@ -26,16 +26,7 @@ from safetensors.torch import load_file
 import vla
 from diagnostics import check_rows
 from tests import broken, planted_data
-from tests.broken import (
-    SAVE_FREQ,
-    STEPS,
-    assert_same_weights,
-    flags,
-    make_setting,
-    resumed_from,
-    run_with,
-    started,
-)
+from tests.broken import SAVE_FREQ, STEPS, assert_same_weights, flags, make_setting, resumed_from, run_with, started
 from tests.loopback import Faults, Proxy, s3_server, serving
 from tests.planted import Fault
 from tests.planted_data import DataFault

@@ -244,9 +244,8 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     (finished / "evaluation.json").unlink()
     card = ModelCard(push.model_card(finished, REPO))
     assert card.data.base_model == "lerobot/pi05_base" and card.data.datasets == ["lab/bins"]
-    assert (
-        f"`lerobot/pi05_base` at commit `{'e' * 40}`" in card.text and f"`lab/bins` at commit `{'d' * 40}`" in card.text
-    )
+    assert f"`lerobot/pi05_base` at commit `{'e' * 40}`" in card.text
+    assert f"`lab/bins` at commit `{'d' * 40}`" in card.text
     assert "Not measured: no episode was held out." in card.text
 
     (finished / "config.json").write_text(json.dumps({**config, "policy_path": None, "policy_type": "pi05"}))
@@ -310,10 +309,7 @@ def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, 
     server.fails["/commit/"] = 500
     assert push.push(finished, REPO) == 4
     error = capsys.readouterr().err
-    assert (
-        f"the policy is trained; `python -m vla_finetuning.run.push {finished}` tries again" in error
-        and "(500)" in error
-    )
+    assert f"`python -m vla_finetuning.run.push {finished}` tries again" in error and "(500)" in error
     assert TOKEN not in error and (finished / "pretrained_model/model.safetensors").is_file()
 
     assert push.main([str(finished)]) == 1

@@ -365,16 +365,6 @@ def test_options_reach_the_loss(setting, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(
-    "flag, value",
-    [("mask_padding", True), ("noise_draws", 2), ("activation_checkpointing", True), ("compile", True)],
-)
-def test_options_of_a_family_are_refused_for_other_policies(setting, flag, value):
-    changes = {"policy.path": None, "policy.type": "act", "train.mode": "full", f"train.{flag}": str(value).lower()}
-    with pytest.raises(ValueError, match=f"--train.{flag}={value} is for .*pi05.*, and the policy is of type act"):
-        resolved(setting, **changes)
-
-
 def test_attention_is_compared_before_the_first_step_and_written_down(setting, monkeypatch):
     """With another kernel where the usual one is wrong, which every step then uses."""
     run = resolved(setting, steps=1, grad_accum=1, output_dir=setting[0] / "attention")

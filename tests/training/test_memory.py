@@ -136,28 +136,3 @@ def peak_of(profiler):
         now += event.nbytes()
         peak = max(peak, now)
     return peak
-
-
-def saved_bytes(prompt):
-    """Return the bytes that the forward of a row leaves for backward; full, under autocast."""
-    config = make_config(1)
-    config.tokenizer_max_length = prompt
-    return step_memory(config, replace(options_of("full", True), batch_size=1), cameras=1).saved
-
-
-def test_backward_has_of_a_token_each_tensor_once_and_no_more_than_it_needs():
-    """Of the tiny language model's token, whose layers are like those of the real one."""
-    config, fp32, bf16 = make_config(1), 4, 2
-    width, head, heads = config.width, config.head_dim, 8
-    norm = 2 * width * fp32 + fp32  # what it reads, that in its result's scale (not on CUDA), and the scale
-    layer = (
-        2 * (norm + width * bf16)  # and its result as the products read it, once for three and for two of them
-        + (heads + 2) * head * bf16  # queries, and the one head of keys and values
-        + heads * (head * bf16 + fp32)  # what attention returns, which a product reads, and the logarithms of its sums
-        + 2 * config.mlp_dim * bf16  # of the perceptron's four
-    )
-    # Of the last layer what makes keys and values; in each of the expert's, keys and values in front of its own.
-    last, expert = norm + width * bf16, config.depth * 2 * head * bf16
-    rotation, masks = 2 * head * bf16, 16
-    expected = (config.depth - 1) * layer + last + expert + rotation + masks
-    assert (saved_bytes(48) - saved_bytes(16)) / 32 == pytest.approx(expected, rel=0.02)

@@ -208,10 +208,7 @@ def test_the_tokenizer_is_fitted_to_actions_alone(setting, monkeypatch):
     (found,), (expected,) = sample_chunks(run), sample_chunks(single)
     np.testing.assert_array_equal(found.values, expected.values)
     # Of the stream, as before the first step: rows without actions are among those read, and not among the chunks.
-    monkeypatch.setattr(
-        "vla_finetuning.training.chunks.read_source",
-        lambda source: _Rows(source, run.rows.per_epoch),
-    )
+    monkeypatch.setattr("vla_finetuning.training.chunks.read_source", lambda source: _Rows(source, run.rows.per_epoch))
     raw, columns = read(run, run.rows.per_epoch)
     (chunks,) = read_chunks(run)
     np.testing.assert_array_equal(chunks.values, columns["action"][raw["dataset_index"] == 0])
@@ -345,17 +342,9 @@ def test_the_plan_and_the_look_say_it(setting, tmp_path, capsys):
 @pytest.mark.parametrize(
     "mixture, changes, message",
     [
-        (
-            BOTH,
-            {"train.text_targets": None},
-            "answers: no feature is called action; its features are .*--train.text_targets subtask",
-        ),
+        (BOTH, {"train.text_targets": None}, "answers: no feature is called action; .*--train.text_targets subtask"),
         ({"answers": 1}, {}, "answers: no feature is called action, and no dataset of the run has one: name it beside"),
-        (
-            BOTH,
-            {"train.text_targets": "plan"},
-            "--train.text_targets=plan: dataset .*robot has no such column of texts",
-        ),
+        (BOTH, {"train.text_targets": "plan"}, "--train.text_targets=plan: dataset .*robot has no such column of"),
         (BOTH, {"recap.labels": "labels.parquet"}, "--recap.labels: dataset .*answers has no actions"),
     ],
 )

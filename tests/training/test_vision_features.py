@@ -141,26 +141,6 @@ def test_a_full_cache_costs_the_cache_alone(dataset, tmp_path, seen, caplog, mon
     assert "is full" in warning and "VLA_CACHE_GB" in warning
 
 
-def test_a_run_from_a_folder_goes_on_with_the_features_of_another(dataset, tmp_path, seen):
-    """The heads and the expert are others after training; what makes features is not."""
-    run = resolved(dataset, "smolvla", tmp_path, **{"train.mode": "expert"})
-    policy = run.policy.start()
-    saved = []
-    for name in ("one", "other"):
-        for parameter in policy.model.vlm_with_expert.lm_expert.parameters():
-            parameter.data.add_(0.1)
-        saved.append(tmp_path / name)
-        preprocessor, postprocessor = run.policy.processors()
-        for part in (policy, preprocessor, postprocessor):
-            part.save_pretrained(saved[-1])
-    for folder in saved:
-        seen.clear()
-        options = {"train.mode": "expert", "train.feature_cache": tmp_path / "features"}
-        started = resolved_from(folder, dataset, "smolvla", **options)
-        in_process.train(started, RunRows(started))
-        assert bool(seen) == (folder == saved[0])
-
-
 def test_a_resumed_run_goes_on_with_the_same_features(dataset, tmp_path, seen):
     def run_to(folder, steps, first_step=0):
         changes = {"output_dir": tmp_path / folder, "train.feature_cache": tmp_path / f"{folder} features"}
@@ -247,22 +227,6 @@ def test_a_row_that_could_not_be_read_leaves_nothing(run, tmp_path, seen):
     features.on_end(None)
 
 
-def test_frames_are_not_filled_in_where_their_features_are(run, tmp_path):
-    features, _ = started(run, tmp_path / "features")
-    batch, asked = batch_of(run, 6), []
-
-    def frames(columns):
-        asked.append({key: columns[key].shape[2:] for key in (TOP, WRIST)})
-        return columns
-
-    for _ in range(2):
-        host = Collate([features.on_host_batch, frames], NumpyToTorchCollate(False))(batch)
-        list(features.on_device_batches(iter([host])))
-        features._writer.submit(int).result()
-    assert asked[0][TOP] == (48, 64, 3) and asked[1][TOP] == (16,)
-    features.on_end(None)
-
-
 def test_an_error_while_writing_is_raised(run, tmp_path, monkeypatch):
     features, _ = started(run, tmp_path / "features")
     monkeypatch.setattr(features._store, "write", lambda *_: 1 / 0)
@@ -301,28 +265,16 @@ def test_two_workers_share_a_nodes_features(dataset, tmp_path, seen):
 @pytest.mark.parametrize(
     ("kind", "changed", "error"),
     [
-        ("smolvla", {"train.mode": "full"}, "--train.feature_cache with --train.mode=full: .*connector.*=expert"),
-        (
-            "smolvla",
-            {"policy.freeze_vision_encoder": "false", "train.mode": "full"},
-            "--train.feature_cache with --train.mode=full: .*vision_model.*--train.mode=expert",
-        ),
-        (
-            "smolvla",
-            {"train.augmentation": "openpi"},
-            "--train.feature_cache=.* with --train.augmentation=openpi: frames",
-        ),
-        (
-            "smolvla",
-            {"dataset.image_transforms.enable": "true"},
-            "--train.feature_cache=.* with --dataset.image_transforms.enable=true: frames then differ",
-        ),
-        ("act", {}, "--train.feature_cache=.*features is for smolvla, and the policy is of type act: leave it out"),
+        ("smolvla", {"train.mode": "full"}, " with --train.mode=full: .*connector.*=expert"),
+        ("smolvla", {"policy.freeze_vision_encoder": "false", "train.mode": "full"}, ".*vision_model.*=expert"),
+        ("smolvla", {"train.augmentation": "openpi"}, "=.* with --train.augmentation=openpi: frames"),
+        ("smolvla", {"dataset.image_transforms.enable": "true"}, "=.*image_transforms.enable=true: frames then differ"),
+        ("act", {}, "=.*features is for smolvla, and the policy is of type act: leave it out"),
     ],
 )
 def test_what_changes_features_is_refused(dataset, tmp_path, kind, changed, error):
     options = {"train.mode": "expert" if kind == "smolvla" else "full", "train.feature_cache": tmp_path / "features"}
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises(ValueError, match=f"--train.feature_cache{error}"):
         resolved(dataset, kind, tmp_path, **{**options, **changed})
 
 

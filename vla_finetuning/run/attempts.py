@@ -19,11 +19,7 @@ ATTEMPTS_NAME = "attempts.jsonl"
 
 
 def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> int:
-    """Add a line to `attempts.jsonl`; returns the attempt's number. Called by rank 0 when the worker group starts.
-
-    Raises:
-        RuntimeError: another process has started the same attempt of a run in a bucket.
-    """
+    """Add a line to `attempts.jsonl`, and return its number. Raises RuntimeError: another process has added it."""
     path = output_dir / ATTEMPTS_NAME
     pull(path)
     number = len(attempts(output_dir))

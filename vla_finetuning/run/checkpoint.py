@@ -185,8 +185,7 @@ def send(folder: Path, files: Iterable[str], attempt: int) -> None:
 def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
     """Have the checkpoint appear at `folder`, whole or not at all, when all processes have sent their `files`.
 
-    Raises:
-        RuntimeError: one of a later attempt is there. StorageError: the store refuses, or does not answer.
+    Raises RuntimeError: one of a later attempt is there. StorageError: the store refuses, or does not answer.
     """
     if mirror_of(folder):
         _put_manifest(folder, progress, files, attempt)
@@ -311,8 +310,7 @@ def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progre
 def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextManager[Path]:
     """Yield a checkpoint in a folder on a disk: itself, or of one in a bucket its files of some kinds.
 
-    Raises:
-        ValueError: it is not what was written. StorageError: the store does not answer.
+    Raises ValueError: it is not what was written. StorageError: the store does not answer.
     """
     state = _state(folder)
     files = {name: written for name, written in state["files"].items() if name.startswith(kinds)}

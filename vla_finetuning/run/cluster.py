@@ -45,8 +45,6 @@ PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
 # The oldest NVIDIA driver for each major version of CUDA, from the release notes of its toolkit.
 DRIVERS = {12: "525", 13: "580"}
-# What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.
-DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
 # A worker process that is still starting; a node that takes longer would hold up the run itself.
 ANSWER_S = 120.0
 # A head node's socket, which answers at once or not at all.
@@ -103,9 +101,7 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
         raise ValueError(f"{problem}; {FREE_CAPACITY}")
     reserved = placement_group([*[demand.bundle] * demand.count, demand.extra])
     try:
-        ready, looks = reserved.ready(), _poll(demand)
-        while not ray.wait([ready], timeout=LOOK_EVERY_S)[0]:
-            next(looks)
+        _wait_for(reserved.ready().future(), demand)
     finally:
         remove_placement_group(reserved)
     nodes = alive_nodes()
@@ -117,11 +113,7 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
 
 
 def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
-    """Wait until a run's workers are done, and return the result or raise what went wrong.
-
-    Raises:
-        ValueError: no capacity for VLA_NODES_TIMEOUT_S; Ray 2.60 waits for ever.
-    """
+    """Wait for a run's workers, and return their result. Raises ValueError: no capacity for VLA_NODES_TIMEOUT_S."""
     return _wait_for(work, _wanted(scaling))
 
 
@@ -175,10 +167,7 @@ def _largest() -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What must have capacity at once: `count` times the resources `bundle`, and those of `extra`.
-
-    text: it in words, such as "2 workers and one read task".
-    """
+    """What must have capacity at once: `count` times the resources `bundle`, and `extra`; `text`: in words."""
 
     text: str
     count: int
@@ -223,12 +212,9 @@ def _without_capacity(demand: Wanted) -> str | None:
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here.
+    """Join the cluster that RAY_ADDRESS or a head node here names, and send it the code; or start one here.
 
-    A cluster that is joined gets the code along (`runtime_env`). An existing connection is used.
-
-    Raises:
-        ConnectionError: nothing answers where RAY_ADDRESS says.
+    Raises ConnectionError: nothing answers where RAY_ADDRESS says.
     """
     if not ray.is_initialized():
         address = running_cluster()
@@ -366,11 +352,7 @@ class Needs:
 
 
 def node_needs(scaling: WorkerOptions, roots: Iterable[str], policy_folder: Path | None, gpu_bytes: int = 0) -> Needs:
-    """Return what a run needs on every node: the driver's versions, and the paths that the driver uses.
-
-    Args:
-        roots: of its datasets. policy_folder: of the policy that it starts from, if all nodes must see that.
-    """
+    """Return what a run needs on every node: the driver's versions, and the paths that the driver uses."""
     import torch
 
     hub = "; for what comes from the Hub, HF_HOME says where it lies"
@@ -446,11 +428,7 @@ def _call_on_nodes(functions: Mapping[str, Callable[[], Any]]) -> dict[str, ray.
 
 
 def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
-    """Return what this machine lacks, a sentence each. Versions come from installed metadata.
-
-    Args:
-        gpus: how many GPUs the run may use here. temp_dir: Ray's temporary directory when None.
-    """
+    """Return what this machine lacks, a sentence each. `gpus`: that the run may use; `temp_dir`: Ray's when None."""
     temp_dir = temp_dir or ray.get_runtime_context().get_temp_dir()
     lacks = []
     for name, required in needs.packages.items():
@@ -461,7 +439,6 @@ def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
             continue
         if _public(installed) != required:
             lacks.append(f"{name} is {installed}, the driver has {required}; install requirements.lock on both")
-    lacks += _decoder_problems()
     if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
         lacks.append(problem)
     if needs.gpu_bytes and gpus and (smallest := _gpu_bytes()) is not None and smallest < needs.gpu_bytes:
@@ -481,19 +458,6 @@ def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
     if free < needs.free_bytes:
         lacks.append(f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB; free some there")
     return lacks
-
-
-def _decoder_problems() -> list[str]:
-    """Return what PyAV here cannot decode."""
-    try:
-        from av import codecs_available
-    except ImportError as error:
-        return [f"PyAV does not load ({error}); install av from requirements.lock there"]
-    return [
-        f"PyAV cannot decode {codec} ({' or '.join(names)}); install av from requirements.lock there"
-        for codec, names in DECODERS.items()
-        if not any(name in codecs_available for name in names)
-    ]
 
 
 def _cuda_problem(built_for: str) -> str | None:
@@ -576,10 +540,7 @@ class DataLimits:
         return round(DATA_SHARE * self.store_bytes)
 
     def execution_options(self) -> ExecutionOptions:
-        """For `ray.train.DataConfig`. A share and not a number, so that nodes which join later add theirs.
-
-        The order is the plan's throughout: batches repeat exactly, and a position says which rows are done.
-        """
+        """For `ray.train.DataConfig`. A share and not a number, so that nodes which join later add theirs."""
         from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
         DataContext.get_current().override_object_store_memory_limit_fraction = DATA_SHARE

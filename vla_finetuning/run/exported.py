@@ -35,10 +35,7 @@ def result_problem(config: JobOptions) -> str | None:
 
 
 def policy_problem(folder: Path, names: Sequence[str] = ()) -> str | None:
-    """Return what is missing or damaged of an exported policy, or of those of several robots; None where nothing is.
-
-    Reads no weights: of a file on a disk that it has the length that its header says.
-    """
+    """Return what is missing or damaged of an exported policy, or of those of several robots. Reads no weights."""
     problems = (_problem(folder / name) for name in names or exported_robots(folder) or ("",))
     return next((problem for problem in problems if problem is not None), None)
 

@@ -1,7 +1,4 @@
-"""What an error of a training process means: what went wrong first, and whether trying again could help.
-
-Runs on the driver and in Ray Train's controller. Knows nothing of training.
-"""
+"""What an error of a training process means: what went wrong first, and whether trying again could help."""
 
 from __future__ import annotations
 

@@ -97,11 +97,9 @@ RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
 def check_folder(config: JobOptions) -> None:
-    """Check that a run can be where it is to be. Changes nothing.
+    """Check that a run can be where it is to be, and changes nothing.
 
-    Raises:
-        OSError: no folder can be made there, nothing can be written into the one that is there, another run is going
-            on in it, or it is not empty.
+    Raises OSError: no folder can be made or written there, another run is going on in it, or it is not empty.
     """
     folder = config.folder
     check_place(folder)
@@ -112,10 +110,7 @@ def check_folder(config: JobOptions) -> None:
 
 
 def is_finished(config: JobOptions) -> bool:
-    """Return whether the run that is resumed did all that it was asked for, and is asked for nothing else.
-
-    What it left may have gone since: see `exported.result_problem`.
-    """
+    """Return whether the run that is resumed did all that it is asked for."""
     if config.resume:
         pull(config.folder)
     return config.resume and (config.folder / FINISHED_NAME).is_file() and not changed_options(config)
@@ -129,8 +124,7 @@ def finish(output_dir: Path, step: int) -> None:
 def checkpoint_to_resume(output_dir: Path) -> Path | None:
     """The newest checkpoint that can be used; None of a run that has written none yet, which begins at step 0.
 
-    Raises:
-        ValueError: none can be used, but one was written: a run from step 0 would replace what was trained.
+    Raises ValueError: none can be used, but one was written.
     """
     newest = latest_checkpoint(output_dir / CHECKPOINTS_NAME)
     if newest is None and (step := _last_written(output_dir)):
@@ -406,10 +400,7 @@ def stop_requested(output_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def stopping_on_signals(output_dir: Path) -> Iterator[None]:
-    """While the block runs, SIGTERM and Ctrl-C ask the run to take a checkpoint and end; a second one does not wait.
-
-    Must be entered in the main thread.
-    """
+    """While the block runs, a first SIGTERM or Ctrl-C asks for a checkpoint, a second one ends. In the main thread."""
     stopping = False
 
     def ask(number: int, frame: object) -> None:

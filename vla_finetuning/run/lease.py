@@ -49,13 +49,7 @@ def end_process() -> None:
 
 @contextlib.contextmanager
 def drive(folder: Path, when_lost: Callable[[], None] = end_process) -> Iterator[None]:
-    """Hold the lease of a run in a bucket while the block runs.
-
-    Args:
-        folder: this process's copy of the run's folder.
-    Raises:
-        FileExistsError: another process drives the run.
-    """
+    """Hold the lease of a run in a bucket while the block runs. Raises FileExistsError: another process has it."""
     lease = _Lease(folder)
     lease.take()
     stop = threading.Event()

@@ -9,10 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def polling(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    """While the block runs, call `look` in a thread: at once, and then every `every_s` seconds.
-
-    The block's end waits for the call that is under way. Whether to look once more is the caller's to decide.
-    """
+    """While the block runs, call `look` in a thread: at once, and then every `every_s` seconds."""
     stop = threading.Event()
 
     def follow() -> None:

@@ -135,12 +135,9 @@ def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int) -> None:
-    """End a run that skipped more rows than it allows. Called by rank 0.
+    """End a run that skipped more than `share` (--dataset.max_skipped) of its `rows` so far, or of an epoch's.
 
-    Args:
-        share: --dataset.max_skipped. rows: rows trained so far.
-    Raises:
-        ValueError: too many rows could not be read; names the datasets, the first reason and the remedy.
+    Raises ValueError: names the datasets, the first reason and the remedy.
     """
     # By their places in the stream: an attempt that went back reads some of them again, and read tasks are ahead.
     skipped: dict[int, dict[str, Any]] = {}
@@ -202,12 +199,7 @@ def step_line(line: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def follow_progress(output_dir: Path, steps: int, line: Line = step_line) -> Iterator[None]:
-    """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings.
-
-    Args:
-        output_dir: the run's folder; its files need not exist yet. steps: of the whole run.
-        line: formats a line of `metrics.jsonl`.
-    """
+    """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings."""
     interactive = sys.stdout.isatty()
     follower = _Follower(output_dir, steps, line, interactive)
     with tqdm(

@@ -137,11 +137,7 @@ def _check_pushable(output_dir: Path, robot: str) -> None:
 
 
 def exported_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return what of an exported policy's folder is to be pushed, and what else is in it: sorted names.
-
-    Raises:
-        ValueError: a link is among them, which may lead to any file that this user can read.
-    """
+    """Return what of an exported policy's folder is to be pushed, and what is not. Raises ValueError: it has a link."""
     files, rest = [], []
     inside = [path for name in TOKENIZER_DIRS for path in sorted((folder / name).glob("*"))]
     for path in (folder, *sorted(folder.iterdir()), *inside):

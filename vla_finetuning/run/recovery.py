@@ -116,8 +116,7 @@ def local_checkpoints(checkpoints: Path) -> list[LocalCheckpoint]:
 def send_local_checkpoint(folder: Path, state: Mapping[str, Any], timeout_s: float) -> None:
     """Send what this node has of a checkpoint, and the small files that its ranks had yet to send.
 
-    Raises:
-        ValueError: a file is not what was written. StorageError: the store does not answer.
+    Raises ValueError: a file is not what was written. StorageError: the store does not answer.
     """
     disk = partial_folder(folder)
     names = [name for name in state["files"] if (disk / name).is_file()]

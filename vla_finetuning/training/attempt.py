@@ -45,11 +45,7 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
 
 
 def saved_progress(job: Job, worker: Worker) -> tuple[Progress, Path | None]:
-    """Return how far the run is, and its newest sound checkpoint; None where there is none. Every rank must call it.
-
-    Raises:
-        ValueError: the run has been trained, and no checkpoint can be used; it is another run's.
-    """
+    """Return how far the run is, and its newest checkpoint; a collective. Raises ValueError: none can be used."""
     # Where the folder is on a network, other ranks may see its files late.
     checkpoint = worker.broadcast(checkpoint_to_resume(job.output_dir) if worker.rank == 0 else None)
     progress = job.start if checkpoint is None else load_progress(checkpoint)

@@ -1,7 +1,4 @@
-"""What attaches to every training loop: logs, counts of work, checkpoints, requests to stop, compilation.
-
-The held-out loss and cached vision features are callbacks in modules of their own.
-"""
+"""What attaches to every training loop: logs, counts of work, checkpoints, requests to stop, compilation."""
 
 from __future__ import annotations
 

@@ -98,11 +98,7 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
 
 
 def check_memory(run: Run) -> int:
-    """Return the bytes that a worker needs of its GPU, 0 where that is not known; with --dry_run print the plan.
-
-    Raises:
-        ValueError: as `check_capacity`.
-    """
+    """Return the bytes that a worker needs of its GPU, 0 where that is not known. Raises as `check_capacity`."""
     config, planned = run.config, planned_memory(run.policy, run.rows.frames)
     needed = planned(config) if run.job.use_gpu or config.dry_run else None
     if needed is None:
@@ -120,7 +116,7 @@ def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib:
     Args:
         planned: gave `needed` for these options. found_gib: of a GPU of this machine; None where there is none.
     Raises:
-        ValueError: says what is needed, what there is, and flags with which the same rows of a step fit.
+        ValueError: names flags with which the same rows of a step fit.
     """
     card = card_of(config, found_gib)
     if card is None or fits(needed, card[1]):

@@ -84,11 +84,7 @@ def describe_chunks(run: Run) -> list[str]:
 
 
 def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:
-    """Return lines on a dataset's action chunks as tokens: of a few episodes, normalised by their own 1 and 99 %.
-
-    Args:
-        name: as --train.action_tokenizer.
-    """
+    """Return lines on a dataset's action chunks as tokens (`name`: --train.action_tokenizer): of a few episodes."""
     windows = {ACTION: [step / meta.fps for step in range(chunk_size)]}
     features = Features(camera_keys=[], columns=[ACTION], delta_timestamps=windows)
     some = [evenly_spaced(meta.num_episodes, LOOK_EPISODES)]

@@ -22,12 +22,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.lora import add_adapters, merge
-from vla_finetuning.policies.own_names import (
-    config_with_names,
-    own_camera_names,
-    pipeline_with_names,
-    saved_names,
-)
+from vla_finetuning.policies.own_names import config_with_names, own_camera_names, pipeline_with_names, saved_names
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_adapters, save_pretrained
 from vla_finetuning.policies.spec import PolicySpec, Processors, Robot
@@ -183,11 +178,7 @@ def _made_for(path: Path) -> Iterator[Path]:
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:
-    """Return what a finished run exports: its last checkpoint, or the best one if that was asked for (--export best).
-
-    Raises:
-        RuntimeError: the run's last checkpoint was not written.
-    """
+    """Return what a finished run exports: its last checkpoint, or the best one. Raises RuntimeError: it has no last."""
     newest = latest_checkpoint(job.checkpoints_dir)
     if newest is None or load_progress(newest).step != job.steps:
         raise RuntimeError(

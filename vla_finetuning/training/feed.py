@@ -114,22 +114,14 @@ def add_returns(batch: Columns, returns: PerFrame) -> Columns:
 
 
 def weigh_rows(batch: Columns, weights: np.ndarray, epsilon: float) -> Columns:
-    """Add what each row's loss is multiplied by; rows that could not be read weigh nothing.
-
-    Args:
-        weights: of all frames (`Rows.weights`). epsilon: see `row_weights.of_batch`.
-    """
+    """Add what each row's loss is multiplied by (`row_weights.of_batch`); rows that could not be read weigh nothing."""
     return {**batch, "row_weight": of_batch(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
 
 
 def policy_batches(
     batches: Iterable[Batch], policy_config: PreTrainedConfig, hooks: Sequence[Any] = ()
 ) -> Iterator[Batch]:
-    """Yield what the policy sees: no columns about rows, texts as strings. Checks the first batch.
-
-    Raises:
-        ValueError: the first batch is not what the policy expects (`Family.check_batch`).
-    """
+    """Yield what the policy sees: no columns about rows, texts as strings. Raises as `Family.check_batch`."""
     for number, batch in enumerate(batches):
         rows = {key: value for key, value in batch.items() if key in ROW_COLUMNS}
         inputs = with_texts({key: value for key, value in batch.items() if key not in ROW_COLUMNS})

@@ -68,11 +68,7 @@ def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
 
 
 def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: Any, **data: Any) -> TorchTrainer:
-    """Training processes as the job asks for them. `loop` runs in each, with `loop_config`.
-
-    Args:
-        data: what `TorchTrainer` takes of datasets.
-    """
+    """Training processes as the job says; `loop` runs in each. `data`: what `TorchTrainer` takes of datasets."""
     scaling = job.scaling
     workers: dict[str, Any] = {"num_workers": scaling.num_workers}
     if scaling.min_workers:
@@ -85,10 +81,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
         **data,
         torch_config=TorchConfig(timeout_s=round(job.timeouts.collective)),
         scaling_config=ray.train.ScalingConfig(
-            **workers,
-            use_gpu=job.use_gpu,
-            resources_per_worker=resources,
-            accelerator_type=scaling.accelerator_type,
+            **workers, use_gpu=job.use_gpu, resources_per_worker=resources, accelerator_type=scaling.accelerator_type
         ),
         run_config=ray.train.RunConfig(
             name=job.checkpoints_dir.name,
@@ -101,11 +94,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
 
 
 def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line, *, unit: str = "step") -> bool:
-    """Train, on SIGTERM or Ctrl-C until a checkpoint is taken. Return whether all steps are done; else print it.
-
-    Args:
-        line: formats a line of `metrics.jsonl` for the terminal. unit: what a step is called there.
-    """
+    """Train, on SIGTERM or Ctrl-C to the next checkpoint; return whether all steps are done. `unit`: a step's name."""
     if mirror_of(job.output_dir):
         recover_local_checkpoints(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
         push(job.output_dir)

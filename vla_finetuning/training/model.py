@@ -77,11 +77,7 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
 def check_attention(
     spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None, record_in: Path | None
 ) -> None:
-    """Have the loss use a kernel that is right on this device, at the shapes of the run.
-
-    Args:
-        record_in: folder of `attention.json`, which names the kernel; None: not written.
-    """
+    """Have the loss use a kernel that is right on this device, at the shapes of the run, and name it in `record_in`."""
     counts = range(spec.fewest_cameras, spec.cameras + 1)
     shapes = [shape for cameras in counts for shape in loss.attentions(cameras, spec.prompts)]
     if not shapes:

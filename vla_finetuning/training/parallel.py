@@ -1,7 +1,4 @@
-"""How a model's parameters are spread over the training processes: a copy on each, or a part on each.
-
-Runs in every training process, with the same calls.
-"""
+"""How a model's parameters are spread over the training processes: whole on each, or sharded."""
 
 from __future__ import annotations
 

@@ -15,10 +15,8 @@ from vla_finetuning.training.chunks import describe_chunks
 
 
 def show_plan(run: Run, datasets: Datasets | None) -> Run:
-    """Print what a run will do; read a sample of its rows, plan its memory, and try the token of the Hub.
+    """Print what a run will do, and return it with what a worker needs of its GPU.
 
-    Returns:
-        The run with what a worker needs of its GPU.
     Raises:
         ValueError, OSError: what would end the run later, and what to do.
     """
