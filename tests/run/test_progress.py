@@ -17,18 +17,6 @@ from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, foll
 from vla_finetuning.training.worker import RayWorker
 
 
-def test_rates_are_counted_per_sample_and_told(tmp_path, capsys):
-    per_sample = {"mfu": None, "frames_per_s": 3, "decoded_bytes_per_s": 2_000_000}
-    log = MetricsLog(tmp_path, 8, 100, 0, per_sample)
-    metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
-    with follow_progress(tmp_path, steps=4):
-        log.write(2, 1e-3, metrics)
-    (line,) = [json.loads(text) for text in log.path.read_text().splitlines()]
-    assert line["frames_per_s"] == 60 and line["decoded_bytes_per_s"] == 40_000_000 and line["mfu"] is None
-    assert line["samples"] == 16 and line["epoch"] == 0.16
-    assert "20.0 samples/s (60 frames, 40.0 MB), 25% waiting for data" in capsys.readouterr().out
-
-
 def test_evaluations_that_come_in_are_told_once_each(tmp_path):
     metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
     for resumed, steps in ((0, (10, 20, 30, 40)), (20, (30, 40))):

@@ -24,7 +24,6 @@ from vla_finetuning import program
 from vla_finetuning.files import append_line, write_json
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
-from vla_finetuning.options.policy import RELATIVE_PLAYED_BY
 from vla_finetuning.options.programs import Config, GrpoConfig
 from vla_finetuning.plan.preflight import Examined
 from vla_finetuning.plan.resolve import Run
@@ -139,16 +138,6 @@ def test_the_card_has_success_at_any_time_and_at_the_end(finished):
     ends = "50.0 to 90.0 % | 3 of 8 | 10.0 to 60.0 % |"
     assert "At a latency of 0 s: the environment stood still" in push.model_card(finished, REPO)
     assert rows == [f"| `<b>` | 7 of 8 | {ends}", f"| `step 40, two_bins` | 5 of 8 | {ends}"]
-
-
-def test_the_card_says_what_plays_relative_actions(finished):
-    facts = {"fps": 10, "cameras": {}, "action": ["x"], "n_action_steps": 4, "chunk_size": 6, "instructions": []}
-    facts |= {"instructions_begin_with": "", "instructions_end_with": ""}
-    rows = []
-    for kind in ("absolute", "relative to the state at the start of the chunk"):
-        (finished / "pretrained_model" / "robot.json").write_text(json.dumps({**facts, "action_kind": kind}))
-        rows.append([row for row in push.model_card(finished, REPO).splitlines() if row.startswith("| played by")])
-    assert rows == [[], [f"| played by | `{RELATIVE_PLAYED_BY}` |"]]
 
 
 def test_only_what_an_export_writes_is_pushed(server, finished, caplog):

@@ -389,35 +389,18 @@ def test_attention_is_compared_before_the_first_step_and_written_down(setting, m
     assert used and not any(used)
 
 
-def test_a_step_computes_and_counts_what_its_prompts_need(setting, monkeypatch):
-    options, length = {"policy.tokenizer_max_length": 96, "train.noise_draws": 2}, 40
-    run = resolved(setting, steps=2, output_dir=setting[0] / "prompts", **options)
-    assert run.policy.prompts == (length, 64, 96)
-    shapes, written = [], []
-
-    class Log:
-        def __init__(self, *_):
-            pass
-
-        def write(self, step, lr, metrics):
-            written.append(metrics)
-
-    watched = PI05Loss.forward
+def test_a_step_computes_what_its_prompts_need(setting, monkeypatch):
+    run = resolved(setting, steps=2, output_dir=setting[0] / "prompts", **{"policy.tokenizer_max_length": 96})
+    assert run.policy.prompts == (40, 64, 96)
+    shapes, watched = [], PI05Loss.forward
 
     def forward(loss, batch, *draws):
         shapes.append(batch["observation.language.tokens"].shape)
         return watched(loss, batch, *draws)
 
     monkeypatch.setattr(PI05Loss, "forward", forward)
-    monkeypatch.setattr(callbacks, "MetricsLog", Log)
     in_process.train(run)
-    assert shapes == 4 * [(4, length)]
-    ((line,), patches) = written, 16
-    seconds = 2 * line["step_s"]
-    tokens = 2 * patches + length + 2 * run.policy.config.chunk_size
-    assert line["tokens_per_s"] == pytest.approx(16 * tokens / seconds)
-    assert line["flops_per_s"] == pytest.approx(16 * run.policy.flops_by_prompt[length] / seconds)
-    assert line["mfu"] is None
+    assert shapes == 4 * [(4, 40)]
 
 
 def test_the_utilisation_of_a_known_gpu_is_told(setting, monkeypatch):

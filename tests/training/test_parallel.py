@@ -107,9 +107,7 @@ def two(rank, world, run, folder):
         found[strategy] = {
             "spread": spread_found(run, strategy, rank),
             "travels": travels(run, strategy, rank),
-            "nan": step_with_nan(run, strategy, rank),
             "peaks": peaks_of_steps(run, strategy, rank, 2),
-            "gradients": gradients_of(run, strategy, rank),
             "uneven": uneven_steps(run, strategy, rank) if strategy != "fsdp2_reshard" else None,
             "recomputed in bf16": losses_of(run, strategy, rank, **RECOMPUTED),
             "average": average_of(run, strategy, rank),
@@ -168,24 +166,6 @@ def travels(run, strategy, rank):
     return [mode.seen for mode in (between, last)]
 
 
-def step_with_nan(run, strategy, rank):
-    """A step in which one rank's loss is NaN: skipped as whose, and what it changed."""
-    trainer = Trainer(run, strategy, rank, 2)
-    batches = trainer.batches(2)
-    if rank == 1:
-        batches[0]["action"][0, 0, 0] = torch.nan
-    before = {name: value.clone() for name, value in trainer.optimizer.named().items()}
-    result = trainer.step(0, batches)
-    after = {name: value.clone() for name, value in trainer.optimizer.named().items()}
-    return {
-        "skipped": result.skipped.item(),
-        "then": trainer.step(1, trainer.batches(2)).skipped.item(),
-        "unchanged": all(
-            torch.equal(parallel.shard_of(after[n])[0], parallel.shard_of(v)[0]) for n, v in before.items()
-        ),
-    }
-
-
 def peaks_of_steps(run, strategy, rank, world):
     """Bytes alive at the worst moment of each of three steps of two micro-batches, one of those batches left out."""
     trainer = Trainer(run, strategy, rank, 1)
@@ -200,20 +180,6 @@ def peaks_of_steps(run, strategy, rank, world):
             trainer.step(number, batches)
             peaks.append(alive.peak - sum(tensor.untyped_storage().nbytes() for tensor in batches[1].values()))
     return peaks
-
-
-def gradients_of(run, strategy, rank):
-    """Some of them after two micro-batches, whole; and the share that was held of all between the two."""
-    trainer = Trainer(run, strategy, rank, 2)
-    first, second = trainer.batches(2)
-    with accumulating(trainer.model):
-        trainer.backward(first)
-    params = trainer.optimizer.params
-    held = sum(parallel.local_shard(p.grad).numel() for p in params if p.grad is not None) / sum(
-        p.numel() for p in params
-    )
-    trainer.backward(second)
-    return {"held": held, "some": {n: full_tensor(params[n].grad).flatten()[:5].tolist() for n in (0, 20, -1)}}
 
 
 def uneven_steps(run, strategy, rank):
@@ -495,20 +461,6 @@ def test_accumulating_sends_no_gradients(found):
         whole_step = {"allgather_base": 1 + 2 * units, "reduce_scatter_base": 1 + units}
         assert between == ({}, {}, whole_step)
         assert last[1:] == ({"reduce_scatter_base": 1 + units}, whole_step)
-
-
-def test_accumulated_gradients_are_those_of_copies_and_in_parts(found):
-    for rank in found.ranks:
-        ddp, reshard = rank["ddp"]["gradients"], rank["fsdp2_reshard"]["gradients"]
-        for name, expected in ddp["some"].items():
-            assert reshard["some"][name] == pytest.approx(expected, rel=1e-4, abs=1e-8)
-        assert ddp["held"] == 1 and reshard["held"] == pytest.approx(0.5, abs=0.02)
-
-
-def test_a_rank_whose_loss_is_not_finite_has_all_skip_the_step(found):
-    for rank in found.ranks:
-        for strategy in STRATEGIES:
-            assert rank[strategy]["nan"] == {"skipped": 1.0, "then": 0.0, "unchanged": True}
 
 
 def test_ddp_holds_one_copy_of_the_gradients(found):

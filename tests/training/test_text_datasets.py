@@ -1,7 +1,6 @@
 """Mixtures of datasets with actions and of images with text alone: who trains what, and who never sees whom."""
 
 import json
-import re
 import shutil
 
 import numpy as np
@@ -327,9 +326,7 @@ def prompts_of(run, columns):
 
 def test_the_plan_and_the_look_say_it(setting, tmp_path, capsys):
     run = resolved(setting, "said", BOTH)
-    text = describe(run)
-    assert re.search(r"Note +\S*answers: no actions: its rows train the text of 'subtask' alone; no episode is", text)
-    assert re.search(r"answers +- +9 .* 1 +0 +0\n", text)
+    assert "answers: no actions: its rows train the text of 'subtask' alone; no episode is" in describe(run)
     assert [line.split(":")[0].rpartition("/")[2] for line in look_at_rows(run, None)] == ["robot", "answers"]
     mixture = yaml.safe_dump({"members": [{"root": str(setting[0] / name)} for name in ("robot", "answers")]})
     (tmp_path / "mix.yaml").write_text(mixture)

@@ -296,13 +296,9 @@ def test_the_plan_says_what_features_take(dataset, tmp_path, monkeypatch):
     plain = plan(replace(run.config, train=replace(run.config.train, feature_cache=None)))
     # Of the three batches of a step and the next one: of each camera four tokens of 16 numbers.
     assert plan(run.config) == replace(plain, beside=plain.beside + 4 * ROWS * CAMERAS * 4 * 16 * 4)
-    text = describe(run)
-    assert f"are cached in {tmp_path / 'features'}, on every node" in text
-    assert "(0 kB a camera and frame, fp32)" in text and "none are used twice" not in text
-    assert "GFLOP per sample and step without the vision tower" in text
+    assert "none are used twice" not in describe(run)
     monkeypatch.setenv("VLA_CACHE_GB", "1e-9")
     text = describe(resolved(dataset, "smolvla", tmp_path, **cache, steps=3))
     assert "TOO MANY for VLA_CACHE_GB=1e-09" in text and "none are used twice in this run" in text
     without = resolved(dataset, "smolvla", tmp_path, **{"train.mode": "expert"})
     assert max(run.policy.flops_by_prompt.values()) < max(without.policy.flops_by_prompt.values())
-    assert "of the vision tower" not in describe(without) and "without the vision tower" not in describe(without)

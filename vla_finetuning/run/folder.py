@@ -394,10 +394,6 @@ def _success(line: Mapping[str, Any]) -> tuple[float, float]:
     return line["successes"] / listed, line["successes_at_end"] / listed
 
 
-def stop_requested(output_dir: Path) -> bool:
-    return (output_dir / STOP_NAME).exists()
-
-
 @contextlib.contextmanager
 def stopping_on_signals(output_dir: Path) -> Iterator[None]:
     """While the block runs, a first SIGTERM or Ctrl-C asks for a checkpoint, a second one ends. In the main thread."""

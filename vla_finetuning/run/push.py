@@ -73,7 +73,7 @@ def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
         try:
             api.auth_check(repo_id, write=True)
         except OSError as error:
-            if _status(error) not in (401, 403, 404):
+            if getattr(getattr(error, "response", None), "status_code", None) not in (401, 403, 404):
                 raise
             raise ValueError(
                 f"model {repo_id}: the token of {user} may not write to it; give one with write access to it, or "
@@ -258,10 +258,6 @@ def _as_code(text: str | None) -> str | None:
 
 def _last_name(place: str) -> str:
     return place.rstrip("/").rpartition("/")[2]
-
-
-def _status(error: OSError) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def push_all(output_dir: Path, repository: Mapping[str, str]) -> int:

@@ -22,7 +22,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.folder import first_step_done, prune_checkpoints, stop_requested
+from vla_finetuning.run.folder import STOP_NAME, first_step_done, prune_checkpoints
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.training.model import compile_all
 from vla_finetuning.training.state import Callback, LoopState, TrainState, noise_for
@@ -135,7 +135,7 @@ class StopFile(Callback):
             first_step_done(state.run.job.output_dir, state.step, time.monotonic() - self._started)
 
     def host_metrics(self, state: LoopState) -> dict[str, float]:
-        return {"stop": float(state.worker.rank == 0 and stop_requested(state.run.job.output_dir))}
+        return {"stop": float(state.worker.rank == 0 and (state.run.job.output_dir / STOP_NAME).exists())}
 
 
 class NonfiniteSteps(Callback):

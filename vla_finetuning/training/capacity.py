@@ -122,17 +122,14 @@ def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib:
     if card is None or fits(needed, card[1]):
         return
     name, size = card
-    enough = None
+    remedy = "nor would it with smaller micro-batches, recomputed activations and sharded parameters"
     for recomputed in sorted({config.train.activation_checkpointing, True}):
         ways = list(_smaller(config, recomputed))
         # The last takes the least, and each costs seconds to find out.
-        if enough is None and ways and _fits(planned, ways[-1][1], size):
+        if ways and _fits(planned, ways[-1][1], size):
             enough = next(flags for flags, smaller in ways if _fits(planned, smaller, size))
-    remedy = (
-        f"it would fit with {enough}"
-        if enough
-        else "nor would it with smaller micro-batches, recomputed activations and sharded parameters"
-    )
+            remedy = f"it would fit with {enough}"
+            break
     raise ValueError(
         f"the run needs {needed.needed / GIB:.1f} GiB per worker (planned), and {name} has {size:.1f}: {remedy}; or "
         "choose a larger GPU with --scaling.accelerator_type, or fewer trained weights with --train.mode"
