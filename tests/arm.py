@@ -1,25 +1,17 @@
 """Another robot than the demo's: what it shows and does, for tests that refuse or match it. Importing registers it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lerobot.configs import PolicyFeature
 from lerobot.envs.configs import EnvConfig
 
-from vla_finetuning.envs.configs import TwoBinsConfig, _of_robot
-from vla_finetuning.envs.two_bins_scene import GANTRY
+from vla_finetuning.envs.configs import TwoBinsConfig, _features
 
-ARM = replace(
-    GANTRY,
-    robot_type="tabletop_arm",
-    dimensions=[f"joint_{number}_deg" for number in range(5)],
-    low=[-90.0] * 5,
-    high=[90.0] * 5,
-    cameras={"overhead": (72, 96), "hand": (40, 40)},
-)
+SHAPES = {"action": (5,), "agent_pos": (5,), "pixels/overhead": (72, 96, 3), "pixels/hand": (40, 40, 3)}
 
 
 @EnvConfig.register_subclass("arm")
 @dataclass
 class ArmConfig(TwoBinsConfig):
-    features: dict[str, PolicyFeature] = field(default_factory=lambda: _of_robot(ARM)[0])
-    features_map: dict[str, str] = field(default_factory=lambda: _of_robot(ARM)[1])
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(SHAPES)[0])
+    features_map: dict[str, str] = field(default_factory=lambda: _features(SHAPES)[1])

@@ -12,7 +12,7 @@ import pytest
 from tests.pages import check_page
 from tests.robot.gantry import Gantry, GantryConfig
 from tests.serving.servers import PORTS, InProcess, served
-from vla_finetuning.envs.two_bins_scene import CAMERAS, GANTRY
+from vla_finetuning.envs.two_bins_scene import CAMERAS, EPISODE_LENGTH
 from vla_finetuning.evaluation.demo_success import LABELS
 from vla_finetuning.options.command_line import parse_args, parse_serve
 from vla_finetuning.serving.server import resolve_service
@@ -97,7 +97,7 @@ def test_lerobots_robot_client_succeeds_where_evaluate_does(demo, tmp_path, monk
     client = ["client", "--robot.type=gantry", f"--robot.cameras={json.dumps(cameras)}", "--policy_type=tiny_pi05"]
     client += ["--actions_per_chunk=10", "--fps=30", "--chunk_size_threshold=0", "--aggregate_fn_name=latest_only"]
     service, commanded = resolve_service(parse_serve([*flags, *PORTS])), {}
-    monkeypatch.setattr(Gantry, "ACTIONS", GANTRY.episode_length)
+    monkeypatch.setattr(Gantry, "ACTIONS", EPISODE_LENGTH)
     with served(service, InProcess(service)) as addresses:
         for scene in scenes:
             monkeypatch.setattr(Gantry, "SCENE", scene)

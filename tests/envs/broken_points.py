@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 import gymnasium
 import numpy as np
-from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs import PolicyFeature
 from lerobot.envs.configs import EnvConfig
 
 from tests.envs.point import Point
+from vla_finetuning.envs.configs import _features
 
 HOPELESS, NAN_AT = 1002, 3
 
@@ -98,6 +99,7 @@ DEFECTS = {
 for name, (entry_point, kwargs) in DEFECTS.items():
     gymnasium.register(f"broken/{name}-v0", entry_point=entry_point, kwargs=kwargs, max_episode_steps=5)
 gymnasium.register("broken/Endless-v0", entry_point=Point)
+SHAPES = {"action": (3,), "agent_pos": (3,), "pixels": (32, 32, 3)}
 
 
 @EnvConfig.register_subclass("unlimited_point")
@@ -106,20 +108,8 @@ class UnlimitedPoint(EnvConfig):
     """A configuration as a package for LeRobot has it; its environment has no end."""
 
     task: str | None = "Endless-v0"
-    features: dict[str, PolicyFeature] = field(
-        default_factory=lambda: {
-            "action": PolicyFeature(FeatureType.ACTION, (3,)),
-            "agent_pos": PolicyFeature(FeatureType.STATE, (3,)),
-            "pixels": PolicyFeature(FeatureType.VISUAL, (32, 32, 3)),
-        }
-    )
-    features_map: dict[str, str] = field(
-        default_factory=lambda: {
-            "action": "action",
-            "agent_pos": "observation.state",
-            "pixels": "observation.image",
-        }  # fmt: skip
-    )
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(SHAPES)[0])
+    features_map: dict[str, str] = field(default_factory=lambda: _features(SHAPES)[1])
 
     @property
     def gym_id(self):

@@ -66,16 +66,5 @@ def test_a_recording_is_refused_before_anything_starts(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             resolve_recording(parse_record([*flags, f"--root={tmp_path}"]))
-
-
-def test_flags_of_a_recording():
-    config = parse_record(["--env.type", "metaworld", "--env.task=a,b", "--episodes", "7", "--root=r"])
-    assert (config.env_type, config.env_options, config.episodes) == ("metaworld", ["--task=a,b"], 7)
-    for flags, message in (
-        (["--env.type=metaworld"], "what and where to"),
-        (["--env.type=metaworld", "--root=r", "--episodes=0"], "--episodes=0: expected a whole number"),
-        (["--env.type=metaworld", "--root=r", "--seed=-1"], "--seed=-1: expected a whole number"),
-        (["--env.type=metaworld", "--root=r", "--epsiodes=3"], "did you mean --episodes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parse_record(flags)
+    with pytest.raises(ValueError, match="what and where to"):
+        parse_record(["--env.type=metaworld"])

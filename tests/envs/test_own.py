@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,14 +24,12 @@ from tests.envs.broken_points import HOPELESS
 from tests.envs.point import Point
 from tests.in_process import TINY
 from tests.rl.test_learning import metrics, resolved, train_as
-from tests.rollouts.test_player import STATS, act_config
+from tests.rollouts.test_player import STATS, act_config, make_base
 from vla_finetuning.envs import contract
 from vla_finetuning.envs.configs import env_config, initial_state_counts, longest_episode, task_makers
 from vla_finetuning.envs.contract import ContractError
-from vla_finetuning.evaluation.trial import _are_alike
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.saving import save_pretrained
-from vla_finetuning.policies.tiny_pi05 import make_tiny_base
 from vla_finetuning.rollouts.episodes import Ended, Episode, Failed, Playing
 from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.stage import Stage
@@ -38,6 +37,10 @@ from vla_finetuning.rollouts.stage import Stage
 DOCS = Path(__file__).parents[2] / "docs" / "simulators.md"
 POINT = "tests.envs.point:mine/Point-v0"
 BROKEN = "tests.envs.broken_points"
+SHOWN = {
+    "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
+    "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +67,8 @@ def played(makers, seed=1000, action=0.0):
 def test_the_pages_example_is_played_as_gymnasium_plays_it():
     assert f"```python\n{(Path(__file__).parent / 'point.py').read_text()}```" in DOCS.read_text()
     config = env_config("gym", [f"--task={POINT}"])
-    assert {key: feature.shape for key, feature in config.features.items()} == {
-        "action": (3,), "agent_pos": (3,), "pixels": (32, 32, 3)
-    }  # fmt: skip
-    assert config.features_map == {
-        "action": "action", "agent_pos": "observation.state", "pixels": "observation.image"
-    }  # fmt: skip
+    shapes = {config.features_map[key]: feature.shape for key, feature in config.features.items()}
+    assert shapes == {"action": (3,), "observation.state": (3,), "observation.image": (32, 32, 3)}
     assert longest_episode(config) == 20 and longest_episode(replace(config, episode_length=7)) == 7
     found = played(task_makers(config), action=0.3)
     with gymnasium.make(POINT) as env:
@@ -87,10 +86,7 @@ def test_the_pages_example_is_played_as_gymnasium_plays_it():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "Silent",
-            r"Silent-v0 never said whether it succeeded: no info .* has 'is_success' \(the last one has score\)",
-        ),
+        ("Silent", r"Silent-v0 never said whether it succeeded: .* 'is_success' \(the last one has score\)"),
         ("NaN", r"NaN-v0 gave info\['is_success'\] = nan after step 1: expected True or False"),
         ("Text", r"Text-v0 gave info\['is_success'\] = 'no' after step 1"),
         ("Words", "Words-v0 gave the reward 'much' after step 1: expected a number"),
@@ -110,9 +106,7 @@ def test_what_no_environment_may_do_ends_the_play(name, message):
 )
 def test_a_scene_that_diverges_is_an_error_of_its_episode(name, message):
     found = played(broken(name))
-    assert isinstance(found, Failed)
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(found.error)
+    assert isinstance(found, Failed) and re.search(message, found.error)
 
 
 def test_an_end_must_be_known():
@@ -140,10 +134,6 @@ def test_only_a_package_that_can_be_imported_is_one(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             env_config("gym", options)
-    # What a folder of results names is not imported.
-    named = {"type": "x", "options": ["--discover_packages_path=nowhere_at_all", "--fps=3"]}
-    assert _are_alike(named, {**named, "options": named["options"][::-1]})
-    assert not _are_alike(named, {**named, "options": []})
 
 
 def test_installed_plugins_register_themselves(tmp_path):
@@ -176,10 +166,7 @@ def test_installed_plugins_register_themselves(tmp_path):
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     config = act_config(chunk_size=4, n_action_steps=4)
-    config.input_features = {
-        "observation.image": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
-        "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
-    }
+    config.input_features = SHOWN
     folder = tmp_path_factory.mktemp("own") / "act"
     save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=STATS), folder)
     assert load_policy_config(folder).type == "act"
@@ -213,17 +200,7 @@ def test_evaluate_says_what_was_played_of_what_was_asked_for(ray_cluster, policy
 @pytest.fixture(scope="module")
 def tiny_base(tmp_path_factory):
     """A tiny PI0.5 that sees and does what `Point` has."""
-    vector = {"dtype": "float32", "shape": (3,), "names": list("xyz")}
-    camera = {"dtype": "image", "shape": (32, 32, 3), "names": ["height", "width", "channels"]}
-    stats = {"q01": [-1.0] * 3, "q99": [1.0] * 3, "mean": [0.0] * 3, "std": [1.0] * 3}
-    return make_tiny_base(
-        tmp_path_factory.mktemp("own") / "base",
-        features={"observation.image": camera, "observation.state": vector, "action": vector},
-        tasks=["go to the corner"],
-        stats=dict.fromkeys(("observation.state", "action"), stats),
-        fps=30,
-        **TINY,
-    )
+    return make_base(tmp_path_factory.mktemp("own") / "base", ["go to the corner"], SHOWN, **TINY)
 
 
 @pytest.mark.ray
@@ -243,11 +220,7 @@ def test_record_and_vla_play_in_an_environment_of_a_package(ray_cluster, tiny_ba
     assert "checkpoints play 3 episodes of each task" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("env", [
-    {"env.type": "gym", "env.task": POINT},
-    {"env.discover_packages_path": BROKEN, "env.type": "unlimited_point", "env.task": "Measured-v0"},
-], ids=["gymnasium", "package"])  # fmt: skip
-def test_grpo_learns_in_an_environment_of_ones_own(tiny_base, tmp_path, monkeypatch, env):
+def test_grpo_learns_in_an_environment_of_ones_own(tiny_base, tmp_path, monkeypatch):
     step, actions = Point.step, []
 
     def noted(self, action):
@@ -255,7 +228,8 @@ def test_grpo_learns_in_an_environment_of_ones_own(tiny_base, tmp_path, monkeypa
         return step(self, action)
 
     monkeypatch.setattr(Point, "step", noted)
-    run = resolved(tiny_base, tmp_path / "run", **env, **{"env.episode_length": None, "grpo.iterations": 1})
+    env = {"env.type": "gym", "env.task": POINT, "env.episode_length": None}
+    run = resolved(tiny_base, tmp_path / "run", **env, **{"grpo.iterations": 1})
     assert train_as(run)
     first, last = metrics(run)
     assert first["held_out_episodes"] == 4 and last["episodes"] == 12 and last["updates"] > 0

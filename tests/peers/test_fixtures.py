@@ -52,12 +52,8 @@ def as_rays(root, lengths=(5, 7, 4), size=(4, 4), with_tasks=False):
     pq.write_table(pa.table({"task_index": [0, 1], "task": ["pick", "place"]}), root / "meta/tasks.parquet")
     table, rows, start = [], [], 0
     for episode, length in enumerate(lengths):
-        writer = cv2.VideoWriter(
-            str(root / f"videos/{TOP}/chunk-000/file-{episode:03d}.mp4"),
-            cv2.VideoWriter_fourcc(*"mp4v"),
-            FPS,
-            size[::-1],
-        )
+        path = root / f"videos/{TOP}/chunk-000/file-{episode:03d}.mp4"
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), FPS, size[::-1])
         for frame in range(length):
             writer.write(cv2.resize(draw_frame(start + frame, (48, 64)), size[::-1]))
             row = {"timestamp": np.float32(frame / FPS), "frame_index": frame, "episode_index": episode}
@@ -78,8 +74,7 @@ def as_rays(root, lengths=(5, 7, 4), size=(4, 4), with_tasks=False):
     return root
 
 
-@pytest.mark.parametrize("size", [(4, 4), (64, 64), (240, 320)])
-@pytest.mark.parametrize("with_tasks", [False, True])
+@pytest.mark.parametrize(("size", "with_tasks"), [((4, 4), False), ((64, 64), True), ((240, 320), False)])
 def test_a_dataset_as_rays(tmp_path, size, with_tasks):
     root = as_rays(tmp_path / "ray", size=size, with_tasks=with_tasks)
     rows = rows_of(root)
@@ -100,15 +95,10 @@ def test_a_dataset_as_rays(tmp_path, size, with_tasks):
 # ---- as LeRobot's tools leave one -----------------------------------------------------------------------------------
 
 
-def lerobots_rows(root, name):
-    dataset = LeRobotDataset(name, root=root, video_backend="pyav")
-    return [dataset[i] for i in range(len(dataset))]
-
-
 def assert_lerobots(root, name):
-    expected, found = lerobots_rows(root, name), rows_of(root)
+    expected, found = LeRobotDataset(name, root=root, video_backend="pyav"), rows_of(root)
     assert len(expected) == len(found["index"])
-    for i, row in enumerate(expected):
+    for i, row in enumerate(map(expected.__getitem__, range(len(expected)))):
         assert row["task"] == found["task"][i]
         for key in ("action", "observation.state", "timestamp", "frame_index", "episode_index", "index"):
             np.testing.assert_array_equal(np.asarray(row[key]), found[key][i], err_msg=key)

@@ -9,8 +9,9 @@ import gymnasium
 import numpy as np
 
 from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.protocol import stack
 from vla_finetuning.envs.two_bins import TwoBins
-from vla_finetuning.envs.two_bins_scene import BINS, GANTRY, INSTRUCTIONS
+from vla_finetuning.envs.two_bins_scene import BINS, EPISODE_LENGTH, INSTRUCTIONS
 from vla_finetuning.rollouts.episodes import LeftOver, noise
 
 # Of the actions of a chunk, where it is late.
@@ -75,11 +76,8 @@ def plain_loop(seed, key, replaced=(), delay=None, **options):
         over, steps, decisions, queue, arriving = False, 0, 0, [], {}
         while not over:
             if steps % (5 if delay is None else EXECUTED) == 0:
-                row = {
-                    "agent_pos": observation["agent_pos"][None],
-                    "pixels": {name: image[None] for name, image in observation["pixels"].items()},
-                }
-                (chunk,) = Seeing()(row, [dict(replaced).get(instruction, instruction)], [(*key, decisions)])
+                told = dict(replaced).get(instruction, instruction)
+                (chunk,) = Seeing()(stack([observation]), [told], [(*key, decisions)])
                 late = delay or 0 if decisions else 0  # the robot waits for the first
                 arriving[steps + late] = list(chunk)[late:]
                 decisions += 1
@@ -120,4 +118,4 @@ class Faulty(TwoBins):
 
 
 FAULTY_ID = "Faulty-v0"
-gymnasium.register(FAULTY_ID, entry_point=f"{__name__}:Faulty", max_episode_steps=GANTRY.episode_length)
+gymnasium.register(FAULTY_ID, entry_point=f"{__name__}:Faulty", max_episode_steps=EPISODE_LENGTH)

@@ -1,6 +1,7 @@
 """Chunks of several episodes in one process, against a plain loop over gymnasium."""
 
 import contextlib
+import functools
 from dataclasses import replace
 from functools import partial
 
@@ -8,9 +9,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from vla_finetuning.envs import two_bins
+from vla_finetuning.envs import two_bins, two_bins_scene
 from vla_finetuning.envs.protocol import state_hash
-from vla_finetuning.envs.two_bins_scene import GANTRY, demonstrate
+from vla_finetuning.envs.two_bins_scene import EPISODE_LENGTH, demonstrate, render
 from vla_finetuning.rollouts import stage
 from vla_finetuning.rollouts.episodes import Episode, Failed, Playing
 from vla_finetuning.rollouts.stage import Decision, Stage
@@ -25,6 +26,7 @@ MAKERS = {"two_bins": partial(gymnasium.make, two_bins.GYM_ID)}
 CHUNK = 4
 
 
+@functools.cache
 def paths():
     """Where the demonstrator goes in each episode, and what a plain loop says of it."""
     found = {}
@@ -46,28 +48,33 @@ def paths():
     return found
 
 
-@pytest.mark.parametrize("slots", [1, 3, 10])
-def test_episodes_are_those_of_a_plain_loop(slots):
-    expected = paths()
-    playing = Stage(MAKERS, slots, step_limit_s=60)
-    left, found, chunks, most = list(EPISODES), {}, None, 0
+def played(make, slots, episodes):
+    """What became of episodes, by number, and the decisions of each call, in their order."""
+    playing, left = Stage({"two_bins": make}, slots, step_limit_s=60), list(episodes)
+    found, order, chunks = {}, [], None
     while True:
         (ended, waiting), seen = playing.advance(left, chunks)
-        there = {d.number for d in waiting} | {e.number for e in ended}
-        left = [start for start in left if start.number not in there]
-        for one in ended:
-            found[one.number] = (
-                *(one.instruction, one.success_once, one.steps, one.total_reward, one.initial_state, one.info),
-            )
-            assert (one.success_at_end, one.success_at_reset) == (one.success_once, False)
+        found |= {one.number: one for one in ended}
+        order.append([(decision.number, decision.decision) for decision in waiting])
+        left = [start for start in left if start.number not in {*found, *(number for number, _ in order[-1])}]
         if not waiting:
-            break
-        most = max(most, len(waiting))
+            return found, order
         assert seen["agent_pos"].shape == (len(waiting), 3)
         assert all(image.any() for images in seen["pixels"].values() for image in images)
-        chunks = np.stack([expected[d.number][0][CHUNK * d.decision :][:CHUNK] for d in waiting])
-    assert found == {number: episode for number, (_, episode) in expected.items()}
-    assert found[3][1] is False and most == min(slots, len(EPISODES))
+        chunks = np.stack([paths()[number][0][CHUNK * decision :][:CHUNK] for number, decision in order[-1]])
+
+
+def outcome(one):
+    return one.instruction, one.success_once, one.steps, one.total_reward, one.initial_state, one.info
+
+
+@pytest.mark.parametrize("slots", [1, 3, 10])
+def test_episodes_are_those_of_a_plain_loop(slots):
+    found, order = played(MAKERS["two_bins"], slots, EPISODES)
+    assert found.keys() == paths().keys()
+    assert all(outcome(one) == paths()[number][1] for number, one in found.items())
+    assert all((one.success_at_end, one.success_at_reset) == (one.success_once, False) for one in found.values())
+    assert found[3].success_once is False and max(map(len, order)) == min(slots, len(EPISODES))
 
 
 def test_an_episode_of_a_process_that_failed_is_the_same_and_waits_in_the_same_order():
@@ -81,9 +88,7 @@ def test_an_episode_of_a_process_that_failed_is_the_same_and_waits_in_the_same_o
     # One that was in its last chunk leaves its place to the next.
     held[0].chunks = np.array_split(expected[0][0], len(expected[0][0]) // CHUNK)
     ((one,), waiting), _ = Stage(MAKERS, 3, step_limit_s=60).advance([*held, begun(3, 1003)])
-    assert (one.instruction, one.success_once, one.steps, one.total_reward, one.initial_state, one.info) == expected[0][
-        1
-    ]
+    assert outcome(one) == expected[0][1]
     assert [(d.number, d.decision) for d in waiting] == [(3, 0), (1, 2), (2, 2)]
 
 
@@ -112,23 +117,10 @@ class Failing(two_bins.TwoBins):
 def test_an_environment_that_fails_costs_its_episode_at_most(monkeypatch, how, times):
     """Twice it begins anew, and nothing is changed; the third time is its result. Others go on."""
 
-    def played(make):
-        expected, playing, found, order = paths(), Stage({"two_bins": make}, 2, step_limit_s=60), {}, []
-        left, chunks = list(EPISODES[:4]), None
-        while True:
-            (ended, waiting), seen = playing.advance(left, chunks)
-            there = {one.number for one in [*waiting, *ended]}
-            left = [start for start in left if start.number not in there]
-            found |= {one.number: one for one in ended}
-            order.append([(d.number, d.decision) for d in waiting])
-            if not waiting:
-                return found, order
-            chunks = np.stack([expected[d.number][0][CHUNK * d.decision :][:CHUNK] for d in waiting])
-
-    plain, order = played(MAKERS["two_bins"])
+    plain, order = played(MAKERS["two_bins"], 2, EPISODES[:4])
     monkeypatch.setattr(Failing, "how", how)
     monkeypatch.setattr(Failing, "times", times)
-    found, order_of_failing = played(partial(gymnasium.make, FAILING_ID))
+    found, order_of_failing = played(partial(gymnasium.make, FAILING_ID), 2, EPISODES[:4])
     assert Failing.times == 0
     failed = found.pop(1) if times == 3 else None
     assert found == {number: one for number, one in plain.items() if failed is None or number != 1}
@@ -140,7 +132,7 @@ def test_an_environment_that_fails_costs_its_episode_at_most(monkeypatch, how, t
 
 
 FAILING_ID = "Failing-v0"
-gymnasium.register(FAILING_ID, entry_point=Failing, max_episode_steps=GANTRY.episode_length)
+gymnasium.register(FAILING_ID, entry_point=Failing, max_episode_steps=EPISODE_LENGTH)
 
 
 @pytest.mark.parametrize("limit", [10, 12])
@@ -200,15 +192,14 @@ def test_only_the_first_reset_of_an_environment_may_take_long(monkeypatch):
     playing = Stage(MAKERS, 1, step_limit_s=60)
     playing.advance(EPISODES[:1])
     playing.advance(EPISODES[1:2], np.zeros((1, 60, 3), np.float32))
-    steps = GANTRY.episode_length
+    steps = EPISODE_LENGTH
     assert limits == [stage.MAKE_LIMIT_S] * 2 + [60] * steps + [60]
 
 
 def test_it_looks_only_where_a_policy_does(monkeypatch):
     playing = Stage(MAKERS, 1, step_limit_s=60)
     looks = []
-    noted = replace(GANTRY, render=lambda *seen: looks.append(1) or GANTRY.render(*seen))
-    monkeypatch.setattr(two_bins.TwoBins, "robot", noted)
+    monkeypatch.setattr(two_bins_scene, "render", lambda *seen: looks.append(1) or render(*seen))
     (_, (decision,)), _ = playing.advance([begun(5)])
     assert decision == Decision(5, 0, decision.instruction) and len(looks) == 1
     playing.advance([], np.zeros((1, 6, 3), np.float32))

@@ -13,7 +13,7 @@ import json
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -28,8 +28,8 @@ from lerobot.utils.import_utils import register_third_party_plugins
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.contract import checked
 from vla_finetuning.envs.libero import DrawnOnDemand
-from vla_finetuning.envs.protocol import Maker, choose_gl, initial_states, load_package
-from vla_finetuning.envs.two_bins_scene import GANTRY, Robot
+from vla_finetuning.envs.protocol import Maker, attribute, choose_gl, load_package
+from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, EPISODE_LENGTH, FPS
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
@@ -49,9 +49,9 @@ def _features(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, PolicyFe
     return features, {key: f"{OBS_IMAGES}.{key.partition('/')[2]}" if "/" in key else _SHOWN[key][0] for key in shapes}
 
 
-def _of_robot(robot: Robot) -> tuple[dict[str, PolicyFeature], dict[str, str]]:
-    vectors = dict.fromkeys((ACTION, "agent_pos"), (len(robot.dimensions),))
-    return _features(vectors | {f"pixels/{name}": (*size, 3) for name, size in robot.cameras.items()})
+def _gantry_features() -> tuple[dict[str, PolicyFeature], dict[str, str]]:
+    vectors = dict.fromkeys((ACTION, "agent_pos"), (len(AXES),))
+    return _features(vectors | {f"pixels/{name}": (*size, 3) for name, size in CAMERAS.items()})
 
 
 @EnvConfig.register_subclass("two_bins")
@@ -60,15 +60,15 @@ class TwoBinsConfig(EnvConfig):
     """The demo's gantry (`two_bins.TwoBins`). Its only task says in every episode where to go."""
 
     task: str | None = two_bins.GYM_ID.partition("/")[2]
-    fps: int = GANTRY.fps
-    episode_length: int = GANTRY.episode_length
+    fps: int = FPS
+    episode_length: int = EPISODE_LENGTH
     render_mode: str = "rgb_array"
     # Whether an episode ends with its success; otherwise it goes on to episode_length.
     terminates: bool = True
     # Bins of four colours, square or round, named by colour, by side, by shape or by the other bin.
     many_instructions: bool = False
-    features: dict[str, PolicyFeature] = field(default_factory=lambda: _of_robot(GANTRY)[0])
-    features_map: dict[str, str] = field(default_factory=lambda: _of_robot(GANTRY)[1])
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _gantry_features()[0])
+    features_map: dict[str, str] = field(default_factory=lambda: _gantry_features()[1])
 
     @property
     def package_name(self) -> str:
@@ -108,13 +108,9 @@ class MetaworldConfig(MetaworldEnv):
                 f"image_size={list(self.image_size)}, episode_length={self.episode_length}: expected [height, width] "
                 f"of at least 8, and at most {metaworld.EPISODE_LENGTH} steps"
             )
-        shapes: dict[str, tuple[int, ...]] = {
-            "pixels": (*self.image_size, 3),
-            "agent_pos": (4,),
-            "environment_state": (39,),
-        }
-        shapes = {key: shape for key, shape in shapes.items() if key in self.obs_type}
-        self.features, self.features_map = _features({**shapes, ACTION: (4,)})
+        shapes = {"pixels": (*self.image_size, 3), "agent_pos": (4,), "environment_state": (39,)}
+        shown = {key: shape for key, shape in shapes.items() if key in self.obs_type}
+        self.features, self.features_map = _features({**shown, ACTION: (4,)})
 
     @property
     def type(self) -> str:
@@ -235,11 +231,10 @@ def is_own(config: EnvConfig) -> bool:
 
 
 def task_makers(config: EnvConfig) -> dict[str, Maker]:
-    """The tasks of an environment in LeRobot's order, and how a process makes each: what LeRobot's `make_env` makes.
+    """Return how a process makes each task's environment, as LeRobot's `make_env`, in LeRobot's order.
 
-    Runs on the driver. What is made keeps to the contract (`contract.Contract`). An environment of one task goes by its
-    type's name, `pusht`; Meta-World's tasks by their own, `reach-v3`; others by suite and number, `libero_10/3`. Those
-    that gymnasium registers are made by processes that need not know LeRobot.
+    Runs on the driver. An environment of one task goes by its type's name, `pusht`; Meta-World's tasks by their own,
+    `reach-v3`; others by suite and number, `libero_10/3`. Those that gymnasium registers are made without LeRobot.
 
     Raises:
         ValueError: what the environment needs is not installed, or it has no such task.
@@ -284,8 +279,7 @@ def longest_episode(config: EnvConfig) -> int | None:
 
 
 def initial_state_counts(config: EnvConfig) -> dict[str, int]:
-    """Return how many initial states each task has, of the tasks that have a list of them; others draw theirs from the
-    seed.
+    """Return how many initial states each task has, where it has a list of them; others draw theirs from the seed.
 
     What says so is `initial_states` of a configuration, for all of its tasks, or of an environment: a count, or None.
 
@@ -295,20 +289,16 @@ def initial_state_counts(config: EnvConfig) -> dict[str, int]:
     count = getattr(config, "initial_states", None)
     if count is not None:
         return dict.fromkeys(task_makers(config), count)
+    counts: dict[str, int | None] = {}
     if is_own(config) and type(config).create_envs is EnvConfig.create_envs:
-        listed = {}
         for task, make in task_makers(config).items():
             with contextlib.closing(make()) as env:
-                listed[task] = initial_states(env)
-        return {task: states for task, states in listed.items() if states is not None}
-    if type(config).create_envs is EnvConfig.create_envs or isinstance(config, MetaworldConfig):
-        return {}
-    return {
-        f"{suite}/{task_id}": count
-        for suite, vectors in _create_envs(config).items()
-        for task_id, vector in vectors.items()
-        if (count := initial_states(_adapted(config, vector.envs[0]))) is not None
-    }
+                counts[task] = attribute(env, "initial_states")
+    elif type(config).create_envs is not EnvConfig.create_envs and not isinstance(config, MetaworldConfig):
+        for suite, vectors in _create_envs(config).items():
+            for task_id, vector in vectors.items():
+                counts[f"{suite}/{task_id}"] = attribute(_adapted(config, vector.envs[0]), "initial_states")
+    return {task: count for task, count in counts.items() if count is not None}
 
 
 def how_drawn(config: EnvConfig) -> dict[str, Any]:
@@ -319,9 +309,7 @@ def how_drawn(config: EnvConfig) -> dict[str, Any]:
 
 
 def drawn_for(folder: Path) -> Any:
-    """Return how the pictures that a policy was trained on were drawn, as its folder says; nothing
-    where it does not.
-    """
+    """Return how the pictures that a policy was trained on were drawn, as its folder says, or None."""
     return read_json(folder / ENVIRONMENT_NAME).get("drawn")
 
 
@@ -344,7 +332,7 @@ def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
 
 
 def _create_envs(config: EnvConfig) -> dict[str, dict[int, Any]]:
-    """LeRobot's vector environments, of one environment each, by suite and task. They load their simulators later."""
+    """Make LeRobot's vector environments, of one environment each, by suite and task."""
     choose_gl()
     printed = io.StringIO()
     try:
@@ -377,15 +365,13 @@ def _no_input() -> Iterator[None]:
 
 
 def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[Any, Any]:
-    """The environment of one task, which ends where LeRobot's evaluation ends it. Runs in a process that simulates."""
-    changes: dict[str, Any] = {}
+    """Make the environment of one task, which ends where LeRobot's evaluation ends it."""
+    changes: dict[str, Any] = {"task_ids": [task_id]} if hasattr(config, "task_ids") else {}
     if suite in [name.strip() for name in str(config.task).split(",")]:  # not so where a name stands for several suites
         changes["task"] = suite
-    if "task_ids" in {field.name for field in fields(config)}:
-        changes["task_ids"] = [task_id]
     env = _create_envs(replace(config, **changes))[suite][task_id].envs[0]
-    limit = getattr(env.unwrapped, "_max_episode_steps", None)
-    return _adapted(config, env) if limit is None else gymnasium.wrappers.TimeLimit(_adapted(config, env), limit)
+    limit, env = getattr(env.unwrapped, "_max_episode_steps", None), _adapted(config, env)
+    return env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
 
 
 def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
@@ -394,13 +380,12 @@ def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[A
 
 
 def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:
-    """`--env.type` and the type's own options ("--episode_length=30") to LeRobot's configuration of it.
+    """Return LeRobot's configuration of `--env.type` with the type's own options ("--episode_length=30").
 
     "--discover_packages_path=PACKAGE" imports what registers it; installed packages lerobot_env_* are found anyway.
 
     Raises:
-        ValueError: no such type; an option that it does not have; an environment that would be code from the Hub; a
-            package that cannot be imported.
+        ValueError: no such type or option, code from the Hub, or a package that cannot be imported.
     """
     packages = [option.removeprefix(DISCOVER) for option in options if option.startswith(DISCOVER)]
     options = [option for option in options if not option.startswith(DISCOVER)]

@@ -28,22 +28,20 @@ class ContractError(ValueError):
 
 
 class Contract(gymnasium.Wrapper):
-    """An environment whose observations, rewards and infos are looked at, and passed on as they are.
+    """An environment whose observations, rewards and infos are checked, and passed on as they are.
+
+    `reset` and `step` raise ContractError, and ValueError where what is observed is not finite: other scenes may be.
 
     Args:
         shapes: of what is observed, by its name, "pixels/top"; nothing is expected of other names.
-        is_own: whether nobody has checked it here: its step limit, and once in a process that it repeats by its seed.
-    Raises:
-        ContractError: by `reset` and `step`: it does what another attempt would repeat.
-        ValueError: by `reset` and `step`: what is observed is not finite; other scenes may be.
+        is_own: also check that it has a step limit, and once in a process that its seed decides.
     """
 
     _repeats: ClassVar[bool] = False
 
     def __init__(self, env: gymnasium.Env[Any, Any], shapes: Mapping[str, Sequence[int]], is_own: bool) -> None:
         super().__init__(env)
-        self._shapes, self._is_own = {key: tuple(shape) for key, shape in shapes.items()}, is_own
-        self._steps, self._has_said = 0, False
+        self._shapes, self._is_own, self._steps, self._has_said = shapes, is_own, 0, False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if self._is_own and not any(isinstance(env, gymnasium.wrappers.TimeLimit) for env in _layers(self.env)):
@@ -98,11 +96,11 @@ class Contract(gymnasium.Wrapper):
                     f"shows {', '.join(found)}"
                 )
             dtype, is_image = found[key].dtype, key.startswith("pixels")
-            if found[key].shape != shape or (dtype != np.uint8 if is_image else dtype.kind not in "biuf"):
+            if found[key].shape != tuple(shape) or (dtype != np.uint8 if is_image else dtype.kind not in "biuf"):
                 kind = "uint8 (height, width, channels)" if is_image else "numbers"
                 raise ContractError(
-                    f"{self._name} shows '{key}' as {dtype} {found[key].shape} {self._when}: expected {kind} {shape}, "
-                    "as its configuration's features have it"
+                    f"{self._name} shows '{key}' as {dtype} {found[key].shape} {self._when}: expected {kind} "
+                    f"{tuple(shape)}, as its configuration's features have it"
                 )
         for key, array in found.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -125,10 +123,8 @@ def checked(
     """Make an environment that keeps to the contract. Runs in a process that simulates.
 
     Args:
-        make: a pickled `Maker`, which may need what follows. packages: of --env.discover_packages_path. module: that
-            registers it; None where it is LeRobot's or ours. shapes: as `Contract` takes them.
-    Raises:
-        ValueError: a package cannot be imported here.
+        make: a pickled `Maker`. packages, module: which it needs, and which must be importable here. module: None where
+            the environment is LeRobot's or ours. shapes: as `Contract` takes them.
     """
     for package in packages:
         load_package(package)

@@ -10,35 +10,31 @@ class InitialStates:
     """A task's list of initial states. Episode number k begins in state k modulo their count, as in LeRobot's LIBERO.
 
     Attributes:
-        count: of the list. reserved: states that only evaluation uses, ascending; none where all are used by both.
+        count: of the list. reserved: how many of the last states only evaluation uses; 0: all are used by both.
     """
 
     count: int
-    reserved: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not all(0 <= state < self.count for state in self.reserved) or len(set(self.reserved)) >= self.count:
-            raise ValueError(f"of {self.count} initial states, {list(self.reserved)} cannot be reserved for evaluation")
+    reserved: int = 0
 
     @property
-    def trained(self) -> tuple[int, ...]:
-        """States that training uses, ascending."""
-        return tuple(state for state in range(self.count) if state not in self.reserved)
+    def trained(self) -> range:
+        """Return the states that training uses."""
+        return range(self.count - self.reserved)
 
     @property
-    def evaluated(self) -> tuple[int, ...]:
-        """States that evaluation uses, ascending."""
-        return self.reserved or tuple(range(self.count))
+    def evaluated(self) -> range:
+        """Return the states that evaluation uses."""
+        return range(self.count - self.reserved, self.count) if self.reserved else range(self.count)
 
     def train_number(self, nth: int) -> int:
-        """The number of the n-th training episode, from 0: the states of training in turns."""
+        """Return the number of the n-th training episode, from 0: the states of training in turns."""
         return self._number(self.trained, nth)
 
     def eval_number(self, nth: int) -> int:
-        """The number of the n-th evaluation episode, from 0: the states of evaluation in turns. No number twice."""
+        """Return the number of the n-th evaluation episode, from 0: the states of evaluation in turns, none twice."""
         return self._number(self.evaluated, nth)
 
-    def _number(self, states: tuple[int, ...], nth: int) -> int:
+    def _number(self, states: range, nth: int) -> int:
         turn, place = divmod(nth, len(states))
         return states[place] + turn * self.count
 
@@ -47,7 +43,7 @@ def reserve_last(counts: dict[str, int], reserved: int) -> dict[str, InitialStat
     """Reserve the last states of each task for evaluation.
 
     Args:
-        counts: initial states of each task. reserved: states of each task.
+        counts: initial states of each task. reserved: of each task.
     Raises:
         ValueError: a task would have none left to train on.
     """
@@ -57,4 +53,4 @@ def reserve_last(counts: dict[str, int], reserved: int) -> dict[str, InitialStat
                 f"{task} has {count} initial states, and --grpo.reserved_states={reserved} of them are held out of "
                 "training: give fewer; with 0, evaluation is on states that were trained"
             )
-    return {task: InitialStates(count, tuple(range(count - reserved, count))) for task, count in counts.items()}
+    return {task: InitialStates(count, reserved) for task, count in counts.items()}

@@ -30,10 +30,7 @@ class DrawnOnDemand(gymnasium.Wrapper):
 
     @property
     def initial_states(self) -> int | None:
-        """Number of states that LeRobot loaded for the task; a reset takes `init_state_id` modulo it.
-
-        None with `--env.init_states=false`.
-        """
+        """Return how many states LeRobot loaded for the task; None with `--env.init_states=false`."""
         states = cast(Any, self.unwrapped)._init_states
         return None if states is None else len(states)
 
@@ -58,10 +55,7 @@ class DrawnOnDemand(gymnasium.Wrapper):
 
 
 class _Camera:
-    """A sensor of robosuite's that draws where it is asked for, and otherwise shows the last image.
-
-    robosuite draws at the first of a control step's substeps; asked or not, that stays so.
-    """
+    """A sensor of robosuite's that shows the last image where rendering is off."""
 
     def __init__(self, env: DrawnOnDemand, draw: Sensor, last: np.ndarray) -> None:
         self._asked, self._draw, self._last = env, draw, last

@@ -31,20 +31,17 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     An action is how far the gripper goes in x, y, z (1 is a centimetre) and the force of its fingers, float (4,) in
     [-1, 1]. The episode ends with the first step of success. Where things are is a function of `reset(seed=...)`
-    alone; seeds, states and, at 480x480 in full quality, pictures are those of LeRobot 0.6.1's `MetaworldEnv` (of the
-    pictures, a few values in a million are rounded otherwise).
+    alone; seeds, states and, at 480x480 in full quality, pictures are those of LeRobot 0.6.1's `MetaworldEnv`.
 
     Args:
         task: by Meta-World's name.
         instruction: for the policy.
         obs_type: what is observed. `pixels`: the camera, uint8 (H, W, 3). `agent_pos`: where the gripper is, in metres,
             and how far it is open, float64 (4,). `environment_state`: what scripted experts see, float64 (39,).
-        image_size: H, W.
-        quality: of QUALITIES.
+        image_size: H, W. quality: of QUALITIES.
     Attributes:
-        rendering: whether steps look through the camera, which takes nearly all of their time. Off, images are black.
+        rendering: whether steps look through the camera. Off, images are black.
         environment_state: as above, of the last step.
-        dimension_names, robot_type: of state and action and of the robot, as a dataset calls them.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
@@ -79,15 +76,13 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._env.model.cam_pos[self._env.model.camera(CAMERA).id] = CAMERA_POSITION
         self._renderer: Any = None
 
-        pixels = spaces.Box(0, 255, (*self._size, 3), np.uint8)
-        vector = {"agent_pos": 4, "environment_state": 39}
-        self._keys = [key for key in ("pixels", *vector) if key in obs_type]
-        self.observation_space = spaces.Dict(
-            {
-                key: pixels if key == "pixels" else spaces.Box(-np.inf, np.inf, (vector[key],), np.float64)
-                for key in self._keys
-            }
-        )
+        shown: dict[str, spaces.Space[Any]] = {
+            "pixels": spaces.Box(0, 255, (*self._size, 3), np.uint8),
+            "agent_pos": spaces.Box(-np.inf, np.inf, (4,), np.float64),
+            "environment_state": spaces.Box(-np.inf, np.inf, (39,), np.float64),
+        }
+        self._shown = {key: space for key, space in shown.items() if key in obs_type}
+        self.observation_space = spaces.Dict(self._shown)
         self.action_space = spaces.Box(-1, 1, (4,), np.float32)
 
     def reset(
@@ -121,9 +116,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._renderer.render()[::-1, ::-1].copy()
 
     def expert_action(self) -> np.ndarray:
-        """Return what `expert` does now, float32 (4,). It may remember: of an episode in which nobody
-        else has acted.
-        """
+        """Return what `expert` does now, float32 (4,), where nobody else has acted: it may remember."""
         self._expert = self._expert or expert(self.task)
         return self._expert(self.environment_state)
 
@@ -141,18 +134,18 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     def _observation(self) -> dict[str, Any]:
         seen: dict[str, Any] = {}
-        for key in self._keys:
-            if key == "pixels":
-                seen[key] = self.render() if self.rendering else np.zeros((*self._size, 3), np.uint8)
-            else:
-                seen[key] = self.environment_state[: 4 if key == "agent_pos" else None].copy()
+        if "pixels" in self._shown:
+            seen["pixels"] = self.render() if self.rendering else np.zeros((*self._size, 3), np.uint8)
+        for key, width in (("agent_pos", 4), ("environment_state", 39)):
+            if key in self._shown:
+                seen[key] = self.environment_state[:width].copy()
         return seen
 
 
 def expert(task: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Meta-World's scripted expert of a task: an environment's state (39,) to an action, float32 (4,) in [-1, 1].
+    """Return Meta-World's scripted expert of a task: an environment's state (39,) to an action, float32 (4,).
 
-    What it says is cut to what the environment executes, so that a dataset holds what was done.
+    It is cut to [-1, 1], which the environment executes, so that a dataset holds what was done.
     """
     from metaworld.policies import ENV_POLICY_MAP
 

@@ -18,6 +18,7 @@ Its configuration is a LeRobot `EnvConfig`; `configs.task_makers` makes environm
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -38,54 +39,42 @@ Observation = dict[str, Any]
 Maker = Callable[[], gymnasium.Env[Any, Any]]
 
 
-def initial_states(env: gymnasium.Env[Any, Any]) -> int | None:
-    """Return how many states an environment's list of initial states has, by its `initial_states`; None: it has no
-    list.
-    """
-    return env.get_wrapper_attr("initial_states") if env.has_wrapper_attr("initial_states") else None
+def attribute(env: gymnasium.Env[Any, Any], name: str, default: Any = None) -> Any:
+    """Return an optional attribute of an environment or of what it wraps."""
+    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
 
 
 def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
-    """Have the next reset begin from a state of the environment's list, where it has one, as LeRobot's LIBERO."""
+    """Have the next reset begin from a state of the environment's list, where it has one."""
     if hasattr(env.unwrapped, "init_state_id"):
         cast(Any, env.unwrapped).init_state_id = number
 
 
 def look_on_demand(env: gymnasium.Env[Any, Any], look: bool) -> None:
-    """Return whether the next steps look through the cameras, where an environment can go without: its `rendering`.
-
-    Rendering is what most environments spend their time on.
-    """
+    """Set whether the next steps look through the cameras, on which most environments spend their time."""
     env.set_wrapper_attr("rendering", look, force=False)
 
 
 def looked(env: gymnasium.Env[Any, Any]) -> bool:
     """Return whether the images observed last are of the state that it is in."""
-    return not env.has_wrapper_attr("rendering") or bool(env.get_wrapper_attr("rendering"))
+    return bool(attribute(env, "rendering", True))
 
 
 def choose_gl() -> None:
-    """Have simulators that draw with OpenGL do so without a screen, by what this machine has for it.
-
-    Call before they are imported: they look then. Mesa, where it draws on CPUs, gets one thread in each process.
-    """
+    """Have simulators draw without a screen, Mesa with one thread. Call before they are imported: they look then."""
     os.environ.setdefault("LP_NUM_THREADS", "1")
     if sys.platform != "linux" or "MUJOCO_GL" in os.environ:
         return
     for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")):
-        try:
+        with contextlib.suppress(OSError):
             ctypes.CDLL(library)
-        except OSError:
-            continue
-        os.environ["MUJOCO_GL"] = name
-        os.environ.setdefault("PYOPENGL_PLATFORM", name)
-        return
+            os.environ["MUJOCO_GL"] = name
+            os.environ.setdefault("PYOPENGL_PLATFORM", name)
+            return
 
 
 def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
-    """Return what tells an environment's state from others: its own `state_hash()`, otherwise a digest of what is
-    observed.
-    """
+    """Return what tells an environment's state from others: its `state_hash()`, or a digest of what is observed."""
     if env.has_wrapper_attr("state_hash"):
         return str(env.get_wrapper_attr("state_hash")())
     digest = hashlib.sha256()
@@ -98,11 +87,11 @@ def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
 
 def map_arrays(function: Callable[..., np.ndarray], *observations: Observation) -> Observation:
     """Return what a function makes of the arrays that observations have by one name, by this name."""
-
-    def of(*values: Any) -> Any:
-        return map_arrays(function, *values) if isinstance(values[0], Mapping) else function(*values)
-
-    return {key: of(*(observation[key] for observation in observations)) for key in observations[0]}
+    mapped = {}
+    for key, first in observations[0].items():
+        values = [observation[key] for observation in observations]
+        mapped[key] = map_arrays(function, *values) if isinstance(first, Mapping) else function(*values)
+    return mapped
 
 
 def stack(observations: Sequence[Observation]) -> Observation:

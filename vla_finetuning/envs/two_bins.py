@@ -15,25 +15,24 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, MANY_COLOURS, Robot, draw_scene
+from vla_finetuning.envs import two_bins_scene
+from vla_finetuning.envs.two_bins_scene import HIGH, INSTRUCTIONS, LOW, MANY_COLOURS, draw_scene
 
 GYM_ID = "vla_finetuning/TwoBins-v0"
 # Within so much of the bin's middle, the gripper (4 cm wide) is wholly over the bin (15 cm wide). It need not stop: at
-# the gantry's full speed, its 4 frames fit into 9 of the 10 cm, so that every third straight pass through the very
-# middle counts.
+# full speed, 4 frames fit into 9 of the 10 cm.
 GOAL_RADIUS_CM = 5.0
 RENDER_SCALE = 4
 
 
 class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """A robot, two bins, and an instruction that names one of them.
+    """A gantry, two bins, and an instruction that names one of them.
 
-    An action is the state that the robot is to reach, float (S,): the gripper's place in cm. It goes there as fast as
-    its drives can, and no further than it can reach. The episode ends when the gripper has stayed within
-    `GOAL_RADIUS_CM` of a bin's middle for `Robot.dwell_frames` frames in a row: a success, and reward 1, if it is the
-    bin of the instruction. A straight pass at full speed counts in a third of the cases if it is through the middle,
-    and in 8 % if it is aimed at any point within 5 cm of it in x and y. `info["reached"]` is the colour of that bin, ""
-    before, and while the gripper is elsewhere. Scene and instruction are functions of `reset(seed=...)` alone.
+    An action is where the gripper is to go, float (3,) in cm. It goes there as fast as the drives can, and no further
+    than they reach. The episode ends when the gripper has stayed within `GOAL_RADIUS_CM` of a bin's middle for
+    `DWELL_FRAMES` frames in a row: a success, and reward 1, if it is the bin of the instruction. `info["reached"]` is
+    the colour of that bin, "" before, and while the gripper is elsewhere. Scene and instruction are functions of
+    `reset(seed=...)` alone.
 
     Args:
         terminates: whether an episode ends there; otherwise it goes on to its time limit, so that success at the end is
@@ -41,37 +40,29 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         many_instructions: bins have two of four colours and are square or round, and the instruction names one by its
             colour, its side, its shape, or the other bin (`Scene.many_instructions`).
     Attributes:
-        task_description: the instruction, as LeRobot asks for it.
-        rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
+        rendering: whether steps look through the cameras. Off, images are black.
         rendering_s: seconds spent on that; the reader may reset it.
-        dimension_names, robot_type: of state and action and of the robot, as a dataset calls them.
     """
 
-    robot: Robot = GANTRY
-    metadata = {"render_modes": ["rgb_array"], "render_fps": GANTRY.fps}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": two_bins_scene.FPS}
+    robot_type = two_bins_scene.ROBOT_TYPE
+    dimension_names = dict.fromkeys(("observation.state", "action"), two_bins_scene.AXES)
+    action_space = spaces.Box(LOW, HIGH, dtype=np.float32)
+    observation_space = spaces.Dict(
+        {
+            "agent_pos": spaces.Box(LOW, HIGH, dtype=np.float32),
+            "pixels": spaces.Dict(
+                {name: spaces.Box(0, 255, (*size, 3), np.uint8) for name, size in two_bins_scene.CAMERAS.items()}
+            ),
+        }
+    )
 
     def __init__(
         self, render_mode: str | None = None, terminates: bool = True, many_instructions: bool = False
     ) -> None:
         self.render_mode, self._terminates, self._many = render_mode, terminates, many_instructions
         self.rendering, self.rendering_s = True, 0.0
-        self._low, self._high = (np.array(limit, np.float32) for limit in (self.robot.low, self.robot.high))
-        cameras: dict[str, spaces.Space[Any]] = {
-            name: spaces.Box(0, 255, (*size, 3), np.uint8) for name, size in self.robot.cameras.items()
-        }
-        self.action_space = spaces.Box(self._low, self._high, dtype=np.float32)
-        self.observation_space = spaces.Dict(
-            {"agent_pos": spaces.Box(self._low, self._high, dtype=np.float32), "pixels": spaces.Dict(cameras)}
-        )
         self.task = self.task_description = ""
-
-    @property
-    def dimension_names(self) -> dict[str, list[str]]:
-        return {key: list(self.robot.dimensions) for key in ("observation.state", "action")}
-
-    @property
-    def robot_type(self) -> str:
-        return self.robot.robot_type
 
     @property
     def subtask(self) -> str:
@@ -92,7 +83,7 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         plain = {text: colour for colour, text in INSTRUCTIONS.items()}
         instructions = list((self._scene.many_instructions if self._many else plain).items())
         self.task_description, self.task = instructions[int(self.np_random.integers(len(instructions)))]
-        self._state = self.robot.start(self._scene)
+        self._state = np.array(self._scene.start, np.float32)
         self._frame = 0
         colours = [colour for colour in MANY_COLOURS if colour in (self._scene.left, self._scene.right)]
         self._frames_over, self._stayed = dict.fromkeys(colours, 0), list[str]()
@@ -101,16 +92,15 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         target = np.asarray(action, np.float32)
         if target.shape != self.action_space.shape or not np.isfinite(target).all():
-            names = ", ".join(self.robot.dimensions)
+            names = ", ".join(two_bins_scene.AXES)
             raise ValueError(f"the {self.robot_type} cannot go to {action!r:.200}; expected {names}, finite numbers")
-        moved = self.robot.move(self._state, np.clip(target, self._low, self._high))
-        self._state = np.clip(moved, self._low, self._high)
+        moved = two_bins_scene.move(self._state, np.clip(target, LOW, HIGH))
+        self._state = np.clip(moved, LOW, HIGH)
         self._frame += 1
-        position = self.robot.position(self._state)
         for colour in self._frames_over:
-            distance = float(np.linalg.norm(position - np.array(self._scene.place(colour), np.float32)))
+            distance = float(np.linalg.norm(self._state - np.array(self._scene.place(colour), np.float32)))
             self._frames_over[colour] = self._frames_over[colour] + 1 if distance <= GOAL_RADIUS_CM else 0
-            if self._frames_over[colour] == self.robot.dwell_frames and colour not in self._stayed:
+            if self._frames_over[colour] == two_bins_scene.DWELL_FRAMES and colour not in self._stayed:
                 self._stayed.append(colour)
         info = self._info()
         return self._observation(), float(info["is_success"]), self._terminates and bool(info["reached"]), False, info
@@ -119,14 +109,12 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         """The table from above, uint8 (H, W, 3), larger than the policy sees it."""
         if self.render_mode is None:
             return None
-        above = next(iter(self.robot.render(self._scene, self._state).values()))
+        above = next(iter(two_bins_scene.render(self._scene, self._state).values()))
         return above.repeat(RENDER_SCALE, 0).repeat(RENDER_SCALE, 1)
 
     def expert_action(self) -> np.ndarray:
-        """Return what the demonstrator does in this frame, of an episode in which nobody else has
-        acted; float32 (S,).
-        """
-        _, actions = self.robot.demonstrate(self._scene, self.task)
+        """Return what the demonstrator does in this frame, where nobody else has acted; float32 (3,)."""
+        _, actions = two_bins_scene.demonstrate(self._scene, self.task)
         return actions[min(self._frame, len(actions) - 1)]
 
     def state_hash(self) -> str:
@@ -139,10 +127,10 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     def _observation(self) -> dict[str, Any]:
         if self.rendering:
             started = time.perf_counter()
-            pixels = self.robot.render(self._scene, self._state)
+            pixels = two_bins_scene.render(self._scene, self._state)
             self.rendering_s += time.perf_counter() - started
         else:
-            pixels = {name: np.zeros((*size, 3), np.uint8) for name, size in self.robot.cameras.items()}
+            pixels = {name: np.zeros((*size, 3), np.uint8) for name, size in two_bins_scene.CAMERAS.items()}
         return {"agent_pos": self._state.copy(), "pixels": pixels}
 
     def _info(self) -> dict[str, Any]:
@@ -150,4 +138,4 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         return {"is_success": reached == self.task, "reached": reached}
 
 
-gymnasium.register(GYM_ID, entry_point=f"{__name__}:TwoBins", max_episode_steps=GANTRY.episode_length)
+gymnasium.register(GYM_ID, entry_point=f"{__name__}:TwoBins", max_episode_steps=two_bins_scene.EPISODE_LENGTH)

@@ -6,7 +6,7 @@ the cameras show it; which of them to go to, only the instruction says. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class Scene:
 
 
 def draw_scene(rng: np.random.Generator, many_colours: bool = False) -> Scene:
-    """A scene at random: which bin is red, and the gripper anywhere on the robot's side of the table.
+    """Draw a scene: which bin is red, and the gripper anywhere on the robot's side of the table.
 
     Args:
         many_colours: draw both bins' colours, two of the four of `MANY_COLOURS`, and their shapes.
@@ -71,66 +71,18 @@ def draw_scene(rng: np.random.Generator, many_colours: bool = False) -> Scene:
     return Scene(left, right, (float(x), float(y), float(z)), *shapes)
 
 
-@dataclass(frozen=True)
-class Robot:
-    """A robot that can do the task, as its dataset and its environment need to know it.
-
-    S is its number of joints or axes; state and action are float32 (S,) and name the same: where they are, and where
-    they are to be one frame later.
-
-    Attributes:
-        robot_type: as a dataset names it. fps: frames per second.
-        dimensions: names of the S, with their units.
-        low, high: what they can reach, S numbers each.
-        cameras: height and width of each camera's image, by its name.
-        start: a scene to the state that an episode begins in.
-        position: a state to the gripper's place, float (3,) in cm.
-        move: a state and a target within the limits to the state a frame later.
-        demonstrate: a scene and a colour to states and actions, float32 (N, S), of the way to the bin of that colour.
-        render: a scene and a state to each camera's image, uint8 (H, W, 3).
-    """
-
-    robot_type: str
-    fps: int
-    dimensions: Sequence[str]
-    low: Sequence[float]
-    high: Sequence[float]
-    cameras: Mapping[str, tuple[int, int]]
-    start: Callable[[Scene], np.ndarray]
-    position: Callable[[np.ndarray], np.ndarray]
-    move: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    demonstrate: Callable[[Scene, str], tuple[np.ndarray, np.ndarray]]
-    render: Callable[[Scene, np.ndarray], dict[str, np.ndarray]]
-
-    @property
-    def dwell_frames(self) -> int:
-        """Frames in a row over a bin after which the episode ends."""
-        return round(DWELL_S * self.fps)
-
-    @property
-    def episode_length(self) -> int:
-        """Frames after which an episode ends in any case."""
-        return round(EPISODE_S * self.fps)
-
-
-def straight_path(start: Sequence[float], goal: Sequence[float], cm_per_frame: float, dwell_frames: int) -> np.ndarray:
-    """Places on the way at constant speed, and some more at its end, float64 (N, 3) in cm."""
-    begin, end = np.array(start), np.array(goal)
-    distance = float(np.linalg.norm(end - begin))
-    travelled = np.minimum(np.arange(int(np.ceil(distance / cm_per_frame))) * cm_per_frame, distance)
-    path = begin + (end - begin) * (travelled / distance)[:, None]
-    return np.concatenate([path, np.tile(end, (dwell_frames + 1, 1))])
-
-
 # ---- the gantry -----------------------------------------------------------------------------------------------------
 
-FPS = 10
+ROBOT_TYPE, FPS = "tabletop_gantry", 10
 AXES = ["x_cm", "y_cm", "z_cm"]
+# What it can reach.
+LOW, HIGH = (np.array(limits, np.float32) for limits in zip(TABLE_X, TABLE_Y, TABLE_Z, strict=True))
 CAMERAS = {"top": (64, 96), "front": (56, 56), "wrist": (48, 48)}
 SPEED_CM_PER_FRAME = 2.5
 # The most that the drives move in a frame.
 MAX_CM_PER_FRAME = 3.0
-DWELL_FRAMES = round(DWELL_S * FPS)
+# Frames in a row over a bin after which an episode ends, and after which it ends in any case.
+DWELL_FRAMES, EPISODE_LENGTH = round(DWELL_S * FPS), round(EPISODE_S * FPS)
 
 
 def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
@@ -139,7 +91,11 @@ def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         State and action, float32 (N, 3), in cm: the gripper's position, and its target one frame later.
     """
-    path = straight_path(scene.start, scene.place(colour), SPEED_CM_PER_FRAME, DWELL_FRAMES).astype(np.float32)
+    begin, end = np.array(scene.start), np.array(scene.place(colour))
+    distance = float(np.linalg.norm(end - begin))
+    travelled = np.arange(0, distance, SPEED_CM_PER_FRAME)
+    path = begin + (end - begin) * (travelled / distance)[:, None]
+    path = np.concatenate([path, np.tile(end, (DWELL_FRAMES + 1, 1))]).astype(np.float32)
     return path[:-1], path[1:]
 
 
@@ -151,16 +107,17 @@ def move(position: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def render(scene: Scene, position: np.ndarray) -> dict[str, np.ndarray]:
-    """The three cameras' images of the gripper at `position`, uint8 (H, W, 3) each.
+    """Return the three cameras' images of the gripper at `position`, uint8 (H, W, 3) each.
 
-    The top camera looks down on the table, the front camera along it (the gripper appears at its height), the wrist
-    camera straight down from the gripper and sees only what is near. A round bin is round from above alone.
+    The top camera looks down on the table, the front camera along it, the wrist camera straight down from the gripper
+    on what is near. A round bin is round from above alone.
     """
     x, y, z = (float(value) for value in position)
-    table = bins_above(scene)
-    front = [
-        Patch(bin_x, bin_z + 4.0, BIN_HALF_WIDTH, getattr(scene, side)) for side, (bin_x, _, bin_z) in BINS.items()
-    ]
+    table, front = [], []
+    for side, (bin_x, bin_y, bin_z) in BINS.items():
+        colour, shape = getattr(scene, side), getattr(scene, f"{side}_shape")
+        table.append(Patch(bin_x, bin_y, BIN_HALF_WIDTH, colour, shape))
+        front.append(Patch(bin_x, bin_z + 4.0, BIN_HALF_WIDTH, colour))
     near = (x - WRIST_HALF_VIEW, x + WRIST_HALF_VIEW), (y - WRIST_HALF_VIEW, y + WRIST_HALF_VIEW)
     return {
         "top": draw(CAMERAS["top"], TABLE_X, TABLE_Y, [*table, Patch(x, y, GRIPPER_HALF_WIDTH, "gripper")]),
@@ -179,14 +136,6 @@ class Patch(NamedTuple):
     shape: str = SHAPES[0]
 
 
-def bins_above(scene: Scene) -> list[Patch]:
-    """Return the bins as seen from above."""
-    return [
-        Patch(x, y, BIN_HALF_WIDTH, getattr(scene, side), getattr(scene, f"{side}_shape"))
-        for side, (x, y, _) in BINS.items()
-    ]
-
-
 def draw(
     size: tuple[int, int], horizontal: tuple[float, float], vertical: tuple[float, float], patches: Sequence[Patch]
 ) -> np.ndarray:
@@ -203,18 +152,3 @@ def draw(
             covered = (away_up <= half) & (away_across <= half)
         image[covered] = COLOURS[colour]
     return image
-
-
-GANTRY = Robot(
-    robot_type="tabletop_gantry",
-    fps=FPS,
-    dimensions=AXES,
-    low=(TABLE_X[0], TABLE_Y[0], TABLE_Z[0]),
-    high=(TABLE_X[1], TABLE_Y[1], TABLE_Z[1]),
-    cameras=CAMERAS,
-    start=lambda scene: np.array(scene.start, np.float32),
-    position=lambda state: state,
-    move=move,
-    demonstrate=demonstrate,
-    render=render,
-)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def writing_videos() -> Iterator[None]:
-    """While LeRobot writes a dataset: keep it quiet, and undo what its AV1 encoder does to this process.
+    """Keep LeRobot quiet while it writes a dataset, and undo what its AV1 encoder does to this process.
 
-    Quiet are progress bars and the encoder's and libav's remarks, per episode. Under root, as in a container, SVT-AV1
-    3.0 makes the thread that encodes a real-time one of the highest priority (SCHED_FIFO 99). Whatever starts from that
-    thread afterwards inherits it, a whole Ray cluster: threads that spin then never let others run.
+    Under root, as in a container, SVT-AV1 3.0 makes the thread that encodes a real-time one of the highest priority
+    (SCHED_FIFO 99). Whatever starts from it inherits that, a whole Ray cluster: threads that spin never let others run.
     """
     import av
     from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -44,11 +43,8 @@ def merge_datasets(repo_id: str, folders: Sequence[Path], root: Path) -> None:
 
 
 def _set_ordinary_priority(excluded: set[int]) -> None:
-    """Undo real-time scheduling of this process's threads, except of `excluded`.
-
-    Linux may leave a living thread out of a listing while others end, so look until two listings in a row have none.
-    """
-    empty = 0
+    """Undo real-time scheduling of this process's threads, except of `excluded`."""
+    empty = 0  # Linux may leave a living thread out of a listing while others end: look until two in a row have none
     while empty < 2:
         threads = _real_time_threads() - excluded
         empty = 0 if threads else empty + 1

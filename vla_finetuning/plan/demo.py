@@ -20,7 +20,7 @@ import numpy as np
 
 from vla_finetuning.environment import CACHE_DIR
 from vla_finetuning.envs import two_bins_scene
-from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Scene, draw_scene
+from vla_finetuning.envs.two_bins_scene import AXES, INSTRUCTIONS, ROBOT_TYPE, Scene, demonstrate, draw_scene
 from vla_finetuning.envs.writing import writing_videos
 from vla_finetuning.files import atomic_folder
 
@@ -93,27 +93,27 @@ def make_demo_dataset(
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    vector = {"dtype": "float32", "shape": (len(GANTRY.dimensions),), "names": list(GANTRY.dimensions)}
+    vector = {"dtype": "float32", "shape": (len(AXES),), "names": list(AXES)}
     features = {
         f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
-        for name, size in GANTRY.cameras.items()
+        for name, size in two_bins_scene.CAMERAS.items()
     } | {"observation.state": vector, "action": dict(vector)}
     with atomic_folder(folder) as partial, writing_videos():
         dataset = LeRobotDataset.create(
             REPO_ID,
-            GANTRY.fps,
+            two_bins_scene.FPS,
             features,
             root=partial,
-            robot_type=GANTRY.robot_type,
+            robot_type=ROBOT_TYPE,
             video_backend="pyav",  # the one that needs no system libraries
             video_files_size_in_mb=VIDEO_FILE_MB,
             data_files_size_in_mb=DATA_FILE_MB,
         )
         try:
             for scene, target, colour in episodes:
-                for state, action in zip(*GANTRY.demonstrate(scene, colour), strict=True):
+                for state, action in zip(*demonstrate(scene, colour), strict=True):
                     frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[target]}
-                    seen = GANTRY.render(scene, state).items()
+                    seen = two_bins_scene.render(scene, state).items()
                     dataset.add_frame({f"observation.images.{name}": image for name, image in seen} | frame)
                 dataset.save_episode(parallel_encoding=False)
         finally:
@@ -122,8 +122,8 @@ def make_demo_dataset(
 
 
 def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> None:
-    frames = sum(len(GANTRY.demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
-    expected = {"robot_type": GANTRY.robot_type, "total_episodes": len(episodes), "total_frames": frames}
+    frames = sum(len(demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
+    expected = {"robot_type": ROBOT_TYPE, "total_episodes": len(episodes), "total_frames": frames}
     try:
         info = json.loads((folder / "meta" / "info.json").read_text())
         actual = {key: info.get(key) for key in expected}
