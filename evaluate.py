@@ -1,4 +1,4 @@
-"""How often does the robot do it? A policy in an environment, many episodes at once, on one laptop or a cluster.
+"""Measure how often a policy succeeds in an environment, on one laptop or a cluster.
 
     python evaluate.py --policy.path outputs/demo/pretrained_model --env.type two_bins --eval.n_episodes 60 \
         --output_dir outputs/trial
@@ -51,9 +51,8 @@ def prepare(argv: list[str], stack: ExitStack) -> Work:
             outcome = run_trial(trial)
             write_trial_page(trial.output_dir, trial.about, outcome.by_latency, outcome.films)
         print_safe_text(outcome.text)
-        print_safe(
-            f"Episodes     {address(trial.output_dir)}", f"Report       {address(trial.output_dir / 'report.html')}"
-        )
+        folder = address(trial.output_dir)
+        print_safe(f"Episodes     {folder}", f"Report       {folder}/report.html")
         record_trial(trial)
         return int(outcome.errors > 0)
 

@@ -62,10 +62,15 @@ def make_policy(cameras=2, *, seed=0, **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = TinyPI05Policy(make_config(cameras, **options))
+    return perturb(policy, 0.05, seed=seed)
+
+
+def perturb(policy, scale, *, seed=0):
+    """Add random numbers to all weights, and return the policy."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.05)
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=scale)
     return policy
 
 

@@ -34,13 +34,8 @@ def test_the_table_counts_what_was_played_and_says_what_was_not():
 def test_shown_are_a_scene_of_each_instruction_under_every_condition_and_failures():
     def line(condition, seed, success):
         instruction = "red" if seed in (1, 2) else "blue"
-        return {
-            "condition": condition,
-            "seed": seed,
-            "instruction": instruction,
-            "error": None,
-            "success_once": success,
-        }
+        named = {"condition": condition, "seed": seed, "instruction": instruction}
+        return {**named, "error": None, "success_once": success}
 
     lines = [line(name, seed, name == "a" and seed != 4) for seed in (4, 2, 3, 1) for name in ("trained", "untrained")]
     shown = [(found["condition"], found["seed"]) for found in _to_show(lines, ["trained", "untrained"])]

@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from safetensors.torch import load_file
 
 import tests.arm  # noqa: F401 (an environment)
 import vla
+from tests import in_process
+from tests.in_process import TINY
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs import configs
@@ -21,15 +22,12 @@ from vla_finetuning.evaluation import during
 from vla_finetuning.evaluation.during import Evaluator, capacity_beside
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.options.command_line import parse_args
-from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.rollouts.player import packed, unpacked
 from vla_finetuning.rollouts.scheduler import NoCapacityError
 from vla_finetuning.run.folder import evaluations
 from vla_finetuning.training.export import policy_at
-
-TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -43,64 +41,42 @@ def setting(tmp_path_factory):
 
 
 def flags(setting, **changes):
-    folder, root, base = setting
-    options = {
-        **{"dataset.root": root, "policy.path": base, "output_dir": folder / "run", "train.mode": "full"},
-        **{"scaling.cpus_per_worker": 0.5, "batch_size": 2, "steps": 4, "log_freq": 1, "save_freq": 2},
-        **{"keep_checkpoints": 1, "keep_best": "1,success"},
-        **{"env.type": "two_bins", "env.episode_length": 6, "env_eval_freq": 2, "eval.n_episodes": 3},
-        **changes,
-    }
-    return [f"--{k}={v}" for k, v in options.items()]
+    playing = {"env.type": "two_bins", "env.episode_length": 6, "env_eval_freq": 2, "eval.n_episodes": 3}
+    keeping = {"steps": 4, "log_freq": 1, "save_freq": 2, "keep_checkpoints": 1, "keep_best": "1,success"}
+    small = {"scaling.cpus_per_worker": 0.5, "grad_accum": None, "scaling.use_gpu": None}
+    return in_process.flags(setting, **{**playing, **keeping, **small, **changes})
 
 
-def test_a_copy_of_a_checkpoint_is_not_due(tmp_path):
-    for name in ("step_00000002", "step_00000002_good"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    job = SimpleNamespace(output_dir=tmp_path, checkpoints_dir=tmp_path / "checkpoints", steps=4)
-    run = SimpleNamespace(job=job, config=Config(env_type="two_bins", env_eval_freq=2))
-    assert Evaluator._next(SimpleNamespace(_run=run, _failed={}), 4) == 2
+def evaluated(run):
+    """The steps whose checkpoints have played."""
+    return [line["step"] for line in evaluations(run.job.output_dir)]
 
 
 @pytest.mark.ray
-def test_a_run_evaluates_its_checkpoints_and_goes_on_with_what_was_missed(ray_cluster, setting, capsys):
-    assert vla.main(flags(setting)) == 0
+def test_a_run_evaluates_its_checkpoint(ray_cluster, setting, capsys):
+    argv = flags(setting, steps=2, **{"eval.env_actors": 1})
+    assert vla.main(argv) == 0
     folder = setting[0] / "run"
     printed = capsys.readouterr().out
-    assert (
-        "two_bins --episode_length=6: checkpoints play 3 episodes of each task, every 2 steps and at the end" in printed
-    )
-    assert "keeping the last 1 and the 1 best by success, in" in printed
-    assert "Success      step 2: 0 of 3" in printed and "Success      step 4: 0 of 3" in printed
-    assert [(line["step"], line["episodes"], line["errors"]) for line in evaluations(folder)] == [(2, 3, 0), (4, 3, 0)]
-    for step in (2, 4):
-        about, lines = read_evaluation(folder / "evaluations" / f"step_{step:08d}")
-        assert about["policy"]["step"] == step and [line["seed"] for line in lines] == [1000, 1001, 1002]
-        assert all(line["steps"] == 6 for line in lines)
+    plan = "two_bins --episode_length=6: checkpoints play 3 episodes of each task, every 2 steps and at the end"
+    assert plan in printed and "keeping the last 1 and the 1 best by success, in" in printed
+    assert "Success      step 2: 0 of 3" in printed
+    assert [(line["step"], line["episodes"], line["errors"]) for line in evaluations(folder)] == [(2, 3, 0)]
+    about, lines = read_evaluation(folder / "evaluations" / "step_00000002")
+    assert about["policy"]["step"] == 2 and [line["seed"] for line in lines] == [1000, 1001, 1002]
+    assert all(line["steps"] == 6 for line in lines)
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (last["step"], last["success_step"], last["success"]) == (4, 4, 0.0) and last["success_high"] > 0.5
+    assert (last["step"], last["success_step"], last["success"]) == (2, 2, 0.0) and last["success_high"] > 0.5
     page = (folder / "report.html").read_text()
     assert "Success in the loop over steps" in page and "step 2" in page
 
     # What plays are the weights of the checkpoint, of which the last one is what was exported.
-    run = resolve(parse_args(flags(setting)), gpus_found=0)
+    run = resolve(parse_args(argv), gpus_found=0)
     exported = load_file(folder / "pretrained_model" / "model.safetensors")
-    policies = {
-        step: policy_at(run.policy, run.job.checkpoints_dir / f"step_{step:08d}").state_dict() for step in (2, 4)
-    }
-    assert all(torch.equal(policies[4][name], exported[name]) for name in exported)
-    assert any(not torch.equal(policies[2][name], exported[name]) for name in exported)
-
-    # Killed before it was written down how the checkpoint of step 2 fared: the resume does that, from what was
-    # played, and not the other again.
-    path = folder / "evaluations.jsonl"
-    path.write_text(path.read_text().splitlines()[1] + "\n")
-    episodes = folder / "evaluations" / "step_00000002" / "episodes.jsonl"
-    kept = [{**json.loads(line), "success_once": n > 0} for n, line in enumerate(episodes.read_text().splitlines())]
-    episodes.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    assert Evaluator(run, policy_at).finish() == 0
-    assert [(line["step"], line["successes"]) for line in evaluations(folder)] == [(2, 2), (4, 0)]
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [4, 2]
+    weights = policy_at(run.policy, run.job.checkpoints_dir / "step_00000002").state_dict()
+    assert all(torch.equal(weights[name], exported[name]) for name in exported)
+    started = run.policy.start().state_dict()
+    assert any(not torch.equal(weights[name], started[name]) for name in exported)
 
 
 class Played:
@@ -135,9 +111,16 @@ def played(monkeypatch):
     return found
 
 
+@pytest.fixture(scope="module")
+def resolved(setting):
+    return resolve(parse_args(flags(setting, output_dir=setting[0] / "resolved", steps=8)), gpus_found=0)
+
+
 @pytest.fixture
-def run(setting, tmp_path):
-    run = resolve(parse_args(flags(setting, output_dir=tmp_path / "run", steps=8)), gpus_found=0)
+def run(resolved, tmp_path):
+    """A run of 8 steps with a folder of its own, which has no checkpoint yet."""
+    config = replace(resolved.config, output_dir=str(tmp_path / "run"))
+    run = replace(resolved, config=config, job=replace(resolved.job, output_dir=tmp_path / "run"))
     run.job.checkpoints_dir.mkdir(parents=True)
     return run
 
@@ -161,26 +144,30 @@ def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
             saved(run, step)
         eventually(lambda: played.steps == [2])
         saved(run, 8)  # and the training is over
-    assert evaluations(run.job.output_dir) == []
+    assert evaluated(run) == []
     # What plays has its share, of which the data must not make use.
     assert data.exclude_resources.cpu == 1.5
     played.may.set()
     assert evaluator.finish() == 0
-    assert played.steps == [2, 4, 8] and [line["step"] for line in evaluations(run.job.output_dir)] == [2, 4, 8]
+    assert played.steps == [2, 4, 8] and evaluated(run) == [2, 4, 8]
     main = threading.current_thread()
     assert played.threads[0] is not main and played.threads[2] is main
 
 
-def test_half_a_line_that_a_full_disk_left_is_not_joined_to_the_next(run, played):
+def test_a_checkpoint_that_played_before_the_run_was_killed_is_scored_and_not_played_again(run, played):
+    """Where its line was not written, or half of it, as a full disk leaves it; other checkpoints' lines stay."""
     played.may.set()
-    path = run.job.output_dir / "evaluations.jsonl"
     saved(run, 2)
     assert Evaluator(run, policy_at).finish() == 0
-    with path.open("a") as file:
-        file.write('{"step": 4, "epis')
+    path = run.job.output_dir / "evaluations.jsonl"
+    path.write_text('{"step": 2, "epis')
+    episodes = run.job.output_dir / "evaluations" / "step_00000002" / "episodes.jsonl"
+    lines = [{**json.loads(line), "success_once": n > 0} for n, line in enumerate(episodes.read_text().splitlines())]
+    episodes.write_text("".join(json.dumps(line) + "\n" for line in lines))
     saved(run, 4)
     assert Evaluator(run, policy_at).finish() == 0
-    assert [line["step"] for line in evaluations(run.job.output_dir)] == [2, 4]
+    assert played.steps == [2, 4]
+    assert [(line["step"], line["successes"]) for line in evaluations(run.job.output_dir)] == [(2, 2), (4, 3)]
 
 
 def test_of_several_tasks_each_has_its_figures(run, played, monkeypatch):
@@ -203,10 +190,10 @@ def test_a_run_that_is_stopped_lets_go_and_one_that_goes_on_does_it(run, played)
         saved(run, 2)
         eventually(lambda: played.steps == [2])
     evaluator.close()  # would never return if it waited for the episodes, which may not end yet
-    assert not played.may.is_set() and evaluations(run.job.output_dir) == []
+    assert not played.may.is_set() and evaluated(run) == []
     played.may.set()
     with Evaluator(run, policy_at).beside(run, ExecutionOptions()):
-        eventually(lambda: [line["step"] for line in evaluations(run.job.output_dir)] == [2])
+        eventually(lambda: evaluated(run) == [2])
 
 
 def test_without_capacity_it_is_all_done_at_the_end(run, played, monkeypatch, capsys):
@@ -248,8 +235,8 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
         eventually(lambda: "step 2 could not be evaluated" in caplog.text)
         played.error = None
         saved(run, 4)
-        eventually(lambda: [line["step"] for line in evaluations(run.job.output_dir)] == [4])
-    assert evaluator.finish() == 0 and [line["step"] for line in evaluations(run.job.output_dir)] == [2, 4]
+        eventually(lambda: evaluated(run) == [4])
+    assert evaluator.finish() == 0 and evaluated(run) == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import make_pre_post_processors
 
 from tests.in_process import TINY
-from tests.tiny import make_base
+from tests.tiny import make_base, perturb
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training, open_loop, side_by_side
+from vla_finetuning.evaluation.demo_success import LABELS
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.plan.resolve import resolve
@@ -24,12 +25,6 @@ from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.run import cluster
 
 FRAMES, AT_ONCE, SEED, CHUNK = 11, 5, 5, 6
-LABELS = {
-    "trained": "trained",
-    "untrained": "before training",
-    "other_instruction": "trained, with the other instruction",
-    "blindfolded": "trained, blindfolded",
-}
 FILMS = [{"title": "a picture"}]
 # LeRobot's tools play it as evaluate.py does; tests/evaluation/test_robot_tools.py computes it.
 ALIKE = {"select_action": 0.0, "lerobot-rollout": 0.0, "PolicyServer": 0.0}
@@ -51,11 +46,7 @@ def run(tmp_path_factory):
         "scaling.use_gpu": "false",
     }
     run = resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
-    trained, generator = run.policy.start(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    save_pretrained(trained, *run.policy.processors(), run.job.output_dir / "pretrained_model")
+    save_pretrained(perturb(run.policy.start(), 0.2), *run.policy.processors(), run.job.output_dir / "pretrained_model")
     return run
 
 

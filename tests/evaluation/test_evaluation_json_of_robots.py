@@ -8,7 +8,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from tests.datasets import make_dataset
@@ -23,6 +22,7 @@ from tests.evaluation.test_evaluation_json import (
     open_loop_by_hand,
 )
 from tests.in_process import TINY
+from tests.tiny import perturb
 from vla_finetuning.evaluation import after_training, open_loop
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.datasets import find_datasets
@@ -74,10 +74,7 @@ def run(tmp_path_factory):
     data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
     make_tiny_base(folder / "base", **vars(data), stats=None, chunk_size=CHUNK, **TINY)
     run = resolve(config, gpus_found=0, datasets=datasets)
-    trained, generator = run.policy.start(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    trained = perturb(run.policy.start(), 0.2)
     for robot in run.robots:
         own = run.policy.select_robot(robot.by_own_names())
         pipelines, config, _ = in_own_names(own)

@@ -1,18 +1,19 @@
 """Open-loop errors: what is shown and compared. Their values: test_evaluation_json.py."""
 
 import copy
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.pi0_fast.modeling_pi0_fast import PI0FastPolicy
 
 from tests.data.test_frame_cache import frames_in
 from tests.datasets import make_dataset
 from tests.policies.test_tiny_pi05 import make_base, make_features
+from tests.tiny import perturb
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import resolved
 from vla_finetuning.data.disk_cache import FrameCache
@@ -40,10 +41,7 @@ MEAN = np.array([0.5, -0.25, 1.0])
 def loaded(tmp_path_factory):
     folder = make_base(tmp_path_factory.mktemp("base") / "base")
     policy = get_policy_class("tiny_pi05").from_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():  # so that instructions and images matter
-        for parameter in policy.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    perturb(policy, 0.2)  # so that instructions and images matter
     return policy, *make_pre_post_processors(policy.config, pretrained_path=str(folder))
 
 
@@ -98,7 +96,8 @@ def lerobots_chunk(policy, pre, frames, now, steps, seed):
     """What LeRobot executes from a frame on, having seen those before: each in turn by its `select_action`."""
     policy.reset()
     queue = policy._action_queue if hasattr(policy, "_action_queue") else policy._queues["action"]
-    for frame in frames[: now + 1]:
+    past = getattr(policy.config, "n_obs_steps", 1) - 1
+    for frame in frames[max(0, now - past) : now + 1]:
         queue.clear()
         torch.manual_seed(seed)
         seen = {key: value for key, value in frame.items() if key.startswith("observation.")}
@@ -111,10 +110,9 @@ def lerobots_chunk(policy, pre, frames, now, steps, seed):
 )
 def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind, steps, tmp_path, monkeypatch):
     """Horizons that begin in the past and end late, and queues of observations; frame by frame as on a robot."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
     monkeypatch.setattr(open_loop, "EVAL_BATCH", 1)
     options = {"policy.n_action_steps": 2} if steps == 2 else {}
+    options |= {"policy.max_decoding_steps": 32} if kind == "pi0_fast" else {}
     # In place of FAST, which is code on the Hub, and of tokens that only a trained policy makes actions of.
     monkeypatch.setattr(PI0FastPolicy, "detokenize_actions", lambda self, tokens, action_horizon, action_dim: (
         tokens[:, : action_horizon * action_dim].float().unflatten(1, (action_horizon, action_dim))
@@ -166,25 +164,10 @@ def test_a_seed_is_a_result_and_leaves_no_trace(loaded):
     state = torch.random.get_rng_state()
     first, again, other = (evaluate(loaded, seed=seed) for seed in (1, 1, 2))
     assert first == again and first["policy"] != other["policy"]
-    assert first["mean_action"] == other["mean_action"]
     assert torch.equal(torch.random.get_rng_state(), state) and policy.training
     policy.eval()
     same = dict.fromkeys(TASKS, "") | {task: task for task in TASKS}
     assert evaluate(loaded, seed=1, other_instruction=same)["other_instruction"] == first["policy"]
-
-
-def test_batches_draw_different_noise(loaded, monkeypatch):
-    drawn = []
-    sample = loaded[0].model.sample_noise
-
-    def keep(shape, device):
-        drawn.append(sample(shape, device))
-        return drawn[-1]
-
-    monkeypatch.setattr(loaded[0].model, "sample_noise", keep)
-    evaluate(loaded, [*make_batches((4,)), *make_batches((4,))])
-    assert torch.equal(drawn[0], drawn[1])  # own and other instruction: the same draws
-    assert not torch.equal(drawn[0], drawn[2])
 
 
 def test_whole_numbers_are_seen_as_in_training(loaded, without_noise):
@@ -225,12 +208,6 @@ def test_a_policy_is_asked_in_the_precision_that_it_was_trained_in(loaded, mode)
     assert found["policy"]["mse"] == pytest.approx(evaluate(loaded)["policy"]["mse"], rel=0.05)
 
 
-def test_without_another_instruction_there_is_no_such_error(loaded):
-    errors = evaluate(loaded, other_instruction=other_instructions(["the only one"]))
-    assert errors["other_instruction"] is None
-    assert "one instruction" in error_table(errors).splitlines()[-1]
-
-
 def test_what_cannot_be_compared_is_refused(loaded):
     with pytest.raises(ValueError, match="no frames.*eval_split"):
         evaluate(loaded, [])
@@ -240,14 +217,10 @@ def test_what_cannot_be_compared_is_refused(loaded):
     ]
     with pytest.raises(ValueError, match=r"\(4, 5, 3\).*\(4, 3, 3\)"):
         evaluate(loaded, short)
-    with pytest.raises(ValueError, match="no other instruction for 'Pick up"):
-        evaluate(loaded, other_instruction={"x": "y"})
 
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_errors(loaded, without_noise):
-    import copy
-
     expected = evaluate(loaded)
     policy, *processors = loaded
     found = evaluate((copy.deepcopy(policy).cuda(), *processors))
@@ -257,12 +230,10 @@ def test_a_gpu_gives_the_same_errors(loaded, without_noise):
 
 def test_the_table_says_what_was_measured():
     def errors(policy, other):
-        return {"frames": 12, "mean_action": {"mse": 8.0, "mae": [1.0]}, "policy": {"mse": policy, "mae": [1.0]}} | {
-            "other_instruction": {"mse": other, "mae": [1.0]}
-        }
+        found = {"mean_action": 8.0, "policy": policy, "other_instruction": other}
+        return {"frames": 12, **{name: mse and {"mse": mse, "mae": [1.0]} for name, mse in found.items()}}
 
-    trained, untrained = errors(2.0, 12.0), errors(16.0, 17.0)
-    lines = error_table(trained, untrained).splitlines()
+    lines = error_table(errors(2.0, 12.0), errors(16.0, 17.0)).splitlines()
     assert "12 held-out frames" in lines[0]
     rows = {line.split("  ")[1]: line.split()[-2:] for line in lines[2:]}
     assert rows == {
@@ -271,8 +242,8 @@ def test_the_table_says_what_was_measured():
         "trained": ["2", "0.250"],
         "trained, with another instruction (c)": ["12", "1.500"],
     }
-    assert json.loads(json.dumps(trained)) == trained
-    assert "before training" not in error_table(trained)
+    alone = error_table(errors(2.0, None))
+    assert "before training" not in alone and "one instruction" in alone.splitlines()[-1]
 
 
 def test_other_instructions():
@@ -281,8 +252,6 @@ def test_other_instructions():
 
 
 def test_held_out_frames_are_lerobots(tmp_path):
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
     metas = [load_metadata(make_dataset(tmp_path / name, episodes=(4, 6, 5), seed=i)) for i, name in enumerate("ab")]
     rows = SimpleNamespace(
         metas=metas,

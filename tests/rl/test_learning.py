@@ -304,7 +304,7 @@ def test_instructions_that_begin_with_a_robot_do_so_here_too(base, tmp_path):
     prepare = Player.prepare
 
     def heard(self, observation, instructions, words=""):
-        said.append(self._opening)
+        said.append(self._acting.opening)
         return prepare(self, observation, instructions, words)
 
     with mock.patch.object(Player, "prepare", heard):

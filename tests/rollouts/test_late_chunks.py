@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from lerobot.envs.utils import preprocess_observation
-from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.rtc import RTCConfig
 from lerobot.rollout.inference import rtc
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
-from tests.rollouts.test_player import ENV, STATS, act, act_config, make_base, observed, pi05  # noqa: F401 (a fixture)
+from tests.rollouts.test_player import ENV, act_config, loaded, make_base, observed, pi05  # noqa: F401 (a fixture)
+from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS
 from vla_finetuning.evaluation.trial import flags_of_rtc
 from vla_finetuning.policies.families.pi05 import PI05Loss
@@ -34,10 +34,8 @@ class World:
     """A robot that goes half of the way to each action, before one picture."""
 
     def __init__(self):
-        first = observed()
-        self.position = first["agent_pos"][0]
-        self._pixels = {name: images[:1] for name, images in first["pixels"].items()}
-        self.executed = []
+        first = select_rows(observed(), [0])
+        self.position, self._pixels, self.executed = first["agent_pos"][0], first["pixels"], []
 
     def seen(self):
         return {"agent_pos": self.position[None], "pixels": self._pixels}
@@ -60,16 +58,6 @@ def played(player, world, delay, decisions):
         for action in executed:
             world.step(action)
     return np.array(world.executed)
-
-
-def loaded(parts, steps, relative):
-    """A copy of a policy and its processors that executes so many steps of a chunk, of relative actions or absolute."""
-    policy, pre, post = copy.deepcopy(parts)
-    policy.config.n_action_steps, policy.config.use_relative_actions = steps, relative
-    absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
-    absolute.relative_step = next(step for step in pre.steps if hasattr(step, "get_cached_state"))
-    absolute.enabled = absolute.relative_step.enabled = relative
-    return policy, pre, post
 
 
 @pytest.mark.parametrize(
@@ -95,25 +83,6 @@ def test_a_late_chunk_is_that_of_a_robot_with_a_queue(pi05, relative, steps, del
     np.testing.assert_array_equal(found, np.array(robot.executed))
     at_once = played(Player(policy, pre, post, Acting(env=ENV)), World(), 0, 5)
     assert np.array_equal(found, at_once) == (delay == 0)
-
-
-@pytest.mark.parametrize("delay", [0, 1, 4])
-def test_a_policy_that_knows_the_way_goes_it_however_late_it_is(delay, monkeypatch):
-    """The robot's state is the time, and the action for each is the next."""
-    policy = act()
-    policy.config.n_action_steps = 4
-    pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
-    steps = torch.arange(1.0, 1 + CHUNK)[None, :, None] / 9  # normalised, as the state is
-    monkeypatch.setattr(policy, "predict_action_chunk", lambda batch: batch["observation.state"][:, None] + steps)
-    world = World()
-    world.position, world.step = np.zeros(3, np.float32), lambda action: go(world, action)
-    found = played(Player(policy, *pipelines, Acting(env=ENV)), world, delay, 6)
-    np.testing.assert_allclose(found, np.repeat(np.arange(1.0, 25.0)[:, None], 3, axis=1), atol=1e-4)
-
-
-def go(world, action):
-    world.executed.append(action)
-    world.position = action
 
 
 def engines(policy, pre, post, delay, count, horizon, monkeypatch):
@@ -215,8 +184,7 @@ def test_rows_are_their_own_in_a_batch(pi05):  # noqa: F811
     keys = [(*name[:3], 1) for name in keys]
     whole, _ = player.act_late(seen, [TASK] * 6, keys, 2, left)
     for row in range(6):
-        one = {"agent_pos": seen["agent_pos"][[row]], "pixels": {k: v[[row]] for k, v in seen["pixels"].items()}}
-        (alone,), _ = player.act_late(one, [TASK], [keys[row]], 2, [left[row]])
+        (alone,), _ = player.act_late(select_rows(seen, [row]), [TASK], [keys[row]], 2, [left[row]])
         np.testing.assert_allclose(alone, whole[row], atol=2e-6 * np.abs(np.array(whole)).max())
 
 

@@ -61,9 +61,8 @@ def waiting():
 
 
 def policy_of(actors):
-    policy = servers.PolicyServers(
-        {"plain": Condition()}, {}, EvalOptions(), servers=1, threads=1, seed=0, use_gpu=False
-    )
+    cast = servers.Cast(servers=1, stages=1, threads=1, slots=1)
+    policy = servers.PolicyServers({"plain": Condition()}, {}, EvalOptions(), cast, seed=0, use_gpu=False)
     assert len(actors.all) == 1
     return policy
 

@@ -17,7 +17,7 @@ from tests.datasets import make_dataset
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import resolved
 from vla_finetuning.envs.configs import env_config
-from vla_finetuning.envs.protocol import select_rows
+from vla_finetuning.envs.protocol import concatenate, select_rows
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
 from vla_finetuning.options.recap import ADVANTAGE
 from vla_finetuning.policies import tiny_pi05
@@ -28,7 +28,7 @@ from vla_finetuning.policies.pipelines import load_processors, saved_shapes, tok
 from vla_finetuning.policies.registry import FAMILIES
 from vla_finetuning.policies.text_targets import ends_of_text, with_text
 from vla_finetuning.rollouts.episodes import generator, noise
-from vla_finetuning.rollouts.player import Acting, Eyes, Player, check_advantage, check_fits, check_writes
+from vla_finetuning.rollouts.player import Acting, Eyes, Player, check_advantage, check_fits
 
 ENV = env_config("two_bins")
 KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]
@@ -50,13 +50,6 @@ def observed():
     positions = np.array([scene.start for scene in scenes], np.float32)
     images = [render(scene, position) for scene, position in zip(scenes, positions, strict=True)]
     return {"agent_pos": positions, "pixels": {name: np.stack([i[name] for i in images]) for name in CAMERAS}}
-
-
-def rows_of(observation, rows):
-    return {
-        "agent_pos": observation["agent_pos"][rows],
-        "pixels": {name: images[rows] for name, images in observation["pixels"].items()},
-    }
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +86,16 @@ def test_the_chunk_is_lerobots_for_the_same_noise(pi05, instructions):
     assert found.shape == (len(KEYS), 4, 3) and found.dtype == np.float32
 
 
+def loaded(parts, steps, relative):
+    """A copy of a policy and its processors that executes so many steps of a chunk, of relative actions or absolute."""
+    policy, pre, post = copy.deepcopy(parts)
+    policy.config.n_action_steps, policy.config.use_relative_actions = steps, relative
+    absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
+    absolute.relative_step = next(step for step in pre.steps if hasattr(step, "get_cached_state"))
+    absolute.enabled = absolute.relative_step.enabled = relative
+    return policy, pre, post
+
+
 def moved(observation, steps):
     """What is seen so many steps later."""
     return {**observation, "agent_pos": observation["agent_pos"] + np.float32(0.3 * steps)}
@@ -100,23 +103,15 @@ def moved(observation, steps):
 
 def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instructions):
     """With relative actions, to each of which that adds the current state; rows are at different steps of a chunk."""
-    policy, pre, post = copy.deepcopy(pi05)
-    policy.config.use_relative_actions = True
-    absolute = next(step for step in post.steps if hasattr(step, "relative_step"))
-    absolute.relative_step = next(step for step in pre.steps if hasattr(step, "get_cached_state"))
-    absolute.enabled = absolute.relative_step.enabled = True
+    policy, pre, post = loaded(pi05, 4, relative=True)
     player = Player(policy, pre, post, Acting(env=ENV, controller="select_action"))
     seen, shape = observed(), (1, policy.config.chunk_size, policy.config.max_action_dim)
     found = {0: [], 1: []}
     for decision in range(8):  # the second episode begins three steps later
         rows = [row for row, first in ((0, 0), (1, 3)) if decision >= first]
         steps = {row: decision - 3 * row for row in rows}
-        shown = [moved(rows_of(seen, [row]), steps[row]) for row in rows]
-        both = {
-            "agent_pos": np.concatenate([one["agent_pos"] for one in shown]),
-            "pixels": rows_of(seen, rows)["pixels"],
-        }
-        actions = player(both, [instructions[row] for row in rows], [(7, "two_bins", row, steps[row]) for row in rows])
+        shown = concatenate([moved(select_rows(seen, [row]), steps[row]) for row in rows])
+        actions = player(shown, [instructions[row] for row in rows], [(7, "two_bins", row, steps[row]) for row in rows])
         assert actions.shape == (len(rows), 1, 3)
         for row, action in zip(rows, actions, strict=True):
             found[row].append(action[0])
@@ -127,15 +122,15 @@ def test_step_by_step_it_acts_as_lerobots_loop_over_select_action(pi05, instruct
             policy.model.sample_noise = lambda *_, key=(7, "two_bins", row, chunk): torch.from_numpy(
                 noise(*key, shape[1:])[None]
             )
-            batch = pre({**preprocess_observation(moved(rows_of(seen, [row]), step)), "task": [instructions[row]]})
+            batch = pre({**preprocess_observation(moved(select_rows(seen, [row]), step)), "task": [instructions[row]]})
             with torch.no_grad():
                 expected = post(policy.select_action(batch))[0]
             np.testing.assert_allclose(action, expected.numpy(), rtol=1e-4, atol=1e-4)
     whole = Player(policy, pre, post, Acting(env=ENV))
-    chunk = whole(rows_of(seen, [0]), instructions[:1], [(7, "two_bins", 0, 0)])[0]
+    chunk = whole(select_rows(seen, [0]), instructions[:1], [(7, "two_bins", 0, 0)])[0]
     np.testing.assert_allclose(found[0][:4] - chunk, np.arange(4)[:, None] * [[0.3] * 3], atol=1e-3)
     with pytest.raises(RuntimeError, match="a policy process died"):
-        player(rows_of(seen, [2]), instructions[:1], [(7, "two_bins", 2, 1)])
+        player(select_rows(seen, [2]), instructions[:1], [(7, "two_bins", 2, 1)])
 
 
 def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, instructions):
@@ -143,15 +138,13 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, instru
     seen = observed()
     whole = player(seen, instructions, KEYS)
     torch.manual_seed(5)
-    alone = np.concatenate([player(rows_of(seen, [i]), [instructions[i]], [KEYS[i]]) for i in range(len(KEYS))])
+    alone = np.concatenate([player(select_rows(seen, [i]), [instructions[i]], [KEYS[i]]) for i in range(len(KEYS))])
     scale = np.abs(whole).max()
     np.testing.assert_allclose(alone, whole, atol=2e-6 * scale)  # what rounding of batched arithmetic leaves
-    order = [4, 0, 5, 2]
+    order = [4, 0, 5, 2, 1, 3]
     # In batches of one size even that is gone.
-    same = player(
-        rows_of(seen, order + [1, 3]), [instructions[i] for i in order + [1, 3]], [KEYS[i] for i in order + [1, 3]]
-    )
-    np.testing.assert_array_equal(same[:4], whole[order])
+    same = player(select_rows(seen, order), [instructions[i] for i in order], [KEYS[i] for i in order])
+    np.testing.assert_array_equal(same, whole[order])
     other = player(seen, instructions, [(8, *key[1:]) for key in KEYS])
     assert np.abs(other - whole).max() > 0.01 * scale  # the noise does matter
 
@@ -160,27 +153,20 @@ def act():
     return ACTPolicy(act_config(chunk_size=6, n_action_steps=3))
 
 
-def test_a_policy_that_draws_nothing_needs_no_noise(instructions):
-    policy = act()
-    pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
-    player = Player(policy, *pipelines, Acting(env=ENV))
-    found = player(observed(), instructions, KEYS)
-    assert found.shape == (len(KEYS), 3, 3)
-    np.testing.assert_array_equal(found, player(observed(), instructions, [(9, *key[1:]) for key in KEYS]))
-
-
 def test_mixed_precision_is_that_of_lerobot_eval(instructions):
+    """Of a policy that draws nothing: whatever the keys are."""
     policy = act()
     pre, post = make_pre_post_processors(policy.config, dataset_stats=STATS)
     player = Player(policy, pre, post, Acting(env=ENV))
     plain = player(observed(), instructions, KEYS)
+    np.testing.assert_array_equal(plain, player(observed(), instructions, [(9, *key[1:]) for key in KEYS]))
     policy.config.use_amp = True
     found = player(observed(), instructions, KEYS)
     batch = pre({**preprocess_observation(observed()), "task": instructions})
     with torch.no_grad(), torch.autocast("cpu"):
         expected = post(policy.predict_action_chunk(batch))[:, :3]
     np.testing.assert_array_equal(found, expected.float().numpy())
-    assert not np.array_equal(found, plain)
+    assert found.shape == (len(KEYS), 3, 3) and not np.array_equal(found, plain)
 
 
 def test_one_that_draws_for_itself_gets_a_generator_for_each_row(instructions, monkeypatch):
@@ -197,7 +183,7 @@ def test_one_that_draws_for_itself_gets_a_generator_for_each_row(instructions, m
     before = torch.get_rng_state()
     whole = player(seen, instructions, KEYS)
     assert torch.equal(before, torch.get_rng_state())
-    few = player(rows_of(seen, [3, 1]), [instructions[3], instructions[1]], [KEYS[3], KEYS[1]])
+    few = player(select_rows(seen, [3, 1]), [instructions[3], instructions[1]], [KEYS[3], KEYS[1]])
     np.testing.assert_array_equal(few, whole[[3, 1]])
     assert np.abs(whole - player(seen, instructions, [(8, *key[1:]) for key in KEYS])).max() > 0.1
 
@@ -212,9 +198,9 @@ def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructi
         run = resolved(root, kind)
         policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
         player = Player(policy, pre, post, Acting(env=ENV))
-        found = player(rows_of(seen, list(rows)), instructions[:4], KEYS[:4])
+        found = player(select_rows(seen, list(rows)), instructions[:4], KEYS[:4])
         for row in rows:
-            shown = preprocess_observation(rows_of(seen, [row]))
+            shown = preprocess_observation(select_rows(seen, [row]))
             batch = pre({**{key: shown[key] for key in policy.config.input_features}, "task": [instructions[row]]})
             torch.manual_seed(int(generator(*KEYS[row]).integers(2**63)))
             policy.reset()
@@ -222,7 +208,7 @@ def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructi
                 expected = post(policy.select_action(batch)).numpy()
                 np.testing.assert_allclose(found[row, step], expected[0], rtol=1e-5, atol=1e-5)
     assert found.shape == (4, 4, 3)
-    np.testing.assert_array_equal(player(rows_of(seen, [2]), [instructions[2]], [KEYS[2]]), found[2:3])
+    np.testing.assert_array_equal(player(select_rows(seen, [2]), [instructions[2]], [KEYS[2]]), found[2:3])
 
 
 def in_libero(rows=2):
@@ -308,28 +294,23 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
     config.input_features["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
     check_fits(config, env_config("libero"), {})
-    config.n_obs_steps = 2
-    with pytest.raises(ValueError, match="n_obs_steps=2.*lerobot-eval can"):
-        check_fits(config, ENV, {})
 
 
-def test_a_controller_that_averages_past_chunks_is_refused():
-    """LeRobot's select_action gives other actions than its chunk from the second step on."""
-    policy = ACTPolicy(act_config(chunk_size=6, n_action_steps=1, temporal_ensemble_coeff=0.01))
-    with pytest.raises(ValueError, match="temporal_ensemble_coeff=0.01 averages.*lerobot-eval can"):
-        check_fits(policy.config, ENV, {})
-    policy.config.temporal_ensemble_coeff = None
-    check_fits(policy.config, ENV, {})
-
-
-@pytest.mark.parametrize("kind", ["diffusion", "vqbet", "multi_task_dit"])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_policy_with_queues_is_refused(kind, steps):
-    """Of one step too: its state would have no axis of steps, and its queues stay empty."""
-    config = PreTrainedConfig.get_choice_class(kind)(
-        n_obs_steps=steps, input_features=FEATURES, output_features=act_config().output_features, device="cpu"
-    )
-    with pytest.raises(ValueError, match=f"a '{kind}' policy with n_obs_steps={steps} .* past .*lerobot-eval can"):
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        # LeRobot's select_action gives other actions than its chunk from the second step on.
+        ("act", {"temporal_ensemble_coeff": 0.01, "n_action_steps": 1}, "temporal_ensemble_coeff=0.01 averages"),
+        # Of one step too: its state would have no axis of steps, and its queues stay empty.
+        ("diffusion", {"n_obs_steps": 1}, "n_obs_steps=1 .* past"),
+        ("vqbet", {"n_obs_steps": 2}, "n_obs_steps=2 .* past"),
+        ("multi_task_dit", {"n_obs_steps": 1}, "n_obs_steps=1 .* past"),
+    ],
+)
+def test_a_policy_that_remembers_is_refused(kind, options, message):
+    shapes = {"input_features": FEATURES, "output_features": act_config().output_features}
+    config = PreTrainedConfig.get_choice_class(kind)(**shapes, device="cpu", **options)
+    with pytest.raises(ValueError, match=f"a '{kind}' policy .*{message}.*lerobot-eval can"):
         check_fits(config, ENV, {})
 
 
@@ -420,12 +401,8 @@ def labelled(tmp_path_factory):
     folder = make_base(tmp_path_factory.mktemp("labelled") / "base", tasks)
     config = PreTrainedConfig.from_pretrained(folder)
     config.n_action_steps = 4
-    policy = load_policy(folder, config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():  # LeRobot starts some layers at zero, where a prompt would make no difference
-        for parameter in policy.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-    return policy, *load_processors(folder, config)
+    # LeRobot starts some layers at zero, where a prompt would make no difference.
+    return tiny.perturb(load_policy(folder, config), 0.05), *load_processors(folder, config)
 
 
 def chunks(labelled, instructions, **options):
@@ -441,25 +418,18 @@ def test_an_advantage_is_said_at_the_end_of_the_instruction(labelled, instructio
     assert not np.array_equal(found, chunks(labelled, instructions))
 
 
-def test_guidance_goes_from_lerobots_chunk_without_to_its_chunk_with(labelled, instructions):
+def test_guidance_goes_from_lerobots_chunk_without_to_its_chunk_with(labelled, instructions, monkeypatch):
+    """In one sampling step linearly, and beyond."""
     near = {"rtol": 1e-4, "atol": 1e-4}
+    monkeypatch.setattr(labelled[0].config, "num_inference_steps", 1)
+    with_label, without = (chunks(labelled, instructions, advantage=label) for label in ("positive", None))
+    for guidance in (0.0, 1.0 + 1e-6, 2.5):
+        found = chunks(labelled, instructions, advantage="positive", guidance=guidance)
+        np.testing.assert_allclose(found, without + guidance * (with_label - without), **near)
+    monkeypatch.undo()
     with_label = chunks(labelled, instructions, advantage="positive")
-    without = chunks(labelled, instructions)
     almost = chunks(labelled, instructions, advantage="positive", guidance=1.0 + 1e-6)
     np.testing.assert_allclose(almost, with_label, **near)
-    np.testing.assert_allclose(chunks(labelled, instructions, advantage="positive", guidance=0.0), without, **near)
-
-
-def test_guidance_is_linear_in_the_velocity(labelled, instructions):
-    policy, *_ = labelled
-    steps, policy.config.num_inference_steps = policy.config.num_inference_steps, 1
-    try:
-        with_label = chunks(labelled, instructions, advantage="positive")
-        without = chunks(labelled, instructions)
-        found = chunks(labelled, instructions, advantage="positive", guidance=2.5)
-    finally:
-        policy.config.num_inference_steps = steps
-    np.testing.assert_allclose(found, without + 2.5 * (with_label - without), rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -491,17 +461,6 @@ def test_a_policy_acts_on_the_text_that_it_writes(writer, instructions):
     # The label stays the last, as in training.
     both = chunks(labelled, instructions, subtask=True, advantage="positive")
     np.testing.assert_array_equal(both, chunks(labelled, [f"{text}{ADVANTAGE[True]}" for text in said]))
-
-
-def test_a_policy_that_writes_nothing_is_refused(pi05, tmp_path):
-    config = pi05[0].config
-    check_writes(tmp_path, config, subtask=False)
-    with pytest.raises(ValueError, match="has not learned to write texts.*--train.text_targets"):
-        check_writes(tmp_path, config, subtask=True)
-    (tmp_path / "robot.json").write_text('{"writes": "subtask"}')
-    check_writes(tmp_path, config, subtask=True)
-    with pytest.raises(ValueError, match="has not learned to write texts"):
-        check_writes(tmp_path, act_config(), subtask=True)
 
 
 def test_guidance_needs_a_label_and_a_velocity(pi05):

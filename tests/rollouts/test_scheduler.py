@@ -37,18 +37,9 @@ def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gp
     # gymnasium imports the module that registers it.
     module = {two_bins.GYM_ID: two_bins.__name__, FAULTY_ID: "tests.rollouts.players"}[gym[0]]
     makers = {"two_bins": partial(gymnasium.make, f"{module}:{gym[0]}", **gym[1])}
+    conditions, sources = {**CONDITIONS, "late": Condition(delay=DELAY)}, sources or {"policy": Seeing()}
     options = EvalOptions(**options)
-    sources = sources or {"policy": Seeing()}
-    play(
-        episodes,
-        {**CONDITIONS, "late": Condition(delay=DELAY)},
-        sources,
-        makers,
-        options,
-        seed=SEED,
-        use_gpu=use_gpu,
-        on_end=on_end,
-    )
+    play(episodes, conditions, sources, makers, options, seed=SEED, use_gpu=use_gpu, on_end=on_end)
     return lines
 
 

@@ -19,15 +19,10 @@ def make_export(folder, *robots):
     """What a run exports, of one robot or several: a tiny PI0.5 that sees the two bins."""
     from tests.rollouts.test_player import make_base
 
-    base = make_base(
-        folder / "base", [*INSTRUCTIONS.values(), *(f"{r}: {t}" for r in robots for t in INSTRUCTIONS.values())]
-    )
-    facts = {
-        "fps": 10.0,
-        "observation.state": ["x", "y", "z"],
-        "action": ["x", "y", "z"],
-        "cameras": {f"observation.images.{name}": {} for name in CAMERAS},
-    }
+    tasks = [f"{opening}{text}" for opening in ("", *(f"{r}: " for r in robots)) for text in INSTRUCTIONS.values()]
+    base = make_base(folder / "base", tasks)
+    facts = {"fps": 10.0, "cameras": {f"observation.images.{name}": {} for name in CAMERAS}}
+    facts |= dict.fromkeys(("observation.state", "action"), ["x", "y", "z"])
     if not robots:
         (base / "robot.json").write_text(json.dumps(facts))
         return base

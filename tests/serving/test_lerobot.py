@@ -17,7 +17,6 @@ from lerobot.transport.utils import send_bytes_in_chunks
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
 from tests.serving.servers import InProcess, make_service, served
-from vla_finetuning.options.serve import read_token
 from vla_finetuning.serving import lerobot
 from vla_finetuning.serving.pickles import read_pickle
 
@@ -29,14 +28,6 @@ TOKEN = "0123456789abcdef"
 
 def camera_image(name):
     return np.random.default_rng(len(name)).integers(0, 256, SIZES[name], dtype=np.uint8)
-
-
-def raw_observation():
-    return {
-        **STATE,
-        **{name: camera_image(name) for name in SIZES},
-        "task": TASK,
-    }
 
 
 def expected(service, session, step):
@@ -72,9 +63,10 @@ class Stub:
         return pickle.loads(self.stub.GetActions(services_pb2.Empty()).data)
 
 
-def observation(step=0, **others):
-    raw = {key: value for key, value in {**raw_observation(), **others}.items() if value is not None}
-    return TimedObservation(timestamp=100.0, timestep=step, observation=raw, must_go=True)
+def observation(step=0, must_go=True, **others):
+    raw = {**STATE, **{name: camera_image(name) for name in SIZES}, "task": TASK, **others}
+    raw = {key: value for key, value in raw.items() if value is not None}
+    return TimedObservation(timestamp=100.0, timestep=step, observation=raw, must_go=must_go)
 
 
 def features(names=tuple(STATE), cameras=tuple(SIZES)):
@@ -103,8 +95,6 @@ def test_another_robot_is_refused_before_it_moves(addresses, setup, error):
     ("sent", "error"),
     [
         (observation(top=None), "lacks top, of which the robot spoke"),
-        (observation(top=np.zeros((8, 8), np.uint8)), "'observation.images.top' is uint8 .8, 8.: send RGB"),
-        (observation(x=float("nan")), "not finite"),
         (observation(x="far"), "observation's x are no numbers"),
         (observation(task=7), "needs an instruction"),
         (observation(step=-1), "timestep -1: expected a whole number"),
@@ -133,9 +123,7 @@ def test_a_step_is_computed_once_unless_the_robot_waits(addresses, handle):
     stub.begin()
     stub.send(observation(3))
     first = stub.receive()
-    again = observation(3)
-    again.must_go = False
-    stub.send(again)
+    stub.send(observation(3, must_go=False))
     assert not stub.stub.GetActions(services_pb2.Empty()).data
     stub.send(observation(3))
     assert torch.equal(stub.receive()[0].get_action(), first[0].get_action())  # the same decision
@@ -156,15 +144,13 @@ class Slow(InProcess):
 
 def test_what_comes_while_its_step_is_computed_is_not_computed(service):
     """A client that waits sends its observation at every tick."""
-    again = observation(3)
-    again.must_go = False
     with served(service, handle := Slow(service)) as addresses, ThreadPoolExecutor() as threads:
         stub = Stub(addresses)
         stub.begin()
         stub.send(observation(3))
         actions = threads.submit(stub.receive)
         assert handle.began.wait(60)
-        stub.send(again)
+        stub.send(observation(3, must_go=False))
         assert len(actions.result()) == 5
         assert not stub.stub.GetActions(services_pb2.Empty()).data and len(handle.requests) == 1
 
@@ -191,15 +177,6 @@ def test_who_connected_long_ago_and_acts_still_is_remembered(service, handle, mo
         assert 'vla_sessions{protocol="lerobot"} 2.0' in urllib.request.urlopen(metrics).read().decode()
         others[-1].stub.Ready(services_pb2.Empty())
         assert 'vla_sessions{protocol="lerobot"} 1.0' in urllib.request.urlopen(metrics).read().decode()
-
-
-def test_a_token_that_the_name_cannot_hold_is_refused(monkeypatch):
-    for token in ("0123456789+abcdef", "0123456789abcdef#x", "0123456789&abcdef", "0123456789%41bcdef"):
-        monkeypatch.setenv("VLA_SERVE_TOKEN", token)
-        with pytest.raises(ValueError, match="give letters and digits, as `openssl rand -hex 16`"):
-            read_token()
-    monkeypatch.setenv("VLA_SERVE_TOKEN", "abc/def=0123456789==")
-    assert read_token() == "abc/def=0123456789=="
 
 
 def test_an_observation_above_the_limit_is_refused_and_the_session_goes_on(service, handle):
@@ -241,10 +218,7 @@ class Calls:
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        (
-            Calls(os.system, "touch ran"),
-            "names posix.system, which no message of LeRobot's",
-        ),
+        (Calls(os.system, "touch ran"), "names posix.system, which no message of LeRobot's"),
         (Calls(eval, "1"), "names builtins.eval"),
         (observation(x=Calls(os.system, "touch ran")), "names posix.system"),
         (observation(x=torch.zeros(2)), "names torch"),

@@ -9,8 +9,9 @@ import pytest
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
-from tests.rollouts.test_player import observed, rows_of
+from tests.rollouts.test_player import observed
 from tests.serving.servers import InProcess, make_export, make_service, served
+from vla_finetuning.envs.protocol import select_rows
 from vla_finetuning.serving.openpi import pack, unpack
 
 INSTRUCTION = "go to the red bin"
@@ -18,13 +19,17 @@ TOKEN = "0123456789abcdef"
 
 
 def message(row=0, **others):
-    seen = rows_of(observed(), [row])
+    seen = select_rows(observed(), [row])
     images = {f"observation.images.{name}": image[0] for name, image in seen["pixels"].items()}
     return {**images, "observation.state": seen["agent_pos"][0], "prompt": INSTRUCTION, **others}
 
 
-def without(name, **others):
-    return {key: value for key, value in message(**others).items() if key != name}
+def without(name):
+    return {key: value for key, value in message().items() if key != name}
+
+
+def folder_of(service):
+    return service.sources[""].folder
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,7 @@ def openpi():
 def expected(service, session, decision, row=0, robot="", instruction=INSTRUCTION):
     """The chunk of the same policy in process."""
     player = service.sources[robot].load(1)
-    return player(rows_of(observed(), [row]), [instruction], [(service.config.seed, session, 0, decision)])[0]
+    return player(select_rows(observed(), [row]), [instruction], [(service.config.seed, session, 0, decision)])[0]
 
 
 def test_openpis_client_gets_the_chunk_that_is_computed_in_process(openpi, service, addresses):
@@ -46,16 +51,6 @@ def test_openpis_client_gets_the_chunk_that_is_computed_in_process(openpi, servi
         found = client.infer(message(decision))["actions"]
         np.testing.assert_array_equal(found, expected(service, "ours", decision, decision))
         assert found.shape == (about["chunk_size"], 3) and found.dtype == np.float32
-
-
-def test_noise_is_of_the_session_and_the_decision(openpi, addresses):
-    def chunks(name):
-        client = openpi.WebsocketClientPolicy(f"ws://127.0.0.1:{addresses.port}/?session={name}")
-        return [client.infer(message())["actions"] for _ in range(2)]
-
-    first, second = chunks("a")
-    np.testing.assert_array_equal(chunks("a"), [first, second])
-    assert np.abs(first - second).max() > 0.01 and np.abs(chunks("b")[0] - first).max() > 0.01
 
 
 # What `openpi_client.msgpack_numpy` 0.1.2 packed {"state": np.arange(3, dtype=np.float32), "prompt": "go"} into.
@@ -112,7 +107,7 @@ def test_what_is_wrong_is_answered_and_the_session_goes_on(openpi, service, addr
 
 def test_names_of_other_datasets_are_mapped_and_vectors_joined(service, tmp_path):
     names = {"side": "observation.images.top", "joints": "observation.state", "gripper": "observation.state"}
-    renamed = make_service(next(iter(service.sources.values())).folder, "--rename_map", json.dumps(names))
+    renamed = make_service(folder_of(service), "--rename_map", json.dumps(names))
     (interface,) = renamed.interfaces.values()
     sent = message()
     image, state = sent.pop("observation.images.top"), sent.pop("observation.state")
@@ -123,7 +118,7 @@ def test_names_of_other_datasets_are_mapped_and_vectors_joined(service, tmp_path
     for name, pixels in plain["pixels"].items():
         np.testing.assert_array_equal(found["pixels"][name], pixels)
     with pytest.raises(ValueError, match="does not see; it sees .*did you mean observation.images.top"):
-        make_service(next(iter(service.sources.values())).folder, '--rename_map={"side": "observation.images.tops"}')
+        make_service(folder_of(service), '--rename_map={"side": "observation.images.tops"}')
 
 
 def test_a_robot_of_several_is_chosen_by_the_path(openpi, tmp_path):
@@ -155,24 +150,29 @@ def test_a_token_opens_all_but_the_health(openpi, service, handle):
 
 
 def test_an_address_of_other_machines_needs_a_token(service, monkeypatch):
-    folder = next(iter(service.sources.values())).folder
-    with pytest.raises(ValueError, match="opens the server to other machines: set VLA_SERVE_TOKEN"):
-        make_service(folder, "--serve.host=0.0.0.0")
-    monkeypatch.setenv("VLA_SERVE_TOKEN", "short")
-    with pytest.raises(ValueError, match="has 5 characters: give at least 16"):
-        make_service(folder, "--serve.host=0.0.0.0")
-    monkeypatch.setenv("VLA_SERVE_TOKEN", TOKEN)
-    make_service(folder, "--serve.host=0.0.0.0")
+    for token, message in (
+        ("", "opens the server to other machines: set VLA_SERVE_TOKEN"),
+        ("short", "has 5 characters: give at least 16"),
+        # What the name in LeRobot's protocol cannot hold.
+        *(
+            (token, "give letters and digits, as `openssl rand -hex 16`")
+            for token in ("0123456789&abcdef", f"{TOKEN}#")
+        ),
+    ):
+        monkeypatch.setenv("VLA_SERVE_TOKEN", token)
+        with pytest.raises(ValueError, match=message):
+            make_service(folder_of(service), "--serve.host=0.0.0.0")
+    monkeypatch.setenv("VLA_SERVE_TOKEN", "abc/def=0123456789==")
+    make_service(folder_of(service), "--serve.host=0.0.0.0")
 
 
 def test_an_address_of_ipv6_and_a_port_that_is_taken(openpi, service, handle):
-    folder = next(iter(service.sources.values())).folder
-    with served(make_service(folder, "--serve.host=::1"), handle) as addresses:
+    with served(make_service(folder_of(service), "--serve.host=::1"), handle) as addresses:
         assert addresses.host == "[::1]"
         client = openpi.WebsocketClientPolicy(f"ws://[::1]:{addresses.port}")
         assert client.infer(message())["actions"].shape[1] == 3
         with pytest.raises(OSError, match=rf"--serve.host=::1 --serve.port={addresses.port}: .*: give another"):
-            make_service(folder, "--serve.host=::1", f"--serve.port={addresses.port}")
+            make_service(folder_of(service), "--serve.host=::1", f"--serve.port={addresses.port}")
 
 
 def test_a_page_in_a_browser_does_not_connect(addresses):
@@ -181,7 +181,7 @@ def test_a_page_in_a_browser_does_not_connect(addresses):
 
 
 def test_a_message_above_the_limit_ends_its_connection_alone(openpi, service, handle):
-    small = make_service(next(iter(service.sources.values())).folder, "--serve.max_message_mb=0.1")
+    small = make_service(folder_of(service), "--serve.max_message_mb=0.1")
     with served(small, handle) as addresses:
         client, other = (openpi.WebsocketClientPolicy("127.0.0.1", addresses.port) for _ in range(2))
         with pytest.raises(ConnectionClosedError, match="1009.*exceeds limit of 100000 bytes"):

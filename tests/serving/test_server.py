@@ -42,15 +42,8 @@ def ray_serve(monkeypatch):
     stand_in = Serve(ApplicationStatus.DEPLOYING)
     monkeypatch.setattr(server, "serve", stand_in)
     context = SimpleNamespace(get_node_id=lambda: "node")
-    monkeypatch.setattr(
-        server,
-        "ray",
-        SimpleNamespace(
-            get_runtime_context=lambda: context,
-            available_resources=dict,
-            cluster_resources=lambda: {"CPU": 2.0},
-        ),
-    )
+    resources = {"available_resources": dict, "cluster_resources": lambda: {"CPU": 2.0}}
+    monkeypatch.setattr(server, "ray", SimpleNamespace(get_runtime_context=lambda: context, **resources))
     monkeypatch.setattr(server.cluster, "is_local", lambda: True)
     return stand_in
 

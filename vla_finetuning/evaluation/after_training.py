@@ -22,17 +22,13 @@ from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_tex
 
 
 class Evaluation:
-    """Measures a run's policy. Raises ValueError as `Evaluator`, where the run has an environment.
-
-    Args:
-        policy_at: reads the policy of a checkpoint.
-    """
+    """Measures a run's policy. `policy_at` reads that of a checkpoint. Raises ValueError as `Evaluator`."""
 
     def __init__(self, run: Run, policy_at: PolicyAt) -> None:
         self._in_environment = Evaluator(run, policy_at) if run.config.env_type else None
 
     def beside(self, run: Run, data: ExecutionOptions) -> contextlib.AbstractContextManager[None]:
-        """While the block trains: evaluate checkpoints in the environment, as `Evaluator.beside`."""
+        """Evaluate checkpoints in the environment while the block trains, as `Evaluator.beside`."""
         return self._in_environment.beside(run, data) if self._in_environment else contextlib.nullcontext()
 
     def after(self, run: Run) -> int:
@@ -54,9 +50,9 @@ def evaluate_trained(run: Run) -> int:
     try:
         errors = cluster.run_remote(evaluate_run, run, scaling=run.job.scaling)
         for name, result in errors_by_robot(errors).items():
-            print_safe_text(f"{name}{': ' if name else ''}{error_table(result['trained'], result.get('untrained'))}")
-            for line in describe_tools(result["tools"]):
-                print_safe(f"On the robot {name}{': ' if name else ''}{line}")
+            prefix = f"{name}: " if name else ""
+            print_safe_text(f"{prefix}{error_table(result['trained'], result.get('untrained'))}")
+            print_safe(*(f"On the robot {prefix}{line}" for line in describe_tools(result["tools"])))
         if is_demo(run.config, run.policy):
             scores, films = try_demo(run.job, run.policy)
             write_json(run.job.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vla_finetuning.buckets.mirror import fetched_for_good
@@ -29,11 +29,6 @@ LABELS = {
     "other_instruction": "trained, with the other instruction",
     "blindfolded": "trained, blindfolded",
 }
-# What else is counted of a condition: its name in the score, and in which episodes it is so.
-WENT: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool]], ...] = (
-    ("other_instruction", "went_where_told", lambda line: bool(line["info"]["reached"]) and not line["success_once"]),
-    ("blindfolded", "went_to_a_bin", lambda line: bool(line["info"]["reached"])),
-)
 # Of episodes that the trained policy fails in, so many are shown.
 FAILURES_SHOWN = 4
 
@@ -50,21 +45,18 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     Runs on the driver, joined to the run's cluster.
 
     Returns:
-        `{"trained": {"successes": n, "episodes": m}, "untrained": ..., "other_instruction": ..., "blindfolded": ...}`,
-        each with its `label` and `interval`, and what `make_films` says of a scene for each instruction under all
-        conditions, and of some in which the trained policy failed. Success is that of the scene's own instruction, also
-        where the policy got the other one; `other_instruction` says besides in how many episodes it
-        `went_where_told`, and `blindfolded` in how many it `went_to_a_bin`. `errors`, where there are any, is how many
-        more episodes could not be played to their end. Without the untrained policy if the run had no weights to start
-        from.
+        `{"trained", "untrained" (if the run had weights to start from), "other_instruction", "blindfolded"}`, each a
+        `score` with its `label`, success being that of the scene's own instruction; in how many episodes the policy
+        `went_where_told` with the other one, and `went_to_a_bin` when blindfolded. And what `make_films` says of a
+        scene for each instruction under all conditions, and of some in which the trained policy failed.
     Raises:
         ValueError: a policy that cannot play.
     """
     exported = fetched_for_good(job.output_dir / "pretrained_model")
     # Episodes go on after success, so that the table says whether the gripper stays.
     env, trained = env_config("two_bins", ["--terminates=false"]), load_policy_config(exported)
-    options: dict[str, Any] = {"env": env, "trusted": policy.trusted, "opening": policy.robots[0].opening}
-    options["device"] = "cuda" if job.use_gpu else "cpu"
+    device = "cuda" if job.use_gpu else "cpu"
+    options: Any = {"env": env, "trusted": policy.trusted, "opening": policy.robots[0].opening, "device": device}
     sources = {"trained": PolicySource(exported, trained, **options)}
     conditions = {
         "trained": Condition("trained"),
@@ -91,32 +83,31 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     )
     names = [name for name in LABELS if name in conditions]
     scores = {name: comparison.score(name, LABELS[name]) for name in names}
-    for name, counted, is_counted in WENT:
-        if name in scores:
-            scores[name][counted] = sum(is_counted(line) for line in comparison.played(name))
+    reached = {name: [line for line in comparison.played(name) if line["info"]["reached"]] for name in names}
+    went = [line for line in reached["other_instruction"] if not line["success_once"]]
+    scores["other_instruction"]["went_where_told"] = len(went)
+    scores["blindfolded"]["went_to_a_bin"] = len(reached["blindfolded"])
     chosen = _to_show([line for name in names for line in comparison.played(name)], names)
     return scores, comparison.films(job.output_dir, [(LABELS[line["condition"]], line) for line in chosen])
 
 
 def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The first scene of each instruction under every condition, then failures of the trained policy."""
-    played = sorted(lines, key=lambda line: line["seed"])
+    """Return the first scene of each instruction under every condition, then failures of the trained policy."""
+    played = sorted(lines, key=lambda line: (line["seed"], names.index(line["condition"])))
     first = {line["instruction"]: line["seed"] for line in reversed(played)}
-    compared = [line for seed in sorted(first.values()) for name in names for line in played
-             if (line["condition"], line["seed"]) == (name, seed)]  # fmt: skip
+    compared = [line for line in played if line["seed"] in first.values()]
     failed = [line for line in played if line["condition"] == "trained" and not line["success_once"]]
     return compared + [line for line in failed if line not in compared][:FAILURES_SHOWN]
 
 
 def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table that the demo ends with."""
+    """Return the table that the demo ends with."""
     width = max(len(score["label"]) for score in scores.values())
     lines = [f"Success in the loop on {SCENES} scenes that are not in the dataset (95 % interval)"]
     for score in scores.values():
-        line = f"  {score['label']:{width}}  {share(score)}"
+        lines.append(f"  {score['label']:{width}}  {share(score)}")
         if "went_where_told" in score:
-            line += f"; {score['went_where_told']} went to the bin that they were given"
+            lines[-1] += f"; {score['went_where_told']} went to the bin that they were given"
         if "went_to_a_bin" in score:
-            line += f"; {score['went_to_a_bin']} went to a bin"
-        lines.append(line)
+            lines[-1] += f"; {score['went_to_a_bin']} went to a bin"
     return "\n".join(lines)

@@ -1,9 +1,8 @@
 """Checkpoints of a run in its environment (`--env.type`), by processes beside the training, which waits for none.
 
-Runs on the driver, in a thread. `OUTPUT_DIR/evaluations.jsonl` has a line for each checkpoint that has played, of
-several tasks with the figures of each, and a folder beside it its episodes; checkpoints stay until they have
-(`run.folder.prune_checkpoints`). What a run has missed, because it was killed or the cluster had no capacity, is done
-when it is resumed, at the latest at its end.
+Runs on the driver, in a thread. `OUTPUT_DIR/evaluations.jsonl` has a line for each checkpoint that has played, and a
+folder beside it its episodes; checkpoints stay until they have (`run.folder.prune_checkpoints`). What a run has missed,
+because it was killed or the cluster had no capacity, is done when it is resumed, at the latest at its end.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
-from lerobot.envs.configs import EnvConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.data import ExecutionOptions, ExecutionResources
 from tqdm import tqdm
@@ -37,7 +35,7 @@ from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rollouts.episodes import Condition, episode_list
-from vla_finetuning.rollouts.player import Packed, PolicySource, check_fits, own_shapes, packed
+from vla_finetuning.rollouts.player import Packed, PolicySource, check_fits, packed, robot_shown
 from vla_finetuning.rollouts.scheduler import NoCapacityError
 from vla_finetuning.rollouts.servers import SERVER_CPUS, STAGE_CPUS, play
 from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
@@ -65,7 +63,11 @@ class Evaluator:
         self._policy_at = policy_at
         self._env = env_config(run.config.env_type or "", run.config.env_options)
         self._makers = task_makers(self._env)
-        self._robot = _robot_for(run, self._env)
+        self._robot = 0
+        if run.policy.mixes_robots:
+            own = [robot.by_own_names() for robot in run.robots]
+            shown = robot_shown(self._env, {robot.name: (robot.config, robot.rename_map) for robot in own})
+            self._robot = [robot.name for robot in run.robots].index(shown)
         self._run = run = self._select_robot(run)
         (robot,) = run.robots
         for meta in [run.rows.metas[number] for number in robot.datasets]:
@@ -77,7 +79,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def beside(self, run: Run, data: ExecutionOptions) -> Iterator[None]:
-        """While the block trains: evaluate each checkpoint that is due, where the cluster has capacity for that.
+        """Evaluate each checkpoint that is due while the block trains, where the cluster has capacity for that.
 
         Args:
             run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
@@ -90,9 +92,8 @@ class Evaluator:
             yield
             return
         gpus = 1 if run.job.use_gpu else 0
-        data.exclude_resources = data.exclude_resources.add(
-            ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=gpus)
-        )
+        own = ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=gpus)
+        data.exclude_resources = data.exclude_resources.add(own)
         self._training.set()
         options = replace(run.config.eval, env_actors=stages, policy_actors=1)
         self._thread = threading.Thread(target=self._follow, args=(options,), daemon=True)
@@ -113,7 +114,7 @@ class Evaluator:
             self._thread.join()
 
     def finish(self) -> int:
-        """When the training is over: evaluate what has not been, and say how all fared. Returns the exit status."""
+        """Evaluate what has not been, say how all fared, and return the exit status. Call when training is over."""
         run = self._run
         if self._thread is not None:
             self._thread.join()
@@ -122,22 +123,15 @@ class Evaluator:
             self._try(step, run.config.eval)
         prune_checkpoints(run.config, run.job.steps)
         _tell_last(run.job.output_dir)
-        done = {line["step"] for line in evaluations(run.job.output_dir)}
-        for line in evaluations(run.job.output_dir):
-            print_safe(f"Success      step {line['step']}: {share(line)}")
+        done = {line["step"]: line for line in evaluations(run.job.output_dir)}
+        print_safe(*(f"Success      step {step}: {share(line)}" for step, line in done.items()))
         freq = run.config.env_eval_freq
-        gone = (
-            [step for step in range(freq, run.job.steps, freq) if step not in done | self._failed.keys()]
-            if freq
-            else []
-        )
-        if gone:
-            print_safe(f"             not of step {', '.join(map(str, gone))}: no checkpoint is left", file=sys.stderr)
+        due = range(freq, run.job.steps, freq) if freq else ()
+        if gone := [str(step) for step in due if step not in done and step not in self._failed]:
+            print_safe(f"             not of step {', '.join(gone)}: no checkpoint is left", file=sys.stderr)
         for step, problem in self._failed.items():
             print_safe(f"             not of step {step}: {problem}; --resume tries again", file=sys.stderr)
         return 5 if self._failed else 0
-
-    # ---- one after the other ------------------------------------------------------------------------------------
 
     def _follow(self, options: EvalOptions) -> None:
         """In its thread, until the training is over; the last checkpoint is left for the end, when capacity is free."""
@@ -177,11 +171,9 @@ class Evaluator:
         checkpoint = run.job.checkpoints_dir / f"{PREFIX}{step:08d}"
         load_progress(checkpoint)
         episodes = episode_list(["plain"], self._makers, options.n_episodes, run.policy.seed)
-        about = {
-            "policy": {"path": address(run.job.output_dir), "step": step},
-            "environment": {"type": run.config.env_type, "options": run.config.env_options},
-            "seed": run.policy.seed,
-        }
+        environment = {"type": run.config.env_type, "options": run.config.env_options}
+        policy = {"path": address(run.job.output_dir), "step": step}
+        about = {"policy": policy, "environment": environment, "seed": run.policy.seed}
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         try:
             book = Book(folder, about, episodes)
@@ -228,47 +220,22 @@ class Evaluator:
         )
 
 
-def _robot_for(run: Run, env: EnvConfig) -> int:
-    """Find which of a run's robots an environment shows.
-
-    Raises:
-        ValueError: none, or several.
-    """
-    if not run.policy.mixes_robots:
-        return 0
-    refused = {}
-    for number, robot in enumerate(robot.by_own_names() for robot in run.robots):
-        try:
-            check_fits(robot.config, env, robot.rename_map, own_shapes(robot.config))
-        except ValueError as error:
-            refused[number] = str(error)
-    fits = [number for number in range(len(run.robots)) if number not in refused]
-    if len(fits) != 1:
-        why = [f"{run.robots[number].name}: {error}" for number, error in refused.items()]
-        fitting = [run.robots[number].name for number in fits]
-        raise ValueError(f"--env.type={env.type} is to show one of the run's robots: {'; '.join(why) or fitting}")
-    return fits[0]
-
-
 def _weights(policy_at: PolicyAt, spec: PolicySpec, checkpoint: Path) -> Packed:
     """Return what a checkpoint's policy is made of. Runs in a Ray task."""
     return packed(policy_at(spec, checkpoint).state_dict())
 
 
 def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict[str, float]) -> tuple[int, str | None]:
-    """Return how many processes may simulate beside a run's training on a cluster of such resources; or what lacks, in
-    words.
-
-    Room is what the most workers of the run and a read task leave.
-    """
+    """Return how many processes may simulate beside a run's workers and a read task; or what lacks, in words."""
     cpus = cluster.get("CPU", 0) - scaling.num_workers * scaling.cpus_per_worker - scaling.cpus_per_read_task
     gpus = cluster.get("GPU", 0) - scaling.num_workers
     stages = options.env_actors or max(2, int(cpus * SPARE_SHARE / STAGE_CPUS))
     stages = min(stages, int((cpus - SERVER_CPUS) / STAGE_CPUS))
-    lacking = (
-        [f"{SERVER_CPUS + STAGE_CPUS:g} CPU, {max(0, cpus):g} of the cluster's are to spare"] if stages < 1 else []
-    )
-    lacking += [f"1 GPU, {max(0, gpus):g} of the cluster's are to spare"] if scaling.use_gpu and gpus < 1 else []
+    lacking = []
+    if stages < 1:
+        lacking.append(f"{SERVER_CPUS + STAGE_CPUS:g} CPU, {max(0, cpus):g} of the cluster's are to spare")
+    if scaling.use_gpu and gpus < 1:
+        lacking.append(f"1 GPU, {max(0, gpus):g} of the cluster's are to spare")
     return stages, f"needs {'; '.join(lacking)}" if lacking else None
 
 

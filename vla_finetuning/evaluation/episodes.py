@@ -28,7 +28,6 @@ class Book:
     """`episodes.jsonl` in a folder, and beside it what it is about and what was done in them. One process writes.
 
     Args:
-        folder: made if it is not there.
         about: JSON: policy, environment, what else decides results. An evaluation that is there already must be about
             the same, and goes on where it was: `done` are the lines of episodes that came to an end without error.
     Raises:
@@ -68,7 +67,7 @@ class Book:
 
 
 def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """The actions of each episode, (steps, A), after what names it; of one that was played twice, both times."""
+    """Yield what names each episode, and its actions, (steps, A); of one that was played twice, both times."""
     for text in read_lines(folder / ACTIONS_NAME):
         line = json.loads(text)
         yield {name: line[name] for name in Episode.__dataclass_fields__}, unpack_actions(line)

@@ -1,8 +1,8 @@
 """What success in so many episodes says: an interval for one policy, and for two whether they differ.
 
-Two outcomes of an episode count: success at any time, which is what `lerobot-eval` calls success and what ranks, and
-success in the last step. Episodes that begin in the same state of the same task are no independent trials: intervals
-and tests count each such scene once, by the mean of its episodes. Where all scenes are distinct, that is each episode.
+Two outcomes of an episode count: success at any time, as in `lerobot-eval`, and success in the last step. Episodes that
+begin in the same state of the same task are no independent trials: intervals and tests count each such scene once, by
+the mean of its episodes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from typing import Any
 
 from scipy import stats
 
+from vla_finetuning.rollouts.episodes import name_of
+
 CONFIDENCE = 0.95
 # Success at any time and in the last step: their names in episodes.jsonl.
 ONCE, AT_END = "success_once", "success_at_end"
 
 
 def wilson(successes: float, scenes: int) -> tuple[float, float]:
-    """Return Wilson's interval of a probability of success; (0, 1) when nothing was tried.
-
-    Args:
-        successes: the sum of the scenes' means, each from 0 to 1.
-    """
+    """Return Wilson's interval of a probability of success, given the sum of the scenes' means; (0, 1) of no scenes."""
     if not scenes:
         return 0.0, 1.0
     z, p = float(stats.norm.ppf((1 + CONFIDENCE) / 2)), successes / scenes
@@ -35,8 +33,9 @@ def wilson(successes: float, scenes: int) -> tuple[float, float]:
 
 def scene_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells an episode's scene from others; of one that was not played to its end, its number and seed."""
-    state = line["initial_state"]
-    return (line["task"], state) if line["error"] is None else (line["task"], line["episode"], line["seed"], None)
+    if line["error"] is None:
+        return line["task"], line["initial_state"]
+    return line["task"], line["episode"], line["seed"], None
 
 
 def _scene_means(outcomes: Iterable[tuple[tuple[Any, ...], float]]) -> list[float]:
@@ -51,9 +50,9 @@ def score(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how often episodes succeeded, as JSON, by their lines of episodes.jsonl.
 
     Returns:
-        `{"successes", "episodes", "interval", "successes_at_end", "interval_at_end"}`, of episodes that were played to
-        their end. `scenes`: distinct ones, where they are fewer. `errors`: how many more could not be played, where
-        there are any; the intervals span what these may have been, failures or successes.
+        `{"successes", "episodes", "interval", "successes_at_end", "interval_at_end"}` of those that were played to
+        their end; `scenes`, distinct ones, if they are fewer; `errors`, if more could not be played: the intervals span
+        what these may have been.
     """
     played = [line for line in lines if line["error"] is None]
     found: dict[str, Any] = {"episodes": len(played)}
@@ -90,11 +89,7 @@ def share(found: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two policies in the same scenes, by one outcome.
-
-    Attributes:
-        pairs: the mean outcome of A and of B in each distinct scene, from 0 to 1.
-    """
+    """Two policies in the same scenes: the mean outcome of A and of B in each distinct scene, from 0 to 1."""
 
     pairs: tuple[tuple[float, float], ...]
 
@@ -111,8 +106,7 @@ class Comparison:
 
     @property
     def difference(self) -> tuple[float, float, float]:
-        """(estimate, low, high). Interval for paired proportions by Bonett and Price (2012): Wald's after one more
-        discordant pair each way; the estimate is the plain one."""
+        """Return estimate, low and high, by Bonett and Price (2012): Wald's after one more discordant pair each way."""
         if not self.pairs:
             return 0.0, -1.0, 1.0
         scenes = len(self.pairs)
@@ -123,7 +117,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In words; to be sure takes an exact test below 5 %."""
+        """Return the verdict in words; to be sure takes an exact test below 5 %."""
         if self.p_value >= 1 - CONFIDENCE:
             return "cannot tell: so large a difference is likely between equal policies; more episodes would say more"
         a, b = self.better
@@ -138,8 +132,7 @@ def paired(
     Raises:
         ValueError: other episodes, or another initial state in one of them.
     """
-    episodes = [tuple(line[key] for key in ("condition", "task", "episode", "seed")) for line in a]
-    if episodes != [tuple(line[key] for key in ("condition", "task", "episode", "seed")) for line in b]:
+    if list(map(name_of, a)) != list(map(name_of, b)):
         raise ValueError(
             f"the evaluations are not over the same list of episodes ({len(a)} and {len(b)}): evaluate both with the "
             "same --env.*, --eval.n_episodes and --seed"
@@ -162,20 +155,14 @@ def compare(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], outcom
 
 
 def comparison_text(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], name_a: str, name_b: str) -> str:
-    """Return the text of `evaluate.py --compare` for two evaluations' lines. The caller escapes the names.
-
-    Raises:
-        ValueError: as `paired`.
-    """
+    """Return what `evaluate.py --compare` says of two evaluations' lines. Escapes no names. Raises as `paired`."""
     pairs = paired(a, b)
     scores = [score([pair[n] for pair in pairs]) for n in (0, 1)]
     lines = [f"A  {share(scores[0])}  {name_a}", f"B  {share(scores[1])}  {name_b}"]
     if left_out := len(a) - len(pairs):
-        errors_a, errors_b = (sum(line["error"] is not None for line in lines_of) for lines_of in (a, b))
-        lines.append(
-            f"{left_out} of {len(a)} episodes asked for are left out: {errors_a} ended in an error with A, "
-            f"{errors_b} with B"
-        )
+        errors = [sum(line["error"] is not None for line in played) for played in (a, b)]
+        why = f"{errors[0]} ended in an error with A, {errors[1]} with B"
+        lines.append(f"{left_out} of {len(a)} episodes asked for are left out: {why}")
     for outcome, title in ((ONCE, "At any time"), (AT_END, "At the end")):
         found = compare(pairs, outcome)
         (only_a, only_b), (estimate, low, high) = found.better, found.difference

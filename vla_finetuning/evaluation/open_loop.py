@@ -49,7 +49,7 @@ PLACE = ("dataset_index", "episode_index", "frame_index")
 
 
 def other_instructions(instructions: Iterable[str]) -> dict[str, str]:
-    """Another of the instructions for each of them; empty if there is only one."""
+    """Return another of the instructions for each of them; nothing if there is only one."""
     distinct = list(dict.fromkeys(instructions))
     return dict(zip(distinct, distinct[1:] + distinct[:1], strict=True)) if len(distinct) > 1 else {}
 
@@ -66,31 +66,28 @@ def open_loop_errors(
     at_once: int | None = None,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Mean errors of a policy's action chunks, and of what it must beat, over the same frames.
+    """Return mean errors of a policy's action chunks, and of what it must beat, over the same frames.
 
-    Runs where the policy is, on CPU or CUDA. The noise that sampling starts from is the same for the same seed and
-    batches, so policies are compared on the same draws; the process's random state is left as it was.
+    Runs where the policy is, on CPU or CUDA. The same seed and batches give the same noise, so policies are compared on
+    the same draws; the process's random state is left as it was.
 
     Args:
-        policy: predicts chunks of T actions.
-        preprocessor, postprocessor: the policy's own, whole (LeRobot's pipelines, `pipelines.make_processors`).
-        batches: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action`
-            (N, T, A) at the policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; bookkeeping columns are
-            ignored. Of a recorded chunk the actions count that the policy predicts: from the present on, and of some
-            policies those alone that they would execute.
-        mean_action: (A,), predicted by the constant policy: the mean of the dataset's statistics.
+        preprocessor, postprocessor: the policy's own pipelines.
+        batches: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action` (N, T, A) at the
+            policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; others are ignored. Of a recorded chunk
+            the actions count that the policy predicts.
+        mean_action: (A,), predicted by the constant policy.
         other_instruction: what to say instead of each instruction (`other_instructions`); None or empty: not tried.
         seed: of the noise.
         at_once: rows that PI0.5 predicts for at once, at most; changes nothing but rounding. None: a whole batch.
         autocast: what to predict under; None: the weights' own precision.
     Returns:
-        `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, where each e is
-        `{"mse": float, "mae": [A floats]}`: the squared error averaged over all actions that are not padding and their
-        dimensions, and the absolute error of each dimension. Besides, `"by_task": {instruction: {"frames": n,
-        "mean_action": e, "policy": e}}`, and `"examples"`, the first frame of every batch: `{"task": str, "recorded":
-        T x A, "predicted": T x A, "is_pad": T}` and its place in the dataset. All of it JSON.
+        JSON: `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, each e being `{"mse":
+        float, "mae": [A floats]}` over all actions that are not padding; `"by_task": {instruction: {"frames": n,
+        "mean_action": e, "policy": e}}`; and `"examples"`, the first frame of every batch: `{"task", "recorded": T x A,
+        "predicted": T x A, "is_pad": T}` and its place in the dataset.
     Raises:
-        ValueError: no frames; longer or wider chunks than recorded; an instruction that `other_instruction` lacks.
+        ValueError: no frames; longer or wider chunks than recorded.
     """
     device = next(policy.parameters()).device
     sums = {name: _ErrorSum() for name in ("mean_action", "policy", "other_instruction")}
@@ -104,7 +101,7 @@ def open_loop_errors(
             instructions = [str(task) for task in batch[TASK]]
             spoken = {"policy": instructions}
             if other_instruction:
-                spoken["other_instruction"] = [_look_up(other_instruction, task) for task in instructions]
+                spoken["other_instruction"] = [other_instruction[task] for task in instructions]
             for name, tasks in spoken.items():
                 observation = _observation(preprocessor, present, tasks, device)
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
@@ -148,10 +145,10 @@ def open_loop_errors(
 
 
 def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None) -> Mapping[str, np.ndarray]:
-    """The rows as a robot sees them: of windows that look ahead (world models learn from those), the present.
+    """Return rows as a robot sees them: of windows (N, T, ...) that look ahead (world models), the present.
 
     Args:
-        batch: observations (N, T, ...), where the policy has windows of them. deltas: T offsets in frames, or None.
+        deltas: T offsets in frames; None where the policy has no windows.
     """
     if deltas is None or max(deltas) <= 0:
         return batch
@@ -160,47 +157,38 @@ def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None
 
 
 def _from_now(deltas: Sequence[int] | None, steps: int) -> slice:
-    """Return where in a recorded chunk, of actions at these offsets in frames, so many predicted ones are.
-
-    Windows of diffusion begin with the past, and some policies predict no more than they would execute.
-    """
+    """Return where predicted actions are in a recorded chunk, which may begin with the past (diffusion)."""
     now = list(deltas or [0]).index(0)
     return slice(now, now + steps)
-
-
-def _look_up(other_instruction: Mapping[str, str], task: str) -> str:
-    if task not in other_instruction:
-        raise ValueError(f"no other instruction for {task!r}; there are some for {sorted(other_instruction)}")
-    return other_instruction[task]
 
 
 def _observation(
     preprocessor: Any, batch: Mapping[str, np.ndarray], tasks: Sequence[str], device: torch.device
 ) -> dict[str, Any]:
-    """The policy's input for the rows of a batch, with `tasks` as their instructions, on `device`."""
+    """Return the policy's input for the rows of a batch, with `tasks` as their instructions."""
     prepared = preprocessor({TASK: list(tasks), **_observed(batch)})
     # Processors are saved for one device, often the CPU; the policy's is what counts.
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in prepared.items()}
 
 
 def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return what `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1].
-
-    But whole numbers are float32, as `processors.Prepare` makes them for training.
-    """
-
-    def seen(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == torch.uint8 and tensor.ndim >= 4:
-            return to_float(tensor)
-        return tensor if tensor.is_floating_point() or key.endswith("_is_pad") else tensor.float()
-
-    return {k: seen(k, torch.from_numpy(np.array(v))) for k, v in batch.items() if k.startswith("observation.")}
+    """Return observations as `LeRobotDataset` gives them; whole numbers as float32, as `processors.Prepare`."""
+    seen = {}
+    for key, values in batch.items():
+        if key.startswith(OBS_PREFIX):
+            tensor = torch.from_numpy(np.array(values))
+            if tensor.dtype == torch.uint8 and tensor.ndim >= 4:
+                tensor = to_float(tensor)
+            elif not tensor.is_floating_point() and not key.endswith("_is_pad"):
+                tensor = tensor.float()
+            seen[key] = tensor
+    return seen
 
 
 def _predict(
     policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int], at_once: int | None
 ) -> torch.Tensor:
-    """`predict_action_chunk` (N, T, A), normalised, with noise drawn from a seed; for so many rows at once."""
+    """Predict chunks (N, T, A), normalised, with noise drawn from a seed, for so many rows at once."""
     device = next(policy.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
@@ -243,25 +231,15 @@ class _ErrorSum:
     def mean(self) -> dict[str, Any] | None:
         if not self.actions:
             return None
-        return {
-            "mse": float(self.squared.mean() / self.actions),
-            "mae": [float(value) for value in self.absolute / self.actions],
-        }
+        return {"mse": float(self.squared.mean() / self.actions), "mae": (self.absolute / self.actions).tolist()}
 
 
 def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None = None) -> str:
-    """The table that a run ends with.
-
-    Args:
-        trained, untrained: what `open_loop_errors` says of the trained policy and of the base it started from, over
-            the same frames.
-    """
+    """Return the table that a run ends with, of `open_loop_errors` of the trained policy and of its base."""
     baseline = trained["mean_action"]["mse"]
     rows = [("mean action (a)", trained["mean_action"])]
-    if untrained is not None:
-        rows.append(("before training (b)", untrained["policy"]))
-    rows.append(("trained", trained["policy"]))
-    rows.append(("trained, with another instruction (c)", trained["other_instruction"]))
+    rows += [] if untrained is None else [("before training (b)", untrained["policy"])]
+    rows += [("trained", trained["policy"]), ("trained, with another instruction (c)", trained["other_instruction"])]
     width = max(len(name) for name, _ in rows)
     lines = [f"Open-loop error of the action chunk on {trained['frames']} held-out frames"]
     lines.append(f"  {'':{width}}  {'MSE':>10}  relative to (a)")
@@ -287,10 +265,7 @@ def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, 
 def episode_frames(
     meta: DatasetMetadata, episode: int, features: Features, reading: Reading, limit: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield an episode, frame by frame, as `LeRobotDataset` gives it and as a robot would see it.
-
-    Frames are dicts of `task` (a string), observations and `action` (A,); at most `limit` of them.
-    """
+    """Yield at most `limit` frames of an episode as `LeRobotDataset`: `task`, observations and `action` (A,)."""
     source = LeRobotDatasource([meta], Selection(episodes=[[episode]]), features, reading=reading)
     for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
         observed = {key: tensor[0] for key, tensor in _observed(row).items()}
@@ -298,9 +273,7 @@ def episode_frames(
 
 
 def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.ndarray:
-    """Return what a policy must beat. Statistics of relative actions know of no mean: that of the batches, which is
-    harder.
-    """
+    """Return what a policy must beat: the mean of the statistics; of relative actions that of the batches."""
     stats = spec.robots[0].stats
     if relative_actions(spec.config) is None and stats is not None:
         return stats[ACTION]["mean"]
@@ -308,15 +281,14 @@ def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.n
 
 
 def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
-    """Open-loop errors of a finished run on its held-out episodes, before and after training.
+    """Measure a finished run on its held-out episodes, before and after training, and write `evaluation.json`.
 
     Runs in a process of its own, on a GPU if the run had GPUs. The trained policy is read back from
-    `OUTPUT_DIR/pretrained_model` as anybody would, by LeRobot's own loading.
+    `OUTPUT_DIR/pretrained_model` by LeRobot's own loading.
 
     Returns:
-        `{"trained": ..., "untrained": ..., "tools": ...}`, the first two as from `open_loop_errors`, the last as from
-        `compare_tools`; of several robots `{"robots": {name:
-        that}}` of those with held-out episodes. Also written to `evaluation.json`.
+        `{"trained", "untrained"}` as from `open_loop_errors`, and `"tools"` as from `compare_tools`; of several robots
+        `{"robots": {name: that}}` of those with held-out episodes.
     """
     folder = fetched_for_good(run.job.output_dir / "pretrained_model")
     views = {robot.name: (select_robot(run, robot), robot.datasets) for robot in run.robots}
@@ -332,11 +304,7 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
 
 
 def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> dict[str, Any]:
-    """`evaluate_run` of the run's only robot, whose policy is in `folder`.
-
-    Args:
-        datasets: what the whole run numbers those of `run`.
-    """
+    """Measure the run's only robot, whose policy is in `folder`; `datasets`: as the whole run numbers them."""
     job, rows, spec, (robot,) = run.job, run.rows, run.policy, run.robots
     source = rows.held_out(check_files=True)
     batches = []
@@ -373,8 +341,7 @@ def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> 
     errors["trained"] = open_loop_errors(trained, pre, post, named, **options)
     del trained
     if spec.folder is not None:
-        untrained = spec.start()
-        untrained = _placed(spec, untrained, autocast, device)
+        untrained = _placed(spec, spec.start(), autocast, device)
         pre, post = spec.processors()
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
@@ -397,10 +364,7 @@ def _compare_tools(
 def _placed(
     spec: PolicySpec, policy: PreTrainedPolicy, autocast: torch.dtype | None, device: torch.device
 ) -> PreTrainedPolicy:
-    """The policy on the device, what did not train in the precision that training held it in.
-
-    So a GPU that trained a policy can be asked what it learned.
-    """
+    """Move a policy to the device, what did not train in the precision that training held it in, so that it fits."""
     if family_of(policy.config).from_config and autocast is not None:
         choose_trainable(policy, spec.train.mode)
         cast_frozen(policy, autocast)

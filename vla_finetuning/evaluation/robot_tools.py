@@ -29,31 +29,26 @@ MOST_STEPS = 16
 class Robot:
     """A robot that shows recorded frames, as LeRobot's drivers describe and show theirs.
 
-    Args:
-        frames: `task`, observations and `action`, as `open_loop.episode_frames` yields them.
     Raises:
-        ValueError: a vector or camera that no robot of LeRobot's shows.
+        ValueError: `frame` has a vector or camera that no robot of LeRobot's shows.
     """
 
-    def __init__(self, frames: Sequence[Mapping[str, Any]]):
-        self.frames = frames
-        keys = [key for key in frames[0] if key.startswith(f"{OBS_STR}.")]
-        self._cameras = {key: key.removeprefix(f"{OBS_IMAGES}.") for key in keys if frames[0][key].ndim == 3}
+    def __init__(self, frame: Mapping[str, Any]):
+        keys = [key for key in frame if key.startswith(f"{OBS_STR}.")]
+        self._cameras = {key: key.removeprefix(f"{OBS_IMAGES}.") for key in keys if frame[key].ndim == 3}
         if unknown := [key for key in keys if key != OBS_STATE and not key.startswith(f"{OBS_IMAGES}.")]:
             raise ValueError(f"robots of LeRobot show {OBS_STATE} and {OBS_IMAGES}.NAME, and the policy sees {unknown}")
-        self._motors = [f"{number}.pos" for number in range(len(frames[0][OBS_STATE]))]
-        height_width = {name: tuple(frames[0][key].shape[1:]) for key, name in self._cameras.items()}
-        hardware_features: dict[str, Any] = {name: float for name in self._motors}
-        hardware_features |= {name: (*size, 3) for name, size in height_width.items()}
-        self.features = hw_to_dataset_features(hardware_features, OBS_STR, use_video=False)
+        self._motors = [f"{number}.pos" for number in range(len(frame[OBS_STATE]))]
+        hardware: dict[str, Any] = dict.fromkeys(self._motors, float)
+        hardware |= {name: (*frame[key].shape[1:], 3) for key, name in self._cameras.items()}
+        self.features = hw_to_dataset_features(hardware, OBS_STR, use_video=False)
 
     def observation(self, frame: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `robot.get_observation()` returns: a number for each motor, cameras uint8 (H, W, 3)."""
         motors = dict(zip(self._motors, map(float, frame[OBS_STATE]), strict=True))
-        images = {name: frame[key] for key, name in self._cameras.items()}
         return motors | {
-            name: (image * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-            for name, image in images.items()
+            name: (frame[key] * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+            for key, name in self._cameras.items()
         }
 
 
@@ -63,8 +58,8 @@ def compare_tools(
     """Play frames as evaluate.py does, and by the functions of LeRobot's tools.
 
     Args:
-        policy: the export's, on its device. folder: the export. frames: one after the other, of one episode, under the
-            robot's own names.
+        policy: the export's, on its device. folder: the export.
+        frames: of one episode under the robot's own names, as `open_loop.episode_frames` yields them.
         trusted: whether code that comes with the folder may run.
     Returns:
         By tool: the largest difference of an action in the dataset's units, 0.0 where all are equal bit for bit; or
@@ -83,10 +78,8 @@ def compare_tools(
 
     def ours() -> torch.Tensor:
         before, after = load_processors(folder, config, trusted=trusted)
-        seen = before(
-            {key: value[None] if isinstance(value, torch.Tensor) else [value] for key, value in first.items()}
-        )
-        seen = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in seen.items()}
+        seen = before({key: value[None] if torch.is_tensor(value) else [value] for key, value in first.items()})
+        seen = {key: value.to(device) if torch.is_tensor(value) else value for key, value in seen.items()}
         with torch.autocast(device.type, enabled=config.use_amp):
             chunk = family.predict_chunk(policy, seen)
         return after(chunk)[0, :steps]
@@ -104,8 +97,7 @@ def compare_tools(
             expected = _seeded(ours, device)
             for name, play in tools.items():
                 try:
-                    difference = (_seeded(play, device) - expected).abs()
-                    differences[name] = float(difference.max())
+                    differences[name] = float((_seeded(play, device) - expected).abs().max())
                 except NotImplementedError as error:
                     differences[name] = str(error)
                 except Exception as error:  # whatever LeRobot ends with is what a user would see
@@ -143,7 +135,7 @@ def _rollout(policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Seque
 
     if getattr(policy.config, "use_relative_actions", False):
         raise NotImplementedError("it refuses relative actions, but with --inference.type=rtc")
-    robot, names = Robot(frames), [f"{number}.pos" for number in range(len(frames[0][ACTION]))]
+    robot, names = Robot(frames[0]), [f"{number}.pos" for number in range(len(frames[0][ACTION]))]
     features = {**robot.features, ACTION: {"dtype": "float32", "shape": (len(names),), "names": names}}
     device = str(next(policy.parameters()).device)
     engine = SyncInferenceEngine(policy, *pipelines, features, names, frames[0][TASK], device, "")
@@ -158,7 +150,7 @@ def _served(
     """Predict a chunk as PolicyServer does of the first frame."""
     from lerobot.async_inference import helpers  # not above, neither
 
-    (before, after), robot = pipelines, Robot(frames)
+    (before, after), robot = pipelines, Robot(frames[0])
     raw = {**robot.observation(frames[0]), TASK: frames[0][TASK]}
     seen = helpers.raw_observation_to_observation(raw, robot.features, policy.config.image_features)
     chunk = policy.predict_action_chunk(before(seen))

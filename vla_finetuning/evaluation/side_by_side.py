@@ -25,9 +25,7 @@ class SideBySide:
     Args:
         conditions, sources: by the names that scores and conditions have for them.
         count: episodes of each task. first_seed: of the environments, counted up. seed: of the noise.
-        number: as `episode_list` takes it.
-    Raises:
-        ValueError, OSError, RuntimeError: see `servers.play`.
+        number: as `episode_list` takes it. Raises as `servers.play`.
     """
 
     def __init__(

@@ -1,13 +1,9 @@
-"""An evaluation from its flags: `evaluate.py` in the parts that it names, and the demo's own.
-
-Runs on the driver. What is wrong with policy, environment or their fit is said before a process is started.
-"""
+"""An evaluation from its flags, in the parts that `evaluate.py` names. Runs on the driver."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +14,9 @@ import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.envs.configs import EnvConfig
 from lerobot.policies.rtc import RTCConfig
-from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, as_path, pull
-from vla_finetuning.envs.configs import DISCOVER, check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
@@ -38,25 +33,21 @@ from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_l
 from vla_finetuning.rollouts.player import (
     Eyes,
     PolicySource,
-    check_advantage,
     check_delay,
     check_fits,
     check_rename_map,
     check_rtc,
-    check_writes,
-    opening_of,
-    own_shapes,
+    robot_shown,
     rtc_options,
 )
 from vla_finetuning.rollouts.recording import is_recorded, record_played
 from vla_finetuning.rollouts.replay import make_films
 from vla_finetuning.rollouts.servers import play
-from vla_finetuning.run.cluster import find_gpus
 from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, print_safe
 
-# Without a progress bar.
+# How often to say how far an evaluation is.
 TELL_EVERY_S = 10.0
 
 
@@ -82,8 +73,8 @@ class Trial:
     options: EvalOptions
     seed: int
     about: dict[str, Any]
-    dataset: Path | None = None
-    videos: int = 0
+    dataset: Path | None
+    videos: int
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -92,11 +83,7 @@ class Trial:
 
 
 def resolve_trial(config: EvaluateConfig) -> Trial:
-    """Find and check policy and environment.
-
-    Raises:
-        ValueError, FileNotFoundError: saying what to do.
-    """
+    """Find and check policy and environment. Raises ValueError or FileNotFoundError, saying what to do."""
     env = env_config(config.env_type or "", config.env_options)
     makers = task_makers(env)
     policy_config, folder, base = resolve_policy(config, _policy_for(config.policy_path, env, config.rename_map))
@@ -105,8 +92,6 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     renamed = {**saved_rename_map(folder), **config.rename_map}
     check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)
-    check_advantage(policy_config, config.advantage, config.guidance)
-    check_writes(folder, policy_config, config.subtask)
     controller = config.controller
     if controller == "select_action" and relative_actions(policy_config) is None:
         controller = "chunk"  # which is the same
@@ -114,42 +99,40 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         check_rtc(policy_config, config.guidance)
     conditions = _conditions(config, env, policy_config)
     options = replace(config.eval, policy_actors=1) if controller == "select_action" else config.eval
-    use_gpu = find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
-    source = PolicySource(
-        folder,
-        policy_config,
-        env=env,
-        rename_map=config.rename_map,
-        device="cuda" if use_gpu else "cpu",
-        trusted=config.policy_trust_remote_code,
-        opening=opening_of(folder),
-        advantage=config.advantage,
-        guidance=config.guidance,
-        subtask=config.subtask,
-        controller=controller,
+    source = PolicySource.of_export(
+        folder, policy_config, config, env=env, rename_map=config.rename_map, controller=controller
     )
-    acting_options: dict[str, Any] = (
-        {} if config.advantage is None else {"advantage": config.advantage, "guidance": config.guidance}
-    )
-    acting_options |= {"subtask": True} if config.subtask else {}
-    acting_options |= {"controller": controller} if controller != "chunk" else {}
-    acting_options |= {"latency_s": config.latency_s} if config.latency_s else {}
+    acting = {
+        "advantage": config.advantage,
+        "guidance": None if config.advantage is None else config.guidance,
+        "subtask": config.subtask or None,
+        "controller": None if controller == "chunk" else controller,
+        "latency_s": config.latency_s or None,
+    }
+    chosen = {name: value for name, value in acting.items() if value is not None}
     about = {
-        "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map, **acting_options},
+        "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map, **chosen},
         "environment": {"type": config.env_type, "options": config.env_options},
         "seed": config.seed,
     }
-    episodes = episode_list(conditions, makers, config.eval.n_episodes, config.seed)
     output_dir = as_path(config.output_dir or "").absolute()
     check_place(output_dir)
-    dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
-    latencies = dict(zip(conditions, config.latency_s, strict=bool(config.latency_s)))
     trial = Trial(
-        *(output_dir, env, makers, source, episodes, conditions, latencies, options, config.seed, about, dataset),
+        output_dir=output_dir,
+        env=env,
+        makers=makers,
+        source=source,
+        episodes=episode_list(conditions, makers, config.eval.n_episodes, config.seed),
+        conditions=conditions,
+        latencies=dict(zip(conditions, config.latency_s, strict=bool(config.latency_s))),
+        options=options,
+        seed=config.seed,
+        about=about,
+        dataset=None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute(),
         videos=config.videos,
     )
-    if dataset is not None:
-        is_recorded(dataset, trial.recorded)
+    if trial.dataset is not None:
+        is_recorded(trial.dataset, trial.recorded)
     return trial
 
 
@@ -167,25 +150,18 @@ def _conditions(config: EvaluateConfig, env: EnvConfig, policy_config: PreTraine
 
 
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
-    """The policy's path; of what a run of several robots exported, that of the robot that the environment shows."""
+    """Return the policy's path; of an export of several robots, that of the one that the environment shows."""
     folder = as_path(path or "")
-    names = exported_robots(folder) if path else []
-    if not names:
+    robots = {}
+    for name in exported_robots(folder) if path else ():
+        pull(folder / name, at_the_top=True)
+        robots[name] = load_policy_config(folder / name), {**saved_rename_map(folder / name), **rename_map}
+    if not robots:
         return path
-    refused = {}
-    for name in names:
-        robot_folder = folder / name
-        pull(robot_folder, at_the_top=True)
-        try:
-            policy_config = load_policy_config(robot_folder)
-            check_fits(policy_config, env, {**saved_rename_map(robot_folder), **rename_map}, own_shapes(policy_config))
-        except ValueError as error:
-            refused[name] = str(error)
-    fits = [name for name in names if name not in refused]
-    if len(fits) != 1:
-        why = f"fits {', '.join(fits)}" if fits else "; ".join(f"{name}: {error}" for name, error in refused.items())
-        raise ValueError(f"{path} has policies of the robots {', '.join(names)}; give the folder of one ({why})")
-    return address(folder / fits[0])
+    try:
+        return address(folder / robot_shown(env, robots))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; give the folder of one") from error
 
 
 @dataclass(frozen=True)
@@ -195,7 +171,7 @@ class Outcome:
     Attributes:
         text: success, for the terminal. errors: episodes that ended in an error.
         by_latency: `score_rows` of each latency in seconds; of None where none was given.
-        films: `{"films": what evaluation/replay.py says of its pictures}`.
+        films: `{"films": as from make_films}`.
     """
 
     text: str
@@ -208,34 +184,34 @@ def run_trial(trial: Trial) -> Outcome:
     """Play what is not played yet, on the cluster that this process has joined; then `record_trial`."""
     book = Book(trial.output_dir, trial.about, trial.episodes)
     pending = [episode for episode in trial.episodes if not book.is_done(episode)]
-    use_gpu = trial.source.device == "cuda"
-    with _Progress(len(trial.episodes), len(book.done)) as progress:
+    progress = _Progress(len(trial.episodes), len(book.done))
 
-        def on_end(line: Line, actions: np.ndarray | None) -> None:
-            if trial.latencies:
-                line = {**line, "latency_s": trial.latencies[line["condition"]]}
-            book.write(line, actions if trial.videos or trial.dataset else None)
-            progress.add(bool(line["success_once"]))
+    def on_end(line: Line, actions: np.ndarray | None) -> None:
+        if trial.latencies:
+            line = {**line, "latency_s": trial.latencies[line["condition"]]}
+        book.write(line, actions if trial.videos or trial.dataset else None)
+        progress.add(bool(line["success_once"]))
 
-        if pending:
-            play(
-                pending,
-                trial.conditions,
-                {"policy": trial.source.shared()},
-                trial.makers,
-                trial.options,
-                seed=trial.seed,
-                use_gpu=use_gpu,
-                on_end=on_end,
-            )
+    if pending:
+        play(
+            pending,
+            trial.conditions,
+            {"policy": trial.source.shared()},
+            trial.makers,
+            trial.options,
+            seed=trial.seed,
+            use_gpu=trial.source.device == "cuda",
+            on_end=on_end,
+        )
     _, lines = read_evaluation(trial.output_dir)
     if pending or not (trial.output_dir / FILMS_INDEX).is_file():
         _film(trial, lines)
-    texts = [success_text(rows, latency_s) for latency_s, rows in _by_latency(lines).items()]
+    by_latency = _by_latency(lines)
+    texts = [success_text(rows, latency_s) for latency_s, rows in by_latency.items()]
     return Outcome(
         text="\n".join([*texts, *describe_controller(trial.source)]),
         errors=sum(line["error"] is not None for line in lines),
-        by_latency={latency_s: score_rows(rows) for latency_s, rows in _by_latency(lines).items()},
+        by_latency={latency_s: score_rows(rows) for latency_s, rows in by_latency.items()},
         films=read_json(trial.output_dir / FILMS_INDEX),
     )
 
@@ -249,13 +225,11 @@ def _by_latency(lines: Sequence[Line]) -> dict[float | None, list[Line]]:
 def describe_controller(source: PolicySource) -> list[str]:
     """Say how chunks were played, where that is not how all controllers play them."""
     if source.controller == "rtc":
-        given = getattr(source.config, MAX_DELAY, 0)
-        how = (
-            f"was given the actions that are executed meanwhile, as in training (--policy.{MAX_DELAY})"
-            if given
-            else f"was guided to what was left of the last, as by lerobot-rollout with {flags_of_rtc(source.config)}"
-        )
-        return [f"Controller   rtc: each chunk {how}"]
+        if getattr(source.config, MAX_DELAY, 0):
+            how = f"given the actions that are executed meanwhile, as in training (--policy.{MAX_DELAY})"
+        else:
+            how = f"guided to what was left of the last, as by lerobot-rollout with {flags_of_rtc(source.config)}"
+        return [f"Controller   rtc: each chunk was {how}"]
     if relative_actions(source.config) is None:
         return []
     if source.controller == "select_action":
@@ -274,36 +248,23 @@ def flags_of_rtc(config: Any) -> str:
 
 
 class _Progress:
-    """How far an evaluation is, and how long it will still take: a bar on a terminal, otherwise a line now and then."""
+    """Says now and then how far an evaluation is, and how long it will still take."""
 
     def __init__(self, total: int, done: int) -> None:
-        self._interactive = sys.stdout.isatty()
-        self._bar = tqdm(total=total, initial=done, unit="episode", file=sys.stdout, dynamic_ncols=True,
-                         disable=not self._interactive)  # fmt: skip
-        self._total, self._done, self._before = total, done, done
-        self._successes = 0
+        self._total, self._done, self._played, self._successes = total, done, 0, 0
         self._since = self._told = time.monotonic()
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
 
     def add(self, success: bool) -> None:
         """One more episode is over."""
         self._done += 1
+        self._played += 1
         self._successes += success
-        now, played = time.monotonic(), self._done - self._before
-        if self._interactive:
-            self._bar.set_postfix_str(f"{self._successes} of {played} succeeded", refresh=False)
-            self._bar.update()
-        elif now - self._told >= TELL_EVERY_S:
-            left_s = (self._total - self._done) * (now - self._since) / played
-            print_safe(
-                f"{self._done} of {self._total} episodes, {self._successes} of {played} succeeded, {left_s:.0f} s left"
-            )
+        now = time.monotonic()
+        if now - self._told >= TELL_EVERY_S:
             self._told = now
+            left_s = (self._total - self._done) * (now - self._since) / self._played
+            successes = f"{self._successes} of {self._played} succeeded"
+            print_safe(f"{self._done} of {self._total} episodes, {successes}, {left_s:.0f} s left")
 
 
 def record_trial(trial: Trial) -> None:
@@ -328,19 +289,16 @@ def record_trial(trial: Trial) -> None:
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Pictures of failures, up to as many as were asked for, and of half as many successes."""
-    lines_by_name = {name_of(line): line for line in to_show(lines, trial.videos)}
-    recorded: dict[Any, np.ndarray] = {}
-    for named, actions in read_actions(trial.output_dir):
-        if name_of(named) in lines_by_name:
-            recorded[name_of(named)] = actions
-    chosen = [(_title(trial, line), line, recorded[name]) for name, line in lines_by_name.items() if name in recorded]
+    """Show failures, up to as many as were asked for, and half as many successes."""
+    shown = {name_of(line): line for line in to_show(lines, trial.videos)}
+    recorded = {name_of(named): actions for named, actions in read_actions(trial.output_dir) if name_of(named) in shown}
+    chosen = []
+    for name, actions in recorded.items():
+        line = shown[name]
+        title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
+        chosen.append((title, line, actions))
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"films": films})
-
-
-def _title(trial: Trial, line: Mapping[str, Any]) -> str:
-    return line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
 
 
 def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
@@ -357,7 +315,7 @@ def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, 
 
 
 def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Success of all episodes, then by task, or by instruction where there is one task only: what a page shows."""
+    """Return success of all episodes, then by task, or by instruction where there is one task only, for a page."""
     part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
     names = list(dict.fromkeys(line[part] for line in lines if line[part] is not None))
     groups = [("all episodes", list(lines))]
@@ -367,9 +325,7 @@ def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = None) -> str:
-    """Return what an evaluation ends with: success overall and by task, of one task by instruction; what was not
-    played. latency_s: of all lines.
-    """
+    """Return what an evaluation ends with: success overall and by task or instruction, and what was not played."""
     played = [line for line in lines if line["error"] is None]
     every, *parts = score_rows(lines)
     at = "" if latency_s is None else f"; latency {latency_s:g} s"
@@ -379,22 +335,20 @@ def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = N
         text.append(f"             {at_reset} of them at reset already")
     for line in [line for line in lines if line["error"] is not None][:5]:
         text.append(f"Not played   {escaped(line['task'])}, seed {line['seed']}: {escaped(line['error'])}")
-    if len(played) < len(lines):
-        text.append(
-            f"             {len(lines) - len(played)} episodes ended in an error; given again, they are played again"
-        )
+    if errors := len(lines) - len(played):
+        text.append(f"             {errors} episodes ended in an error; given again, they are played again")
     return "\n".join(text)
 
 
 def compare_folders(a: Path, b: Path) -> tuple[str, int]:
-    """Return the text of `evaluate.py --compare` for two evaluations, and how many episodes either did not play.
+    """Compare two evaluations; return the text for the terminal, and how many episodes either did not play.
 
     Raises:
         ValueError, FileNotFoundError: not evaluations of the same list in the same environment, or not done.
     """
     (about_a, lines_a), (about_b, lines_b) = read_evaluation(a), read_evaluation(b)
     env_a, env_b = (about.get("environment") for about in (about_a, about_b))
-    if env_a and env_b and not _are_alike(env_a, env_b):
+    if env_a and env_b and _options_of(env_a) != _options_of(env_b):
         flags = (" ".join([f"--type={env['type']}", *env["options"]]) for env in (env_a, env_b))
         raise ValueError(
             f"the environments differ, {' and '.join(map(escaped, flags))}: give the same --env.* for both, so that "
@@ -412,14 +366,6 @@ def compare_folders(a: Path, b: Path) -> tuple[str, int]:
     return "\n".join(texts), missing
 
 
-def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two environments are configured alike, defaults that one names included; tasks are those of the
-    list.
-    """
-    if a == b:
-        return True
-    # What a result names is not imported: of environments of one's own, the options decide as they are given.
-    if any(env["type"] == "gym" or any(o.startswith(DISCOVER) for o in env["options"]) for env in (a, b)):
-        return a["type"] == b["type"] and set(a["options"]) == set(b["options"])
-    config_a, config_b = (env_config(env["type"], env["options"]) for env in (a, b))
-    return a["type"] == b["type"] and vars(config_a) | {"task": None} == vars(config_b) | {"task": None}
+def _options_of(env: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """Return an environment's type and options; tasks are those of the list of episodes."""
+    return env["type"], {option for option in env["options"] if not option.startswith("--task=")}

@@ -32,8 +32,7 @@ class Condition:
         policy: which of the policies that take part.
         instructions: what the policy gets in place of an instruction; itself where there is no entry.
         blindfolded: the policy sees black images.
-        delay: steps that the environment goes on while a chunk is computed (`Player.act_late`); None: it stands still,
-            and nothing is known of a chunk when the next one is computed.
+        delay: steps that the environment goes on while a chunk is computed (`Player.act_late`); None: it stands still.
     """
 
     policy: str = "policy"
@@ -62,8 +61,8 @@ class LeftOver:
 
     Attributes:
         actions: to execute until that arrives, float32 (delay, A), in the environment's units.
-        prefix: all that is left, float32 (T, A), as real-time chunking takes it: normalised; absolute and in the
-            dataset's units where the policy's actions are relative to the state. None without it.
+        prefix: all that is left, float32 (T, A), for real-time chunking, or None: normalised, but absolute and in the
+            dataset's units where the policy's actions are relative to the state.
     """
 
     actions: np.ndarray
@@ -79,6 +78,7 @@ class Playing:
         failures: how many processes failed that held it.
         bootstraps: what is seen when its time is over is shown to the policy too, as a decision that is not executed.
         left: of its last chunk, where chunks are late.
+        is_suspect: it is played alone, since it may be what made processes fail.
     """
 
     number: int
@@ -88,21 +88,21 @@ class Playing:
     bootstraps: bool = False
     left: LeftOver | None = None
 
+    @property
+    def is_suspect(self) -> bool:
+        return self.failures > 1
+
 
 @dataclass(frozen=True)
 class Ended:
     """An episode that is over.
 
     Attributes:
-        number: which of the list.
-        instruction: of the environment; the policy's may be another one.
+        number: which of the list. instruction: of the environment; the policy's may be another one.
         success_once, success_at_end, success_at_reset: what `info["is_success"]` said.
-        total_reward: undiscounted.
-        initial_state: hash of the state after `reset`.
         info: strings, numbers and truth values of the last step's info.
-        final_state: hash of the state after the last step; "" where only images show it, and none were rendered.
-        rewards: the sum of each decision's rewards. success_decision: in which decision it first succeeded, from 0;
-            None if it did not.
+        initial_state, final_state: hashes of the state; "" where only images show it, and none were rendered.
+        rewards: the sum of each decision's rewards. success_decision: the first that succeeded, from 0, or None.
         truncated: it ended because its time was over.
     """
 
@@ -146,7 +146,7 @@ def episode_list(
 
 
 def noise(seed: int, task: str, episode: int, decision: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return what a policy's sampling starts from: standard normal, float32, a function of the four names."""
+    """Return what a policy's sampling starts from: standard normal, float32."""
     return generator(seed, task, episode, decision).standard_normal(shape, np.float32)
 
 
@@ -156,7 +156,7 @@ def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Ge
 
 
 def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions: int) -> Line:
-    """An episode's line. One that could not be played to its end has an `error`, and null for what is not known."""
+    """Return an episode's line. One that could not be played to its end has an `error`, and null for the unknown."""
     outcome = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
     outcome.pop("number")
     return {**asdict(episode), **outcome, "decisions": decisions, "error": error}
@@ -168,9 +168,8 @@ def name_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def pack_actions(actions: np.ndarray) -> dict[str, Any]:
-    """Actions (steps, A) as JSON has them, to the bit."""
-    coded = base64.b64encode(actions.tobytes()).decode()
-    return {"dtype": actions.dtype.str, "shape": actions.shape, "base64": coded}
+    """Return actions (steps, A) as JSON has them, to the bit."""
+    return {"dtype": actions.dtype.str, "shape": actions.shape, "base64": base64.b64encode(actions.tobytes()).decode()}
 
 
 def unpack_actions(line: Mapping[str, Any]) -> np.ndarray:

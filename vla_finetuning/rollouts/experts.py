@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any]
     """Play an episode; return its frames, each with the action that followed, or None if it did not succeed.
 
     Args:
-        first_seed: where the environment has a list of initial states, of the episode that begins in its first one.
+        first_seed: of the episode that begins in the first initial state, where the environment has a list of them.
     """
     names = {key: config.features_map[key] for key in config.features}
     choose_initial_state(env, seed - first_seed)
@@ -66,11 +67,7 @@ class Recording:
 
 
 def resolve_recording(config: RecordConfig) -> Recording:
-    """Find and check the environment and the place.
-
-    Raises:
-        ValueError: nothing can be recorded so.
-    """
+    """Find and check the environment and the place. Raises ValueError."""
     env_type = config.env_type or ""
     env = env_config(env_type, [*DEFAULTS.get(env_type, ()), *config.env_options])
     if env_type not in DEFAULTS and not (is_own(env) and _has_expert(env)):
@@ -92,24 +89,15 @@ def _has_expert(config: EnvConfig) -> bool:
 
 
 def record(recording: Recording) -> str:
-    """Record on the cluster that this process has joined, and say what became of it.
-
-    Raises:
-        ValueError: no episode succeeded.
-    """
+    """Record on the cluster that this process has joined; return what became of it. Raises as `record_dataset`."""
     config, env, makers, root = recording.config, recording.env, recording.makers, recording.root
     seeds = range(config.seed, config.seed + config.episodes)
-    shares = [
-        [(task, seed) for seed in seeds[first : first + SHARE_EPISODES]]
-        for task in makers
-        for first in range(0, len(seeds), SHARE_EPISODES)
-    ]
+    shares = list(itertools.batched(itertools.product(makers, seeds), SHARE_EPISODES))
 
     def failures(written: list[list[bool]]) -> dict[str, list[int]]:
         failed: dict[str, list[int]] = {task: [] for task in makers}
-        for share, flags in zip(shares, written, strict=True):
-            for (task, seed), success in zip(share, flags, strict=True):
-                failed[task] += [] if success else [seed]
+        for (task, seed), success in zip(itertools.product(makers, seeds), itertools.chain(*written), strict=True):
+            failed[task] += [] if success else [seed]
         return failed
 
     about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}

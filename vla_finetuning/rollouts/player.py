@@ -31,6 +31,7 @@ from lerobot.utils.constants import ACTION, OBS_STATE, OBS_STR
 from vla_finetuning.envs.protocol import Observation, select_rows, stack
 from vla_finetuning.files import read_json
 from vla_finetuning.options.policy import ROBOT_NAME, WRITES
+from vla_finetuning.options.programs import EvaluateConfig, ServeConfig
 from vla_finetuning.options.recap import ADVANTAGE, without_label
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.flow import FlowLoss, continue_chunk, guided_chunk
@@ -41,6 +42,7 @@ from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.text_targets import TEXT_COLUMNS, ends_of_text, with_text
 from vla_finetuning.rollouts.episodes import Key, LeftOver, generator, noise
+from vla_finetuning.run.cluster import find_gpus
 
 TASK = "task"
 # What plays the chunks of a policy; see `Player`.
@@ -52,7 +54,7 @@ Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 
 
 def packed(tensors: Mapping[str, torch.Tensor]) -> Packed:
-    """NumPy knows no bfloat16, and Ray would copy tensors into the pickle."""
+    """Return tensors as Ray shares them: it would copy them into the pickle, and NumPy knows no bfloat16."""
     buffers: dict[Any, np.ndarray] = {}  # one under two names goes once
     weights = {}
     for name, tensor in tensors.items():
@@ -64,7 +66,7 @@ def packed(tensors: Mapping[str, torch.Tensor]) -> Packed:
 
 
 def unpacked(weights: Packed) -> dict[str, torch.Tensor]:
-    """Tensors over the same memory, to be copied from only."""
+    """Return tensors over the same memory, to be copied from only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return {
@@ -81,13 +83,11 @@ class Acting:
         rename_map: environment key to policy key, before the policy's own preprocessor.
         trusted: whether code that comes with the policy may run.
         opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
-        guidance: see `flow.guided_chunk`.
-        subtask: at each decision the policy writes a text, and acts on the instruction with it (`text_targets`).
-        controller: "chunk" executes chunks as they are when they are predicted. "select_action" decides at each step,
-            and executes the next action of the episode's chunk as the processors make it absolute now, like LeRobot's
-            loop over `select_action`; all decisions of an episode must come here. "rtc" predicts a chunk that goes on
-            from what is left of the last, like LeRobot's `RTCInferenceEngine` with `rtc_options`, or, where the policy
-            was trained so (MAX_DELAY), from the actions that are executed meanwhile; only by `Player.act_late`.
+        guidance: see `flow.guided_chunk`. subtask: whether the policy acts on texts that it writes (`text_targets`).
+        controller: "chunk" executes chunks as they were predicted. "select_action" decides at each step, and makes the
+            action absolute by the state of then, like LeRobot's loop; all decisions of an episode must come here. "rtc"
+            predicts a chunk that goes on from the last one, by `act_late` only: guided like LeRobot's
+            `RTCInferenceEngine`, or, where the policy was trained so (MAX_DELAY), given what is executed meanwhile.
     """
 
     env: EnvConfig | None
@@ -105,10 +105,8 @@ class PolicySource(Acting):
     """Where a process gets a policy from. Pickled on its way to those that play.
 
     Attributes:
-        folder: a LeRobot pretrained folder.
-        config: its configuration, `n_action_steps` being what is executed of a chunk.
-        processors: instead of the folder's own.
-        weights: in the object store, instead of the folder's.
+        folder: a LeRobot pretrained folder. config: its configuration; `n_action_steps` of a chunk are executed.
+        processors, weights (in the object store): instead of the folder's own.
     """
 
     folder: Path
@@ -117,12 +115,28 @@ class PolicySource(Acting):
     device: str = "cpu"
     weights: ray.ObjectRef[Packed] | None = None
 
-    def shared(self) -> PolicySource:
-        """The same, read once, for nodes that do not have the folder: weights in the cluster's object store.
+    @classmethod
+    def of_export(
+        cls, folder: Path, config: PreTrainedConfig, options: EvaluateConfig | ServeConfig, **acting: Any
+    ) -> PolicySource:
+        """Return an exported policy that acts as a program's options say, Raises ValueError if it cannot."""
+        check_advantage(config, options.advantage, options.guidance)
+        check_writes(folder, config, options.subtask)
+        use_gpu = find_gpus("--use_gpu") > 0 if options.use_gpu is None else options.use_gpu
+        return cls(
+            folder,
+            config,
+            device="cuda" if use_gpu else "cpu",
+            trusted=options.policy_trust_remote_code,
+            opening=opening_of(folder),
+            advantage=options.advantage,
+            guidance=options.guidance,
+            subtask=options.subtask,
+            **acting,
+        )
 
-        Raises:
-            ValueError, FileNotFoundError: they cannot be read.
-        """
+    def shared(self) -> PolicySource:
+        """Put the weights into the object store, for nodes that do not have the folder. Raises as `read_weights`."""
         processors = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
         return replace(self, processors=processors, weights=ray.put(packed(read_weights(self.folder))))
 
@@ -146,35 +160,33 @@ class Player:
     """A policy with its processors and the environment's."""
 
     def __init__(self, policy: PreTrainedPolicy, preprocessor: Any, postprocessor: Any, acting: Acting) -> None:
-        by_steps, env, advantage = acting.controller == "select_action", acting.env, acting.advantage
-        self._chunks: dict[tuple[int, str, int], torch.Tensor] | None = {} if by_steps else None
+        config: Any = policy.config
+        family = family_of(config)
+        self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
+        self._acting, self._draws_itself = acting, family.chunk_draws == "its own"
+        self._device = next(policy.parameters()).device
+        # By episode, where each step decides: the chunk that it is in.
+        self._chunks: dict[tuple[int, str, int], torch.Tensor] = {}
         self._rtc: RTCConfig | None = None
         self._trained: FlowLoss | None = None
         if acting.controller == "rtc":  # as lerobot-rollout
-            config: Any = policy.config
             config.rtc_config = self._rtc = rtc_options(config)
             if hasattr(policy, "init_rtc_processor"):
                 policy.init_rtc_processor()
             if max_delay := getattr(config, MAX_DELAY, 0):
                 self._rtc.execution_horizon = max_delay
-                self._trained = cast(FlowLoss, family_of(config).make_loss(policy).eval())
-        self._opening = acting.opening
-        self._words = "" if advantage is None else ADVANTAGE[advantage == "positive"]
-        self._guidance, self._loss = acting.guidance, None
-        if acting.guidance != 1.0:
-            loss = family_of(policy.config).make_loss(policy)
-            assert isinstance(loss, FlowLoss)  # `check_advantage` refuses others
-            self._loss = loss.eval()
-        self._writer: Any = family_of(policy.config).make_loss(policy).eval() if acting.subtask else None
-        self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
+                self._trained = cast(FlowLoss, family.make_loss(policy).eval())
+        self._words = "" if acting.advantage is None else ADVANTAGE[acting.advantage == "positive"]
+        # `check_advantage` refuses policies that cannot be guided.
+        self._guided = cast(FlowLoss, family.make_loss(policy).eval()) if acting.guidance != 1.0 else None
+        self._writer: Any = family.make_loss(policy).eval() if acting.subtask else None
         relative = (step for step in preprocessor.steps if isinstance(step, RelativeActionsProcessorStep))
         self._relative = next((step for step in relative if step.enabled), None)
-        step_names = {getattr(step, "_registry_name", "") for step in preprocessor.steps}
-        family = family_of(policy.config)
-        steps: tuple[Any, Any] = (_unchanged, _unchanged)
-        self._env_pre, self._env_post = steps if env is None else family.env_processors(policy.config, env, step_names)
-        self._rename_map, self._trusted = acting.rename_map, acting.trusted
-        self._device = next(policy.parameters()).device
+        self._env_pre: Any = dict
+        self._env_post: Any = dict
+        if acting.env is not None:
+            step_names = {getattr(step, "_registry_name", "") for step in preprocessor.steps}
+            self._env_pre, self._env_post = family.env_processors(config, acting.env, step_names)
 
     def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
         """The actions to execute, float32 (N, n_action_steps, A), in the environment's units.
@@ -183,13 +195,14 @@ class Player:
             observation: as gymnasium's vector environments have it, N rows.
             instructions: one for each row. keys: of each row's draws.
         """
-        act = self._act if self._chunks is None else self._act_by_steps
-        if family_of(self._policy.config).chunk_draws != "its own":
-            return act(observation, instructions, keys)
-        # One that draws for itself has one generator for a whole batch, so rows go one by one, from the observation on:
-        # processors of language models pack the images of a batch, and others remember the states of the last one.
-        alone = [act(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
-        return np.concatenate(alone)
+        if self._draws_itself and len(keys) > 1:
+            # It has one generator for a whole batch, so rows go one by one, from the observation on: processors of
+            # language models pack the images of a batch, and others remember the states of the last one.
+            alone = [self(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
+            return np.concatenate(alone)
+        if self._acting.controller == "select_action":
+            return self._act_by_steps(observation, instructions, keys)
+        return self.to_env(self._chunk(observation, instructions, keys))
 
     def act_late(
         self,
@@ -199,22 +212,20 @@ class Player:
         delay: int,
         left: Sequence[LeftOver] | None,
     ) -> tuple[list[np.ndarray], list[LeftOver]]:
-        """Return what is executed from each observation to the next one, where chunks arrive late.
+        """Return what is executed from each observation to the next one, n_action_steps later, where chunks are late.
 
-        A chunk arrives `delay` steps after what it was computed from. Until then what is left of the last one goes on;
-        then the new one, at the action of that step. There is an observation every n_action_steps steps. An episode's
-        first chunk is waited for: it is played from its first action on, with "rtc" as LeRobot's engine plays it, which
-        leaves out the first `delay` actions of this one too.
+        A chunk arrives `delay` steps after what it was computed from; until then what is left of the last one goes on.
+        An episode's first chunk is waited for, and played from its first action on; with "rtc" without its first
+        `delay` actions, as LeRobot's engine plays it.
 
         Args:
-            observation, instructions, keys: as for a call.
-            left: of each row's last chunk; None: there was none.
+            observation, instructions, keys: as for a call. left: of each row's last chunk; None: there was none.
         Returns:
             Actions in the environment's units, float32 (n_action_steps, A) of each row, and what is left of its chunk.
         Raises:
             ValueError: a chunk is shorter than n_action_steps and delay.
         """
-        if family_of(self._policy.config).chunk_draws == "its own" and len(keys) > 1:  # as for a call
+        if self._draws_itself and len(keys) > 1:  # as for a call
             alone = [
                 self.act_late(select_rows(observation, [row]), [instructions[row]], [key], delay, left and [left[row]])
                 for row, key in enumerate(keys)
@@ -240,11 +251,7 @@ class Player:
         remaining = [LeftOver(*parts) for parts in zip(actions[:, steps:], prefixes, strict=True)]
         return list(executed), remaining
 
-    def _act(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
-        return self.to_env(self._chunk(observation, instructions, keys))
-
     def _act_by_steps(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
-        assert self._chunks is not None
         steps = self._policy.config.n_action_steps
         if begin := [row for row, key in enumerate(keys) if key[3] % steps == 0]:
             chunk_keys = [(*keys[row][:3], keys[row][3] // steps) for row in begin]
@@ -273,16 +280,14 @@ class Player:
             if self._rtc is not None:
                 prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
                 return self._continue(batch, keys, prefix, delay)
-            if self._loss is None:
-                with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):  # as lerobot-eval
-                    return self._predict(batch, keys)
-            plain = self.prepare(observation, instructions, texts=texts)
-            return guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance)
+            if self._guided is not None:
+                plain = self.prepare(observation, instructions, texts=texts)
+                return guided_chunk(self._guided, batch, plain, self._noise(keys), self._acting.guidance)
+            with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):  # as lerobot-eval
+                return self._predict(batch, keys)
 
     def _prefix(self, left: Sequence[LeftOver], horizon: int) -> torch.Tensor:
-        """Return what is left of the last chunks as the policy predicts it now, (N, horizon, A): LeRobot's engine cuts
-        it, or appends zeros. The state is that of the last `prepare`.
-        """
+        """Return what is left of the last chunks as the policy predicts it now, (N, horizon, A), like LeRobot."""
         prefix = torch.from_numpy(np.stack([last.prefix for last in left if last.prefix is not None])).to(self._device)
         if self._relative is not None:
             state = self._relative.get_cached_state()
@@ -294,12 +299,7 @@ class Player:
     def _continue(
         self, batch: dict[str, Any], keys: Sequence[Key], prefix: torch.Tensor | None, delay: int
     ) -> torch.Tensor:
-        """Predict chunks that go on from others, (N, T, A).
-
-        Args:
-            prefix: normalised actions that the last chunks have from this observation on, (N, horizon, A), of which
-                the robot executes `delay` before the new ones are there; None: there was no chunk.
-        """
+        """Predict chunks (N, T, A) that go on from normalised actions, of which `delay` are executed meanwhile."""
         delay = 0 if prefix is None else delay
         if self._trained is not None:
             given = None if prefix is None else prefix[:, :delay]
@@ -333,39 +333,33 @@ class Player:
         Args:
             words: what instructions end with. texts: what prompts say besides (`text_targets`), of each row.
         """
-        with remote_code(self._trusted), torch.no_grad():
+        rename_map = self._acting.rename_map
+        with remote_code(self._acting.trusted), torch.no_grad():
             if self._words:  # which a client may say, too
                 instructions = list(map(without_label, instructions))
             instructions = list(map(with_text, instructions, texts)) if texts else instructions
-            tasks = [f"{self._opening}{instruction}{words}" for instruction in instructions]
+            tasks = [f"{self._acting.opening}{instruction}{words}" for instruction in instructions]
             seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: tasks})
-            prepared = self._pre({self._rename_map.get(key, key): value for key, value in seen.items()})
+            prepared = self._pre({rename_map.get(key, key): value for key, value in seen.items()})
         # Processors are saved for one device, often the CPU; the policy's is what counts.
         return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
 
     def to_env(self, predicted: torch.Tensor) -> np.ndarray:
-        """Return what is executed of normalised chunks (N, T, A): (N, n_action_steps, A), in the
-        environment's units.
-        """
+        """Return what is executed of normalised chunks (N, T, A): (N, n_action_steps, A) in the environment's units."""
         return self._env_units(self._absolute(predicted)[:, : self._policy.config.n_action_steps])
 
     def _absolute(self, predicted: torch.Tensor) -> torch.Tensor:
-        """Return normalised chunks (N, T, A) in the dataset's units, absolute by the states of the last `prepare`."""
-        with remote_code(self._trusted), torch.no_grad():
+        """Return normalised chunks in the dataset's units, absolute by the states of the last `prepare`."""
+        with remote_code(self._acting.trusted), torch.no_grad():
             return self._post(predicted)
 
     def _env_units(self, chunk: torch.Tensor) -> np.ndarray:
-        """Return actions (N, T, A) in the environment's units, float32 (N, T, A)."""
-        executed = chunk.float().cpu()
-        rows, steps, width = executed.shape
-        actions = self._env_post({ACTION: executed.reshape(rows * steps, width)})[ACTION]
-        return actions.reshape(rows, steps, -1).numpy()
+        """Return actions (N, T, A) in the environment's units, float32."""
+        actions = self._env_post({ACTION: chunk.float().cpu().flatten(0, 1)})[ACTION]
+        return actions.unflatten(0, chunk.shape[:2]).numpy()
 
     def _predict(self, batch: dict[str, Any], keys: Sequence[Key], **conditions: Any) -> torch.Tensor:
-        """A normalised chunk for each row, (N, T, A); of a policy that draws for itself there is one row.
-
-        conditions: of `predict_action_chunk`, what else there is.
-        """
+        """Predict a normalised chunk for each row, (N, T, A); of a policy that draws for itself there is one row."""
         policy, config = self._policy, self._policy.config
         policy.reset()
         draws = family_of(config).chunk_draws
@@ -385,10 +379,6 @@ class Player:
         return torch.from_numpy(np.stack(draws)).to(self._device)
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class Eyes:
     """How an environment's observations become a dataset's, as a policy sees them before its own processors."""
@@ -397,16 +387,14 @@ class Eyes:
     config: PreTrainedConfig
 
     def __call__(self, observation: Observation) -> dict[str, np.ndarray]:
-        """Return the actions for one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
+        """Return one observation's columns: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
         before, _ = family_of(self.config).env_processors(self.config, self.env, later_steps=(IMAGENET_STEP,))
         seen = before(preprocess_observation(stack([observation])))
-        columns = {}
-        for key, value in seen.items():
-            if key.startswith(OBS_STR) and isinstance(value, torch.Tensor):
-                row = value[0]
-                image = row.ndim == 3
-                columns[key] = ((row * 255).round().to(torch.uint8).permute(1, 2, 0) if image else row.float()).numpy()
-        return columns
+        rows = {key: value[0] for key, value in seen.items() if key.startswith(OBS_STR) and torch.is_tensor(value)}
+        return {
+            key: ((row * 255).round().to(torch.uint8).permute(1, 2, 0) if row.ndim == 3 else row.float()).numpy()
+            for key, row in rows.items()
+        }
 
 
 def opening_of(folder: Path) -> str:
@@ -460,10 +448,7 @@ def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controll
 
 
 def rtc_options(config: PreTrainedConfig) -> RTCConfig:
-    """Return how chunks are guided: as --policy.rtc_config says, else LeRobot's defaults for what is left of a chunk.
-
-    LeRobot's engine guides its 10 actions in any case, and those of them that nothing is left for to zeros, normalised.
-    """
+    """Return how chunks are guided: as --policy.rtc_config says, else by LeRobot's defaults, but no zeros."""
     settings: Any = config
     if settings.rtc_config is not None:
         return replace(settings.rtc_config, enabled=True)
@@ -481,30 +466,20 @@ def check_rtc(config: PreTrainedConfig, guidance: float) -> None:
         )
     horizon, chunk = rtc_options(config).execution_horizon, getattr(config, "chunk_size", 0)
     if chunk < horizon and not getattr(config, MAX_DELAY, 0):
-        raise ValueError(
-            f"--policy.rtc_config.execution_horizon={horizon}: more than a chunk has ({chunk}); lower it, or leave it "
-            "out"
-        )
+        raise ValueError(f"--policy.rtc_config.execution_horizon={horizon}: more than a chunk has ({chunk}); lower it")
     if guidance != 1.0:
         raise ValueError(
-            f"--policy.guidance={guidance:g} with --eval.controller=rtc: LeRobot's real-time chunking has a guidance "
-            "of its own; leave one of them out"
+            f"--policy.guidance={guidance:g} with --eval.controller=rtc, which has a guidance of its own: leave one out"
         )
-
-
-def own_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return what one of several robots' own policies was trained on: its configuration is fitted to the robot."""
-    return {key: tuple(feature.shape) for key, feature in config.input_features.items()}
 
 
 def shown_features(config: PreTrainedConfig, env: EnvConfig) -> dict[str, Any]:
     """Return the features that an environment shows a policy, by the environment's own names."""
     # Some environments' own processors make what policies see: LIBERO's the state, of its parts.
-    features = env.get_env_processors()[0].transform_features(
-        {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
-    )
-    merged = {key: feature for features_of_type in features.values() for key, feature in features_of_type.items()}
-    return family_of(config).env_features(config, env, merged)
+    observation = {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
+    by_type = env.get_env_processors()[0].transform_features(observation)
+    features = {key: feature for of_type in by_type.values() for key, feature in of_type.items()}
+    return family_of(config).env_features(config, env, features)
 
 
 def check_rename_map(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
@@ -527,6 +502,28 @@ def check_acts(config: PreTrainedConfig) -> None:
         raise ValueError(f"a '{config.type}' policy predicts nothing as it is configured: {reason}")
 
 
+def robot_shown(env: EnvConfig, robots: Mapping[str, tuple[PreTrainedConfig, Mapping[str, str]]]) -> str:
+    """Return the name of the robot that an environment shows.
+
+    Args:
+        robots: of each the configuration of its own policy, and environment key to policy key.
+    Raises:
+        ValueError: it shows none of them, or it may show several.
+    """
+    refused = {}
+    for name, (config, rename_map) in robots.items():
+        trained = {key: tuple(feature.shape) for key, feature in config.input_features.items()}
+        try:
+            check_fits(config, env, rename_map, trained)
+        except ValueError as error:
+            refused[name] = str(error)
+    fits = [name for name in robots if name not in refused]
+    if len(fits) != 1:
+        why = f"it fits {', '.join(fits)}" if fits else "; ".join(f"{name}: {error}" for name, error in refused.items())
+        raise ValueError(f"--env.type={env.type} is to show one of the robots {', '.join(robots)}: {why}")
+    return fits[0]
+
+
 def check_fits(
     config: PreTrainedConfig,
     env: EnvConfig,
@@ -536,9 +533,8 @@ def check_fits(
     """Refuse, before anything is started, a policy that cannot play an environment.
 
     Args:
-        trained: shapes of what the policy was trained on, by its keys, where that is known (`pipelines.saved_shapes`,
-            `FeatureMatch.trained`). A pretrained policy's configuration keeps a state's padded length, and cameras that
-            were masked in training.
+        trained: shapes of what the policy was trained on, by its keys, where that is known: its configuration may have
+            a state's padded length, and cameras that were masked in training.
     Raises:
         ValueError: naming what the policy needs and what the environment shows, and the flag that settles it.
     """

@@ -8,6 +8,7 @@ in the states in which it had is left out.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from lerobot.utils.constants import ACTION, DONE, REWARD
 
 from vla_finetuning.envs.configs import how_drawn
 from vla_finetuning.envs.contract import ContractError
-from vla_finetuning.envs.protocol import Maker, Observation, choose_gl
+from vla_finetuning.envs.protocol import Maker, Observation, attribute, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
@@ -63,13 +64,13 @@ def write_share(
     """Write some episodes as a dataset of their own. Runs in a Ray task; done again, it begins anew.
 
     Returns:
-        Which were written: not those of which `Play` gives nothing; and why others were not, which do not repeat, or
-        whose environment raised.
+        Which were written; and why others were not, which do not repeat, or whose environment raised.
     """
     choose_gl()
     shutil.rmtree(folder, ignore_errors=True)
     dataset, current = None, None
-    written, left_out = list[bool](), list[str]()
+    written: list[bool] = []
+    left_out: list[str] = []
     with contextlib.ExitStack() as env_stack, writing_videos():
         try:
             for task, episode in share:
@@ -100,7 +101,7 @@ def write_share(
 
 
 def _frames(play: Play, env: gymnasium.Env[Any, Any], episode: Any) -> Iterator[Frame]:
-    """Yield an episode's frames. Raises NotRepeatedError for whatever its environment raises: that costs it alone."""
+    """Yield an episode's frames. Raises NotRepeatedError for what its environment raises: that costs it alone."""
     try:
         yield from play(env, episode) or ()
     except (ContractError, NotRepeatedError):
@@ -112,19 +113,15 @@ def _frames(play: Play, env: gymnasium.Env[Any, Any], episode: Any) -> Iterator[
 def _create(folder: Path, form: DatasetForm, env: gymnasium.Env[Any, Any], frame: Frame) -> LeRobotDataset:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset  # needed for recording only, and takes seconds
 
-    names = _attribute(env, "dimension_names") or {}
+    names = attribute(env, "dimension_names", {})
     return LeRobotDataset.create(
         form.repo_id,
         form.fps,
         {key: _feature(value, names.get(key)) for key, value in frame.items() if key != "task"},
         root=folder,
-        robot_type=form.robot_type or _attribute(env, "robot_type"),
+        robot_type=form.robot_type or attribute(env, "robot_type"),
         video_backend="pyav",
     )
-
-
-def _attribute(env: gymnasium.Env[Any, Any], name: str) -> Any:
-    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else None
 
 
 def _feature(value: np.ndarray | str, names: Sequence[str] | None) -> dict[str, Any]:
@@ -149,14 +146,13 @@ def record_dataset(
     Runs on the driver, joined to a cluster.
 
     Args:
-        about: from which episodes of each share were written to what the dataset's environment.json says, as JSON.
-        nothing: what it means if none is.
+        about: from which episodes of each share were written to environment.json. nothing: what it means if none is.
     Raises:
         ValueError: no episode is worth being written, or none repeats.
     """
     partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
     folders = [partial_folder / str(number) for number in range(len(shares))]
-    task: Any = ray.remote(write_share).options(num_cpus=1)
+    task = ray.remote(num_cpus=1)(write_share)
     pending = [
         task.remote(folder, {name: makers[name] for name, _ in share}, play, share, form)
         for folder, share in zip(folders, shares, strict=True)
@@ -174,11 +170,10 @@ def record_dataset(
             raise ValueError(f"{nothing}: nothing is written{f'; {left_out[0]}' if left_out else ''}")
         if left_out:
             print_safe(f"left out     {len(left_out)} episodes, e.g. of {left_out[0]}")
-        merge_datasets(form.repo_id, full, partial_folder / "dataset")
-        write_json(partial_folder / "dataset" / "meta" / ENVIRONMENT_NAME, about(list(written)))
-        if root.is_dir():
-            root.rmdir()  # it is empty
-        (partial_folder / "dataset").rename(root)
+        merged = partial_folder / "dataset"
+        merge_datasets(form.repo_id, full, merged)
+        write_json(merged / "meta" / ENVIRONMENT_NAME, about(list(written)))
+        merged.rename(root)  # which is not there, or an empty folder
     except BaseException:
         for ref in running:
             ray.cancel(ref, force=True)
@@ -194,11 +189,7 @@ def record_dataset(
 def replay_frames(
     eyes: Callable[[Observation], Mapping[str, np.ndarray]], env: gymnasium.Env[Any, Any], played: PlayedEpisode
 ) -> Iterator[Frame]:
-    """Yield the frames of an episode: what was seen, done, and came of it.
-
-    Raises:
-        NotRepeatedError: it began or ended in another state than it had.
-    """
+    """Yield the frames of an episode: what was seen, done, and came of it. Raises as `play_again`."""
     line, actions = played
     moments = play_again(env, line, actions)
     seen = next(moments).observation
@@ -215,13 +206,7 @@ def replay_frames(
 
 
 def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record_dataset") -> bool:
-    """Return whether a folder holds the dataset of this evaluation.
-
-    Args:
-        about: as for `record_played`. flag: by which the folder was given.
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Return whether a folder holds the dataset of `record_played`. Raises ValueError if it holds something else."""
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
     if read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation") != json.loads(json.dumps(about)):
@@ -237,14 +222,12 @@ def record_played(
     Args:
         about: what tells this evaluation from others, as JSON.
     """
-    named = [(line["task"], (line, actions)) for line, actions in episodes]
-    shares = [named[first : first + SHARE_EPISODES] for first in range(0, len(named), SHARE_EPISODES)]
+    shares = list(itertools.batched(((line["task"], (line, actions)) for line, actions in episodes), SHARE_EPISODES))
     form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)
     facts = {"drawn": how_drawn(eyes.env), "evaluation": about}
     nothing = "no episode ended again, from its actions, in the state in which it had ended"
     written = record_dataset(root, makers, partial(replay_frames, eyes), shares, form, lambda _: facts, nothing)
-    lines = [line for flags, share in zip(written, shares, strict=True)
-             for is_written, (_, (line, _)) in zip(flags, share, strict=True) if is_written]  # fmt: skip
+    lines = [line for (line, _), is_written in zip(episodes, itertools.chain(*written), strict=True) if is_written]
     succeeded, left_out = sum(line["success_once"] for line in lines), len(episodes) - len(lines)
     besides = f"; {left_out} left out, which do not repeat: their environment is not deterministic" if left_out else ""
     print_safe(f"Dataset      {root}: {len(lines)} episodes, {succeeded} succeeded{besides}")

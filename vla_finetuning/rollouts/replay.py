@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,26 +23,22 @@ from vla_finetuning.envs.protocol import Maker, Observation, choose_gl, choose_i
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import FILMS
 
-# Processes share a CPU as those that simulate do.
-FILM_CPUS = 0.5
-# For all pictures of an evaluation together: they are no reason to wait for ever.
-LIMIT_S = 300.0
-# Of a picture: enough to see what happens, few enough that a page with some dozens of them opens at once.
-MAX_FRAMES, MAX_WIDTH, QUALITY = 60, 240, 70
-# What the last frame stands for before it begins again.
-PAUSE_MS = 1200
+# Processes share a CPU as those that simulate do. The limit is for all pictures of an evaluation together.
+FILM_CPUS, LIMIT_S = 0.5, 300.0
+# Of a picture: enough to see what happens, few enough that a page with some dozens of them opens at once; and how long
+# its last frame stays.
+MAX_FRAMES, MAX_WIDTH, QUALITY, PAUSE_MS = 60, 240, 70, 1200
 
 
 def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
-    """Play an episode again, and show it: an animated WebP of the environment's own view, at the speed it had.
+    """Play an episode again as an animated WebP of the environment's own view, at the speed it had.
 
-    Runs in a Ray task. Browsers play the format, and of those that they play it is the smallest for rendered scenes.
+    Runs in a Ray task. Of the formats that browsers play this is the smallest for rendered scenes.
 
     Args:
-        make: the environment of its task. line: of the episode, its seed and states. actions: all that were executed,
-            (steps, A).
+        make: the environment of its task. line, actions: as for `play_again`.
     Raises:
-        NotRepeatedError: it began or ended in another state than the line says.
+        NotRepeatedError: as `play_again`.
     """
     choose_gl()
     every = max(1, -(-len(actions) // (MAX_FRAMES - 1)))
@@ -84,7 +81,7 @@ def play_again(
     """Play an episode again: its beginning, and what came of each of its actions.
 
     Args:
-        line, actions: as for `film`. look: whether to render after so many actions.
+        line: the episode's. actions: all that were executed, (steps, A). look: whether to render after so many.
     Raises:
         NotRepeatedError: it began or ended in another state than the line says, or the environment raises.
     """
@@ -139,22 +136,22 @@ def make_films(
     makers: Mapping[str, Maker],
     chosen: Sequence[tuple[str, Mapping[str, Any], np.ndarray]],
 ) -> list[dict[str, Any]]:
-    """Pictures of episodes, in `folder`/films: what a page shows (`report.loop`).
+    """Write pictures of episodes into `folder`/films for a page (`report.loop`).
 
     Runs on the driver, joined to a cluster. An episode that cannot be shown says why, and costs nothing else.
 
     Args:
-        makers: of each task's environment, as a process is to make it. chosen: (title, line, actions) of each.
+        makers: of each task's environment. chosen: (title, line, actions) of each.
     Returns:
-        For each: `{"title", "file": in it, "instruction", "seed", "success", "steps", "problem": None or why
-        there is no file}`.
+        Of each: `{"title", "file", "instruction", "seed", "success", "steps", "problem": why there is no file}`.
     """
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
     task = ray.remote(num_cpus=FILM_CPUS, max_retries=0)(film)
     tasks = [task.remote(makers[line["task"]], dict(line), actions) for _, line, actions in chosen]
     deadline, films = time.monotonic() + LIMIT_S, []
     for film_task, (title, line, _) in zip(tasks, chosen, strict=True):
-        file, problem = f"{'-'.join(_words(title, line['task'], line['seed']))}.webp", None
+        name = "-".join(re.sub(r"\W", "_", str(part))[:60] for part in (title, line["task"], line["seed"]))
+        file, problem = f"{name}.webp", None
         if not ray.wait([film_task], timeout=max(0.0, deadline - time.monotonic()))[0]:
             ray.cancel(film_task, force=True)
             problem = f"playing it again took more than {LIMIT_S:g} s"
@@ -163,17 +160,6 @@ def make_films(
                 (folder / FILMS / file).write_bytes(ray.get(film_task))
             except Exception as error:  # whatever an environment may end with
                 problem = root_cause(error)
-        films.append(
-            {
-                **{"title": title, "file": None if problem else file, "problem": problem},
-                **{key: line[key] for key in ("instruction", "seed", "steps")},
-                "success": line["success_once"],
-            }
-        )
+        shown = {key: line[key] for key in ("instruction", "seed", "steps")} | {"success": line["success_once"]}
+        films.append({"title": title, "file": None if problem else file, "problem": problem, **shown})
     return films
-
-
-def _words(*names: Any) -> Iterator[str]:
-    """Return what is left of names in a file's name."""
-    for name in names:
-        yield "".join(c if c.isalnum() else "_" for c in str(name))[:60]

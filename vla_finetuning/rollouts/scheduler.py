@@ -30,11 +30,9 @@ from vla_finetuning.terminal import print_safe
 
 # Stages that fail before any episode has ended, before `play` gives up: it is no single episode's fault.
 IN_VAIN = 20
-# How often to look whether processes have started, and when to say that some wait for capacity. On a busy machine a
-# process may take as long to start after it was placed.
-LOOK_EVERY_S, TELL_AFTER_S = 10.0, 30.0
-# How long nothing may happen but a wait for capacity.
-ROOM_TIMEOUT_S = 600.0
+# How often to look whether processes have started, when to say that some wait for capacity, and how long nothing else
+# may happen. On a busy machine a process may take as long to start after it was placed.
+LOOK_EVERY_S, TELL_AFTER_S, ROOM_TIMEOUT_S = 10.0, 30.0, 600.0
 # Groups of stages that take turns with a policy of this process.
 HALVES = 2
 
@@ -55,10 +53,10 @@ class Seat:
 
     Attributes:
         call: its results to come, (what ended and waits, what is seen); None when it is in no call.
-        started: whether it has answered. worked: whether it had an episode since its seconds were last asked for.
-        queue: what it may begin; that of all seats, or its own.
-        playing: the episodes that run in it. handed: those that it may begin in the call it is in.
-        decisions, seen: of the episodes that run, in their order. since: when they began to wait; None: they do not.
+        started: whether it has answered. worked: whether it had an episode since its seconds were last taken.
+        queue: what it may begin, of all seats or its own. handed: what it may begin in the call it is in.
+        playing: the episodes that run in it; decisions, seen: theirs, in their order. since: when they began to wait;
+            None: they do not.
     """
 
     stage: Any = None
@@ -77,8 +75,8 @@ class Policy:
     """Decides for seats that wait.
 
     Attributes:
-        is_local: it decides in this process: `Seat.seen` is the observation itself; a reference to it otherwise. Each
-            seat then has episodes of its own, so that what is decided together depends on the episodes alone.
+        is_local: it decides in this process, where `Seat.seen` is an observation and not a reference. Each seat has
+            episodes of its own, so that what is decided together depends on the episodes alone.
         pending: what it computes elsewhere, and for whom.
         lacks: the CPUs and GPUs that it waits for; None once it can decide.
     """
@@ -90,17 +88,14 @@ class Policy:
         self.pending: dict[ray.ObjectRef[Any], list[Seat]] = {}
 
     def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray] | RayError]]:
-        """Yield seats that need not wait any more, and the actions (T, A) of each of their decisions; or why what some
-        of them saw is lost.
-        """
+        """Yield seats with the actions (T, A) of each of their decisions, or with why what they saw is lost."""
         raise NotImplementedError
 
 
 class InTurn(Policy):
     """A policy of this process, which decides for one half of the seats while the other simulates.
 
-    A half is decided for when all of it waits, in the order of its seats: so what is computed together, and every bit
-    of the result, depends on the episodes alone, not on which process was faster.
+    It decides when all of a half waits: what is computed together does not depend on which process was faster.
     """
 
     is_local = True
@@ -125,9 +120,8 @@ class Scheduler:
     """Processes that simulate, for one `play` after another. They start as this is made.
 
     Args:
-        makers: of each task's environment.
+        makers, step_limit_s: as `Stage` takes them.
         stages: processes; slots: environments in each; cpus: that each holds.
-        step_limit_s: as `Stage` takes it.
     """
 
     def __init__(
@@ -142,15 +136,7 @@ class Scheduler:
     def play_here(
         self, episodes: Mapping[int, Episode], decide: Decide, bootstraps: bool = False
     ) -> dict[int, tuple[Line, np.ndarray | None]]:
-        """Play episodes, by number, with a policy of this process.
-
-        Args:
-            bootstraps: as `Playing` has it.
-        Returns:
-            Of each what `OnEnd` takes: one that could not be played has no actions.
-        Raises:
-            RuntimeError: as `play`.
-        """
+        """Play episodes, by number, with a policy of this process; return of each what `OnEnd` takes. As `play`."""
         played: dict[int, tuple[Line, np.ndarray | None]] = {}
 
         def on_end(number: int, line: Line, actions: np.ndarray | None) -> None:
@@ -201,10 +187,9 @@ class Scheduler:
                     self._take(calls[ref])
 
     def take_seconds(self) -> tuple[float, float]:
-        """Seconds of all stages together, simulating and rendering, since this was last asked.
+        """Return seconds that the stages have simulated and rendered since this was last called.
 
-        Those of a stage that died are not known; it is made anew when it is needed. One that had no episode may be
-        waiting for a CPU still, and is not asked.
+        Those of a stage that died are not known. One that had no episode may wait for a CPU still, and is not called.
         """
         seconds = [seat.stage.take_seconds.remote() for seat in self.seats if seat.worked]
         simulation_s = rendering_s = 0.0
@@ -237,16 +222,12 @@ class Scheduler:
     def _hand_out(self, seat: Seat) -> list[Playing]:
         """Take what a seat may begin: what goes on elsewhere, and as many others as it has environments."""
         queue, selected, fresh = seat.queue, list[Playing](), 0
-        while queue and fresh < self._slots and not any(map(self._is_suspect, (*seat.playing, *selected))):
-            if self._is_suspect(queue[0]) and (seat.playing or selected):
+        while queue and fresh < self._slots and not any(playing.is_suspect for playing in (*seat.playing, *selected)):
+            if queue[0].is_suspect and (seat.playing or selected):
                 break
             selected.append(queue.popleft())
             fresh += not selected[-1].chunks
         return selected
-
-    def _is_suspect(self, playing: Playing) -> bool:
-        """Return whether an episode is played alone: whose fault failures were is not known."""
-        return playing.failures > 1
 
     def _give(self, batch: Sequence[Seat], chunks: Sequence[np.ndarray]) -> None:
         first = 0
@@ -288,12 +269,13 @@ class Scheduler:
             raise RuntimeError(
                 f"{self._in_vain} processes that simulate failed, and no episode ended: {why}"
             ) from error
-        lost, seat.playing, seat.handed = [*seat.playing, *seat.handed], [], []
+        lost = [*seat.playing, *seat.handed]
+        seat.playing, seat.handed = [], []
         for playing in reversed(lost):
             playing.failures += 1
             if playing.failures == ATTEMPTS:
                 self._end(playing, None, why)
-            elif self._is_suspect(playing):
+            elif playing.is_suspect:
                 seat.queue.append(playing)
             else:
                 seat.queue.appendleft(playing)
@@ -305,23 +287,24 @@ class Scheduler:
         self._on_end(playing.number, line, None if ended is None else np.concatenate(playing.chunks)[: ended.steps])
 
     def _check_capacity(self) -> None:
-        """Say what the cluster lacks while nothing happens but a wait for capacity, and end the wait after a limit."""
+        """Say what the cluster lacks while nothing but a wait for capacity happens; end the wait after a limit."""
         policy, now = self._policy, time.monotonic()
         simulates = any(seat.started and seat.call is not None for seat in self.seats)
         if policy.lacks is None and (simulates or any(policy.pending.values())):
             self._moved_s = now
-        waited_s, already_told = now - self._moved_s, self._told
-        self._told = already_told or waited_s > TELL_AFTER_S
+        waited_s = now - self._moved_s
         if waited_s > ROOM_TIMEOUT_S:
             role, why = "simulates" if policy.lacks is None else "decides", self._what_lacks() or "it has its CPUs"
             raise NoCapacityError(f"no process that {role} has started for {ROOM_TIMEOUT_S:g} s: {why}")
-        if self._told and not already_told and (lacks := self._what_lacks()):
+        if waited_s > TELL_AFTER_S and not self._told:
+            self._told = True
             # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
-            why = f"{lacks}, unless they are held by processes of this program that a busy machine is slow to start"
-            print_safe(f"waiting      for capacity, at most {ROOM_TIMEOUT_S:g} s: {why}", file=sys.stderr)
+            if lacks := self._what_lacks():
+                why = f"{lacks}, unless they are held by processes of this program that a busy machine is slow to start"
+                print_safe(f"waiting      for capacity, at most {ROOM_TIMEOUT_S:g} s: {why}", file=sys.stderr)
 
     def _what_lacks(self) -> str | None:
-        """Return what a process that is to start waits for, in words; None if the cluster has it free."""
+        """Return what a process waits for that is to start, in words; None if the cluster has it free."""
         free, totals = ray.available_resources(), ray.cluster_resources()
         needs = zip(("CPU", "GPU"), self._policy.lacks or (self._cpus, 0), strict=True)
         lacking = [

@@ -6,6 +6,7 @@ they ended. Which process plays an episode, and with which others, leaves no tra
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 SERVER_DEATHS = 3
 # Two processes share a CPU: while one waits for decisions, the other simulates or decides.
 STAGE_CPUS = SERVER_CPUS = 0.5
-# Policy servers on CPUs: so many at most, with so many bytes of weights in all, and so many episodes for each at least.
+# Policy servers on CPUs: at most so many, and bytes of weights in all; at least so many episodes for each.
 MOST_SERVERS, SERVERS_BYTES, SERVER_EPISODES = 4, 2 * 2**30, 10
 
 
 @dataclass(frozen=True)
 class Row:
-    """A decision to be made: by which policy, on what, how late (`Condition.delay`), and what is left of the last."""
+    """A decision to be made; `delay` as in `Condition`, `left` of the episode's last chunk."""
 
     policy: str
     instruction: str
@@ -51,11 +52,10 @@ class PolicyServer:
     """The policies of an evaluation, in one process. Made into an actor.
 
     Args:
-        sources: by name, as conditions name them.
-        batch_size: rows that a policy sees at most at once.
-        exact: always so many; where fewer wait, the last row is repeated. What a batch computes for a row then does not
-            depend on how many others there are.
-        threads: for what is computed on CPUs; of those of the machine at most.
+        sources: by the names that conditions have for them.
+        batch_size: rows that a policy sees at most at once; with `exact` always, the last one being repeated, so that
+            what is computed for a row does not depend on how many others there are.
+        threads: for what is computed on CPUs.
     """
 
     def __init__(self, sources: Mapping[str, PolicySource], batch_size: int, exact: bool, threads: int = 1) -> None:
@@ -64,26 +64,23 @@ class PolicyServer:
         self._players: dict[str, Player] = {}
 
     def load(self) -> None:
-        """Load the policies, unless that is done. What is wrong with them is said by `act` again."""
+        """Load the policies, unless that is done. `act` raises again what is wrong with them."""
         if not self._players:
             self._players = {name: source.load(self._threads) for name, source in self._sources.items()}
 
     def act(self, rows: Sequence[Row], *observations: Observation) -> tuple[list[np.ndarray], list[LeftOver | None]]:
-        """Return actions (T, A) of all rows, those of the first stacked observation first, and what is left of late
-        chunks.
-        """
+        """Return actions (T, A) of all rows, those of the first observation first, and what is left of late chunks."""
         self.load()
-        seen = _blacked_out(concatenate(observations), [i for i, row in enumerate(rows) if row.blindfolded])
+        seen = _blacked_out(concatenate(observations), rows)
         chunks: dict[int, np.ndarray] = {}
         left: dict[int, LeftOver] = {}
         # A network is called for rows of one delay that all have a chunk before them, or none.
-        groups = [(row.policy, row.delay, row.left is None) for row in rows]
-        for group in dict.fromkeys(groups):
-            policy, delay, is_first = group
-            group_rows = [i for i, other in enumerate(groups) if other == group]
-            for start in range(0, len(group_rows), self._batch_size):
-                batch = group_rows[start : start + self._batch_size]
-                padded = batch + [batch[-1]] * (self._batch_size - len(batch)) if self._exact else batch
+        groups: dict[tuple[str, int | None, bool], list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault((row.policy, row.delay, row.left is None), []).append(i)
+        for (policy, delay, is_first), numbers in groups.items():
+            for batch in itertools.batched(numbers, self._batch_size):
+                padded = [*batch, *[batch[-1]] * (self._batch_size - len(batch))] if self._exact else batch
                 shown = select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
                 if delay is None:
                     chunks |= dict(zip(batch, self._players[policy](*shown), strict=False))
@@ -95,40 +92,37 @@ class PolicyServer:
         return [chunks[i] for i in range(len(rows))], [left.get(i) for i in range(len(rows))]
 
 
-def _blacked_out(observation: Observation, indices: Sequence[int]) -> Observation:
-    """With black images in some rows."""
+def _blacked_out(observation: Observation, rows: Sequence[Row]) -> Observation:
+    """Return an observation with black images for the blindfolded."""
+    sees = np.array([not row.blindfolded for row in rows])
+    if sees.all():
+        return observation
 
     def black(images: np.ndarray) -> np.ndarray:
-        images = images.copy()
-        images[list(indices)] = 0
-        return images
+        return images * sees.reshape(-1, 1, 1, 1)
 
-    return {**observation, **map_arrays(black, {"pixels": observation["pixels"]})} if indices else observation
+    return {**observation, **map_arrays(black, {"pixels": observation["pixels"]})}
 
 
 class PolicyServers(Policy):
-    """Policy servers, each of which decides for a batch at a time; one that dies is replaced.
-
-    Args:
-        seed: of the noise; environments have their own.
-    """
+    """Policy servers, each of which decides for a batch at a time; one that dies is replaced."""
 
     def __init__(
         self,
         conditions: Mapping[str, Condition],
         sources: Mapping[str, PolicySource],
         options: EvalOptions,
+        cast: Cast,
         *,
-        servers: int,
-        threads: int,
         seed: int,
         use_gpu: bool,
     ) -> None:
         super().__init__()
         self._conditions, self._options, self._seed, self._gpus = conditions, options, seed, int(use_gpu)
-        self._arguments = dict(sources), options.batch_size, options.exact, threads
-        self._free, self._busy, self._deaths = list[Any](), dict[ray.ObjectRef[Any], Any](), 0
-        for _ in range(servers):
+        self._arguments = dict(sources), options.batch_size, options.exact, cast.threads
+        self._free, self._deaths = list[Any](), 0
+        self._busy: dict[ray.ObjectRef[Any], Any] = {}
+        for _ in range(cast.servers):
             self._make_server()
 
     def _make_server(self) -> None:
@@ -192,10 +186,9 @@ class Cast:
     """How many processes play an evaluation.
 
     Attributes:
-        servers, stages: that decide, and that simulate.
-        threads: of a server, for what it computes on CPUs.
-        slots: how many episodes a stage plays at once. While every server decides for a batch, another is simulated.
-            More would only take memory: an environment of Meta-World that renders has 155 MB.
+        servers, stages: that decide, and that simulate. threads: of a server, for what it computes on CPUs.
+        slots: how many episodes a stage plays at once: while every server decides for a batch, another is simulated.
+            More would only take memory, 155 MB for an environment of Meta-World.
     """
 
     servers: int
@@ -207,8 +200,8 @@ class Cast:
     def of(cls, options: EvalOptions, cpus: float, *, episodes: int, weights_bytes: int = 0, use_gpu: bool) -> Cast:
         """Decide the numbers of actors; what is not given fills the CPUs of a cluster.
 
-        On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough to
-        begin with, and one thread. With `exact` they have one thread, too, as threads change how sums are rounded.
+        On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough.
+        With `exact` they have one thread, as threads change how sums are rounded.
         """
         fit, worth = SERVERS_BYTES // max(1, weights_bytes), episodes // SERVER_EPISODES
         servers = options.policy_actors or (1 if use_gpu else max(1, min(int(cpus), MOST_SERVERS, fit, worth)))
@@ -236,24 +229,22 @@ def play(
     Runs on the driver, joined to a cluster. Its processes end with it, however it ends.
 
     Args:
-        conditions, sources: by the names that episodes and conditions have for them.
-        makers: of the tasks' environments, by the names that episodes have for them.
+        conditions, sources, makers: by the names that episodes and conditions have for them.
         seed: of the noise; environments have their own.
         on_end: called as each ends, with its line (`episodes.line_of`) and all actions that it executed, (steps, A),
             None after an error.
         stopped: asked every second or so; when it says so, what is not over is let go.
     Raises:
         ValueError, OSError: a policy cannot be loaded, or cannot use what it sees.
-        NoCapacityError: nothing that decides, or nothing that simulates, has started for ROOM_TIMEOUT_S.
-        RuntimeError: policy servers died again and again, or stages do without end.
+        RuntimeError: as `Scheduler.play`; or policy servers died again and again.
     """
     cpus, weights_bytes = ray.cluster_resources().get("CPU", 1.0), sum(s.weights_bytes for s in sources.values())
     cast = Cast.of(options, cpus, episodes=len(episodes), weights_bytes=weights_bytes, use_gpu=use_gpu)
     used = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
-    step_limit_s = Timeouts.from_environment().step
-    servers, threads = cast.servers, cast.threads
-    policy = PolicyServers(conditions, sources, options, servers=servers, threads=threads, seed=seed, use_gpu=use_gpu)
-    scheduler = Scheduler(used, stages=cast.stages, slots=cast.slots, cpus=STAGE_CPUS, step_limit_s=step_limit_s)
+    policy = PolicyServers(conditions, sources, options, cast, seed=seed, use_gpu=use_gpu)
+    scheduler = Scheduler(
+        used, stages=cast.stages, slots=cast.slots, cpus=STAGE_CPUS, step_limit_s=Timeouts.from_environment().step
+    )
     try:
         scheduler.play(dict(enumerate(episodes)), policy, lambda _, *ended: on_end(*ended), stopped)
     finally:

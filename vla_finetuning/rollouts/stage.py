@@ -20,6 +20,7 @@ from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import (
     Maker,
     Observation,
+    attribute,
     choose_gl,
     choose_initial_state,
     look_on_demand,
@@ -46,10 +47,10 @@ class Stage:
     """Environments of some tasks, and the episodes that run in them.
 
     Args:
-        makers: by task. The first task's environment is made at once: where none can be made, that is said here.
+        makers: of each task's environment. The first is made at once: where none can be made, that is said here.
         slots: how many episodes at once. Each has one environment, of the task of its last episode.
-        step_limit_s: the process ends when a step, or a reset but an environment's first, takes longer. Not an
-            exception: what hangs need not let Python run any more.
+        step_limit_s: the process ends when a step, or a reset but an environment's first, takes longer: what hangs
+            need not let Python raise.
     """
 
     def __init__(self, makers: Mapping[str, Maker], slots: int, step_limit_s: float) -> None:
@@ -68,9 +69,9 @@ class Stage:
 
         Args:
             begin: episodes, first those that have chunks already; those for which no slot becomes free are left alone.
-            chunks: float (T, A) each, for the last call's decisions, in their order. None if none was pending.
+            chunks: float (T, A), for each of the last call's decisions; None if there was none.
         Returns:
-            What ended, and what waits; and what those see, stacked, in their order.
+            What ended, and what waits; and what those see, stacked.
         """
         started = time.perf_counter()
         ended, to_begin = list[Ended | Failed](), list(begin)
@@ -92,10 +93,7 @@ class Stage:
         return (ended, [slot.decision() for slot in self._waiting]), seen
 
     def take_seconds(self) -> tuple[float, float]:
-        """Seconds that this process has simulated, and rendered, since it was last asked.
-
-        What an environment renders is known where it counts it (`rendering_s`), and part of the simulation elsewhere.
-        """
+        """Return seconds that this process has simulated and rendered (`rendering_s`) since this was last called."""
         rendered_s = sum(slot.take_rendering_s() for slot in self._slots)
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s - rendered_s, rendered_s
@@ -163,8 +161,7 @@ class _Slot:
         self._number, self._truncated = playing.number, False
         self._initial_state = state_hash(self._env, self.observation)
         # Where LeRobot's evaluation looks, in its order.
-        named = [name for name in ("task_description", "task") if self._env.has_wrapper_attr(name)]
-        self._instruction = str(self._env.get_wrapper_attr(named[0])) if named else ""
+        self._instruction = str(attribute(self._env, "task_description", attribute(self._env, "task", "")))
         self._success = [bool(info.get("is_success", False))]
         self._rewards: list[float] = []
         self._success_decision: int | None = None
@@ -185,9 +182,8 @@ class _Slot:
 
     def _may_be_last(self) -> bool:
         """Return whether what comes after the next step must be seen, because the time may be over by then."""
-        limit = "_max_episode_steps"
-        known = self._env.get_wrapper_attr(limit) if self._env.has_wrapper_attr(limit) else None
-        return self._playing.bootstraps and known in (None, len(self._success))
+        limit = attribute(self._env, "_max_episode_steps")
+        return self._playing.bootstraps and limit in (None, len(self._success))
 
     def _step(self, action: np.ndarray, look: bool) -> None:
         look_on_demand(self._env, look)
@@ -211,6 +207,7 @@ class _Slot:
         if (failed := self._failed) is not None:
             self._failed = None
             return failed
+        can_tell = self._env.has_wrapper_attr("state_hash") or looked(self._env)
         # What was decided after the end brought no reward.
         rewards = self._rewards[: len(self._rewards) - (self._truncated and self._playing.bootstraps)]
         return Ended(
@@ -223,29 +220,23 @@ class _Slot:
             total_reward=self._reward,
             initial_state=self._initial_state,
             info={key: plain for key, value in self._info.items() if (plain := _plain(value)) is not None},
-            final_state=state_hash(self._env, self.observation) if self._can_tell() else "",
+            final_state=state_hash(self._env, self.observation) if can_tell else "",
             rewards=tuple(rewards),
             success_decision=self._success_decision,
             truncated=self._truncated,
         )
 
     def take_rendering_s(self) -> float:
-        if self._task is None:
-            return 0.0
-        if not self._env.has_wrapper_attr("rendering_s"):
+        if self._task is None or not self._env.has_wrapper_attr("rendering_s"):
             return 0.0
         seconds = float(self._env.get_wrapper_attr("rendering_s"))
         self._env.set_wrapper_attr("rendering_s", 0.0)
         return seconds
 
-    def _can_tell(self) -> bool:
-        """Return whether what was observed last, or the environment itself, tells its state."""
-        return self._env.has_wrapper_attr("state_hash") or looked(self._env)
-
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """End the process, with its stacks on standard error, if the block takes longer than so many seconds."""
+    """End the process, with its stacks on standard error, if the block takes longer."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield
@@ -254,9 +245,8 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def _plain(value: Any) -> str | float | int | bool | None:
-    """A value as JSON has it; None if it is no single one. JSON has no NaN: a number that is not finite is its text."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    """Return a value as JSON has it, NaN and infinities as text; None if it is no single one."""
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, float, int, bool)) else None

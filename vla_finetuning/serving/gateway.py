@@ -28,11 +28,7 @@ class AuthenticationError(ValueError):
 
 @dataclass
 class Session:
-    """A client's episode, or several: its decisions are numbered from 0.
-
-    Attributes:
-        name: with a decision's number, it says what random numbers the decision takes.
-    """
+    """A client's episode, or several: name and number of a decision, from 0, say what random numbers it takes."""
 
     interface: Interface
     name: str
@@ -43,8 +39,7 @@ class Gateway:
     """Turns observations of sessions into requests to the replicas.
 
     Args:
-        interfaces: what each robot's policy sees, by robot; "" of the only one.
-        seed: of the policy's noise. token: that clients must send; None: any may connect.
+        interfaces: by robot. seed: of the policy's noise. token: that clients must send; None: any may connect.
     """
 
     def __init__(self, interfaces: Mapping[str, Interface], batches: Batches, seed: int, token: str | None) -> None:
@@ -69,8 +64,7 @@ class Gateway:
         """Begin a session.
 
         Args:
-            address: `ROBOT?session=NAME`. The robot may be left out where there is one, the name anywhere: it is then a
-                number that no other session of this server has.
+            address: `ROBOT?session=NAME`. The robot may be left out where there is one; the name is then made up.
         Raises:
             ValueError: there is no such robot.
         """
@@ -96,9 +90,7 @@ class Gateway:
     async def decide(
         self, session: Session, observation: Observation, instruction: str, decision: int | None = None
     ) -> Answer:
-        """Return the actions for what `Interface.read` has read.
-
-        The same session, decision and observation give the same actions, on whatever replica.
+        """Return the actions for what `Interface.read` has read, the same ones on whatever replica.
 
         Args:
             decision: its number; the session's next one when absent. One that fails is not counted.

@@ -1,8 +1,7 @@
 """LeRobot's asynchronous inference over gRPC: its `robot_client` connects unchanged.
 
-Of LeRobot's own server this differs in that images reach the policy as the cameras took them (LeRobot's stretches them
-to the shapes of config.json before the policy fits them in), in that it serves many robots at once, runs no pickles,
-and answers what is wrong instead of leaving it in its log.
+Unlike LeRobot's own server it gives the policy images as the cameras took them (LeRobot's stretches them to the shapes
+of config.json), serves many robots at once, runs no pickles, and answers what is wrong.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from vla_finetuning.envs.protocol import Observation
 from vla_finetuning.serving.gateway import AuthenticationError, Gateway, Session
 from vla_finetuning.serving.pickles import read_pickle
 
-# As LeRobot's server: seconds that a client waits for actions before it asks again; actions per second where the policy
-# does not say; bytes of a piece of an observation.
+# As LeRobot's server: seconds that a client waits for actions; actions per second where the policy does not say; bytes
+# of a piece of an observation.
 POLL_S, FPS, PIECE_BYTES = 2.0, 30.0, 4 * 2**20
-# Clients that are remembered: one that has not been seen since so many others came is forgotten.
+# Clients that are remembered: those that were heard of last.
 MOST_CLIENTS = 1000
 TOKEN_REMEDY = "--pretrained_name_or_path='ROBOT?token=SECRET'"
 
@@ -51,7 +50,7 @@ class _Client:
 
     Attributes:
         joints, cameras: its own names, joints in the order of the policy's state. actions: of a chunk that it wants.
-        newest: its latest observation that no actions were computed for. decided: the steps that some were.
+        newest: its latest observation without actions. decided: the steps that have some.
     """
 
     session: Session
@@ -70,12 +69,10 @@ class _Client:
         features, actions = setup.get("lerobot_features"), setup.get("actions_per_chunk")
         if type(actions) is not int or actions < 1 or not isinstance(features, dict):
             raise ValueError("the message names no features of the robot, or no number of --actions_per_chunk")
-        match features.get(OBS_STATE, {"names": []}):
-            case {"names": [*joints]} if all(isinstance(joint, str) for joint in joints):
-                pass
-            case _:
-                raise ValueError(f"{OBS_STATE} of the robot has no names")
-        prefix = f"{OBS_IMAGES}."
+        state, prefix = features.get(OBS_STATE, {"names": []}), f"{OBS_IMAGES}."
+        joints = state.get("names") if isinstance(state, dict) else None
+        if not isinstance(joints, list) or not all(isinstance(joint, str) for joint in joints):
+            raise ValueError(f"{OBS_STATE} of the robot has no names")
         cameras = [str(key).removeprefix(prefix) for key in features if str(key).startswith(prefix)]
         trained = interface.facts.get(OBS_STATE)
         if isinstance(trained, list) and sorted(map(str, trained)) == sorted(joints) and trained != joints:
@@ -97,11 +94,7 @@ class _Client:
 
 
 class Servicer(services_pb2_grpc.AsyncInferenceServicer):
-    """Answers LeRobot's `robot_client`: a client is a connection.
-
-    Args:
-        max_bytes: of an observation.
-    """
+    """Answers LeRobot's `robot_client`: a client is a connection. `max_bytes`: of an observation."""
 
     def __init__(self, gateway: Gateway, max_bytes: int) -> None:
         self._gateway, self._max_bytes = gateway, max_bytes
@@ -118,8 +111,7 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
         async with _answered(context):
             setup = read_pickle(request.data, "RemotePolicyConfig")
             address = str(setup.get("pretrained_name_or_path", ""))
-            (token,) = parse_qs(urlsplit(address).query).get("token", [""])[:1]
-            self._gateway.check_token(token, TOKEN_REMEDY)
+            self._gateway.check_token(parse_qs(urlsplit(address).query).get("token", [""])[0], TOKEN_REMEDY)
             client = _Client.of_setup(self._gateway.open(address), setup)
             while len(self._clients) >= MOST_CLIENTS:
                 del self._clients[next(iter(self._clients))]
@@ -164,11 +156,11 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
             answer = await self._gateway.decide(client.session, seen.observation, seen.instruction, seen.step)
             client.decided.add(seen.step)
             frame_s = 1 / float(client.session.interface.facts.get("fps", FPS))
-            chunk = torch.from_numpy(np.array(answer.actions[: client.actions]))
-            return services_pb2.Actions(data=pickle.dumps([
-                TimedAction(seen.timestamp + i * frame_s, seen.step + i, action.clone())
-                for i, action in enumerate(chunk)
-            ]))  # fmt: skip
+            actions = [
+                TimedAction(seen.timestamp + i * frame_s, seen.step + i, torch.tensor(action))
+                for i, action in enumerate(answer.actions[: client.actions])
+            ]
+            return services_pb2.Actions(data=pickle.dumps(actions))
 
     def _client(self, context: Any) -> _Client:
         if (client := self._clients.pop(context.peer(), None)) is None:
@@ -179,7 +171,7 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
 
 @asynccontextmanager
 async def _answered(context: Any) -> AsyncIterator[None]:
-    """End the call with a status and a sentence that the client logs, where it goes wrong."""
+    """Answer what goes wrong in the block with a status and a sentence that the client logs."""
     try:
         yield
     except AuthenticationError as error:
@@ -193,11 +185,10 @@ async def _answered(context: Any) -> AsyncIterator[None]:
 @asynccontextmanager
 async def listening(gateway: Gateway, host: str, port: int, max_bytes: int) -> AsyncIterator[int]:
     """Listen. Yields the port; raises OSError if it is taken."""
-    options = [("grpc.max_receive_message_length", PIECE_BYTES), ("grpc.so_reuseport", 0)]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", PIECE_BYTES), ("grpc.so_reuseport", 0)])
     services_pb2_grpc.add_AsyncInferenceServicer_to_server(Servicer(gateway, max_bytes), server)
     try:
-        bound = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise OSError(f"--serve.grpc_port={port}: {error}") from error
     await server.start()

@@ -34,10 +34,8 @@ class Interface:
 
     Attributes:
         robot: its name; "" of the only one. policy_type: LeRobot's.
-        cameras: by the dataset's names; whether the policy needs each of them.
-        vectors: their lengths, by the dataset's names.
-        action_width, chunk_size: of what it predicts.
-        rename_map: names that clients send for those of the dataset. Vectors that get the same name are joined.
+        cameras: whether the policy needs each; vectors: their lengths; both by the dataset's names.
+        rename_map: names that clients send to those of the dataset. Vectors that get the same name are joined.
         facts: of robot.json.
     """
 
@@ -52,11 +50,7 @@ class Interface:
 
     @classmethod
     def of_export(cls, robot: str, folder: Path, config: PreTrainedConfig, rename_map: Mapping[str, str]) -> Interface:
-        """Describe the policy in a folder, given its configuration.
-
-        Raises:
-            ValueError: `rename_map` names what the policy does not see.
-        """
+        """Describe the policy in a folder. Raises ValueError if `rename_map` names what it does not see."""
         facts, trained = read_json(folder / ROBOT_NAME), saved_shapes(folder, config)
         names = {policy: name for name, policy in saved_rename_map(folder).items()}
         trained_names = {*trained, *facts.get("cameras", ())}
@@ -91,12 +85,12 @@ class Interface:
         """Read an observation and its instruction.
 
         Args:
-            message: arrays by name, in dictionaries of them or not: `observation.images.front`,
-                `observation/images/front` and `{"observation": {"images": {"front": ...}}}` are the same; the
-                instruction is `prompt` or `task`. Images are uint8, (H, W, 3) or (3, H, W).
+            message: arrays by name: `observation.images.front`, `observation/images/front` and `{"observation":
+                {"images": {"front": ...}}}` are the same; images uint8, (H, W, 3) or (3, H, W); the instruction is
+                `prompt` or `task`.
         Returns:
-            The observation with N = 1, as gymnasium's vector environments have it: images uint8 (1, H, W, 3), vectors
-            float32; the instruction.
+            The observation as gymnasium's vector environments have it, images uint8 (1, H, W, 3), vectors float32
+            (1, S); and the instruction.
         Raises:
             ValueError: names what is missing, unknown, or of another shape, and what to do.
         """

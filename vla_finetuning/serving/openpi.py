@@ -1,7 +1,7 @@
 """openpi's protocol: a websocket, messages of msgpack with numpy arrays. `openpi-client` connects unchanged.
 
-The server's first message says what the policy sees. Then each observation is answered by `{"actions": (T, A), ...}`,
-or by a text that says what is wrong with it.
+The first message says what the policy sees. Each observation is answered by `{"actions": (T, A), ...}`, or by a text
+that says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ async def listening(
 
     async def before(connection: ServerConnection, request: Request) -> Response | None:
         if request.path == "/healthz":
-            healthy = await is_healthy()
-            return connection.respond(
-                HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE, "OK\n" if healthy else "no replica runs\n"
-            )
+            if await is_healthy():
+                return connection.respond(HTTPStatus.OK, "OK\n")
+            return connection.respond(HTTPStatus.SERVICE_UNAVAILABLE, "no replica runs\n")
         scheme, _, token = (request.headers.get("Authorization") or "").partition(" ")
         try:
             remedy = "give api_key to WebsocketClientPolicy"

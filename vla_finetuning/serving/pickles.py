@@ -62,10 +62,8 @@ class _Reader(pickle._Unpickler):
 
 
 def read_pickle(data: bytes, name: str) -> dict[str, Any]:
-    """Read the fields of a pickled dataclass of LeRobot's, with numpy arrays and scalars among them.
+    """Read the fields of a pickled dataclass of LeRobot's, by the name of its class.
 
-    Args:
-        name: of the class.
     Raises:
         ValueError: it is of another class, names one that is not known, or is damaged.
     """

@@ -1,7 +1,6 @@
 """The processes that compute, on Ray Serve: each has all policies, and gets a batch when it is done with the last one.
 
-Not `serve.batch`, which gathers at a replica: there each observation is a message of its own, which the process that
-computes has no time to take.
+Not `serve.batch`, which gathers at a replica: its process computes, and has no time to take observations one by one.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from typing import Any
 import numpy as np
 from ray import serve
 
-from vla_finetuning.envs.protocol import Observation
+from vla_finetuning.envs.protocol import Observation, concatenate
 from vla_finetuning.rollouts.player import Key, Player, PolicySource
-from vla_finetuning.rollouts.scheduler import concatenate
 from vla_finetuning.run.failures import root_cause
+
+AGAIN = "send the observation again"
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,9 @@ def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[
     for (robot, _), rows in groups.items():
         group, started = [requests[i] for i in rows], time.perf_counter()
         try:
-            chunks = players[robot](
-                concatenate([request.observation for request in group]),
-                [request.instruction for request in group],
-                [request.key for request in group],
-            )
+            seen = concatenate([request.observation for request in group])
+            instructions, keys = [request.instruction for request in group], [request.key for request in group]
+            chunks = players[robot](seen, instructions, keys)
             seconds = time.perf_counter() - started
             answers |= {i: Answer(chunk, len(group), seconds) for i, chunk in zip(rows, chunks, strict=True)}
         except Exception as error:  # of this group alone
@@ -129,11 +127,10 @@ class Batches:
             if batch:
                 requests = [request for request, _ in batch]
                 answers = await asyncio.wait_for(self._replicas.predict.remote(requests), self._timeout_s)
+        except TimeoutError:
+            answers = [f"no replica answered within {self._timeout_s:g} s; {AGAIN}"] * len(batch)
         except Exception as error:  # Ray's or Serve's: nobody else would tell those who wait
-            gone = f"the replica that computed this is gone ({type(error).__name__})"
-            late = f"no replica answered within {self._timeout_s:g} s"
-            text = f"{late if isinstance(error, TimeoutError) else gone}; send the observation again"
-            answers = [text] * len(batch)
+            answers = [f"the replica that computed this is gone ({type(error).__name__}); {AGAIN}"] * len(batch)
         finally:
             self._free += 1
         for (_, future), answer in zip(batch, answers, strict=True):

@@ -1,4 +1,4 @@
-"""`serve.py` in parts: find and check the policies, start the replicas, listen until the process is told to stop."""
+"""Find and check the policies that are served, start the replicas, listen until the process is told to stop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import serve
@@ -25,7 +25,7 @@ from vla_finetuning.environment import Timeouts
 from vla_finetuning.options.programs import ServeConfig
 from vla_finetuning.options.serve import ServeOptions, read_token
 from vla_finetuning.plan.base_policy import resolve_policy
-from vla_finetuning.rollouts.player import PolicySource, check_acts, check_advantage, check_writes, opening_of
+from vla_finetuning.rollouts.player import PolicySource, check_acts
 from vla_finetuning.rollouts.scheduler import TELL_AFTER_S
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import exported_robots
@@ -38,19 +38,14 @@ from vla_finetuning.terminal import print_safe
 
 @dataclass(frozen=True)
 class Service:
-    """What is served, resolved and checked.
-
-    Attributes:
-        interfaces, sources: what each policy sees, and where a replica gets it from, by robot; "" of the only one.
-    """
+    """What is served: what each robot's policy sees, and where a replica gets it from. The only one is named ""."""
 
     config: ServeConfig
     interfaces: Mapping[str, Interface]
     sources: Mapping[str, PolicySource]
 
 
-@dataclass(frozen=True)
-class Addresses:
+class Addresses(NamedTuple):
     """Where a server listens; `grpc`: None where LeRobot's protocol is not served."""
 
     host: str
@@ -59,11 +54,7 @@ class Addresses:
 
 
 def resolve_service(config: ServeConfig) -> Service:
-    """Find and check the policies of a folder or of the Hub.
-
-    Raises:
-        ValueError, OSError: saying what to do.
-    """
+    """Find and check the policies of a folder or of the Hub. Raises ValueError or OSError, saying what to do."""
     family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
     for flag, port in (("port", config.serve.port), ("grpc_port", config.serve.grpc_port)):
         try:
@@ -72,28 +63,15 @@ def resolve_service(config: ServeConfig) -> Service:
             where = f"--serve.host={config.serve.host} --serve.{flag}={port}"
             raise OSError(f"{where}: cannot listen there ({error.strerror}): give another") from error
     path = config.policy_path or ""
-    use_gpu = cluster.find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
     interfaces, sources = {}, {}
     for robot in exported_robots(as_path(path)) or [""]:
         policy, folder, _ = resolve_policy(config, f"{path}/{robot}" if robot else path)
         assert folder is not None  # there was a path
         check_acts(policy)
-        check_advantage(policy, config.advantage, config.guidance)
-        check_writes(folder, policy, config.subtask)
         interfaces[robot] = Interface.of_export(robot, folder, policy, config.rename_map)
         if not any(option.startswith("--n_action_steps=") for option in config.policy_options):
             vars(policy)["n_action_steps"] = interfaces[robot].chunk_size  # how many are executed is for clients to say
-        sources[robot] = PolicySource(
-            folder,
-            policy,
-            env=None,
-            device="cuda" if use_gpu else "cpu",
-            trusted=config.policy_trust_remote_code,
-            opening=opening_of(folder),
-            advantage=config.advantage,
-            guidance=config.guidance,
-            subtask=config.subtask,
-        )
+        sources[robot] = PolicySource.of_export(folder, policy, config, env=None)
     return Service(config, interfaces, sources)
 
 
@@ -109,8 +87,9 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
     # Of the whole cluster: no server that runs has the name of another, and one that was killed is replaced.
     node = ray.get_runtime_context().get_node_id()
     name = f"policy-{node}-{options.host}-{options.port or uuid.uuid4().hex}"
-    shared = not cluster.is_local()
-    sources = {robot: source.shared() if shared else source for robot, source in service.sources.items()}
+    sources = service.sources
+    if not cluster.is_local():
+        sources = {robot: source.shared() for robot, source in sources.items()}
     on_gpu = any(source.device == "cuda" for source in sources.values())
     replica: Any = Replica  # `serve.deployment` has made it one
     deployment = replica.options(
@@ -123,8 +102,7 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
     # Clients connect to this process, which alone knows the token: Serve's own ports stay closed.
     await asyncio.to_thread(serve.start, proxy_location=ProxyLocation.Disabled)
     timeouts, target = Timeouts.from_environment(), serve.RunTarget(application, name, route_prefix=None)
-    deploy = partial(serve.run_many, [target], wait_for_applications_running=False)
-    deploying = asyncio.ensure_future(asyncio.to_thread(deploy))
+    deploying = asyncio.ensure_future(asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False))
     try:
         (handle,) = await asyncio.shield(deploying)
         each = f"{options.cpus_per_replica} CPU{'s' * (options.cpus_per_replica > 1)}{' and a GPU' * on_gpu}"
@@ -139,7 +117,7 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
 
 
 async def _wait_until_running(name: str, replicas: str, limit_s: float) -> None:
-    """Wait for an application, as `serve.run` does without end. Raises RuntimeError if it fails, or takes too long."""
+    """Wait for an application. Raises RuntimeError if it fails, or takes too long, as `serve.run` does not."""
     began, told = time.monotonic(), False
     while (about := (await asyncio.to_thread(serve.status)).applications[name]).status != ApplicationStatus.RUNNING:
         if about.status == ApplicationStatus.DEPLOY_FAILED:
@@ -162,14 +140,14 @@ async def listening(
     gateway: Gateway, options: ServeOptions, is_healthy: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[Addresses]:
     """Speak both protocols. Raises OSError if a port is taken."""
-    max_bytes, grpc_port = int(options.max_message_mb * 1e6), None
-    async with AsyncExitStack() as stack:
-        websockets = openpi.listening(gateway, options.host, options.port, max_bytes, is_healthy)
-        port = await stack.enter_async_context(websockets)
-        if options.grpc_port is not None:
-            robots = lerobot.listening(gateway, options.host, options.grpc_port, max_bytes)
-            grpc_port = await stack.enter_async_context(robots)
-        yield Addresses(f"[{options.host}]" if ":" in options.host else options.host, port, grpc_port)
+    max_bytes = int(options.max_message_mb * 1e6)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    async with openpi.listening(gateway, options.host, options.port, max_bytes, is_healthy) as port:
+        if options.grpc_port is None:
+            yield Addresses(host, port, None)
+            return
+        async with lerobot.listening(gateway, host, options.grpc_port, max_bytes) as grpc_port:
+            yield Addresses(host, port, grpc_port)
 
 
 def runs(name: str) -> bool:
