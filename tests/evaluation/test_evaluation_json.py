@@ -1,6 +1,7 @@
 """Every number in a run's evaluation.json against a plain computation of it, from LeRobot's dataset and policy.
 
-A key without a computation here fails the test.
+A key without a computation here fails the test. Of several robots, too, which differ in rate, widths, cameras and
+instructions; one has two datasets, and its actions in an order of their own.
 """
 
 import json
@@ -12,17 +13,21 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import make_pre_post_processors
 
+from tests.datasets import make_dataset
 from tests.in_process import TINY
 from tests.tiny import make_base, perturb
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation import after_training, open_loop, side_by_side
 from vla_finetuning.evaluation.demo_success import LABELS
 from vla_finetuning.options.command_line import parse_args
+from vla_finetuning.plan.datasets import find_datasets
 from vla_finetuning.plan.demo import make_demo_dataset
+from vla_finetuning.plan.matching import policy_data
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies.saving import save_pretrained
-from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import cluster
+from vla_finetuning.training.export import in_own_names
 
 FRAMES, AT_ONCE, SEED, CHUNK = 11, 5, 5, 6
 FILMS = [{"title": "a picture"}]
@@ -67,25 +72,39 @@ def evaluated(run):
             on_end(played[-1], np.zeros((1, 3)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "run_remote", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))
-        patch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
         patch.setattr(after_training, "is_demo", lambda *_: True)
         patch.setattr(side_by_side, "play", play)
         patch.setattr(side_by_side, "make_films", lambda *_: FILMS)
+        return written(run), played
+
+
+def written(run):
+    """What `evaluate_trained` writes, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "run_remote", lambda function, run, scaling, **o: function(run, frames=FRAMES, **o))
+        patch.setattr(open_loop, "EVAL_BATCH", AT_ONCE)
         assert after_training.evaluate_trained(run) == 0
-    return json.loads((run.job.output_dir / "evaluation.json").read_text()), played
+    return json.loads((run.job.output_dir / "evaluation.json").read_text())
+
+
+def lerobots_rows(meta, episodes, step=1):
+    """LeRobot's rows of episodes, with a chunk of every `step`-th action."""
+    deltas = {"action": [number * step / meta.fps for number in range(CHUNK)]}
+    assert 1 < len(episodes) < meta.num_episodes
+    return LeRobotDataset(
+        "local/x", root=meta.root, episodes=episodes.tolist(), delta_timestamps=deltas, video_backend="pyav"
+    )
+
+
+def spread(rows):
+    return [rows[round(place)] for place in np.linspace(0, len(rows) - 1, min(FRAMES, len(rows)))]
 
 
 def held_out(run):
-    """The rows that are predicted: of the held-out episodes one after the other, LeRobot's own, evenly spaced."""
+    """The rows that are predicted: of the held-out episodes one after the other, evenly spaced; the mean action."""
     (meta,), (episodes,) = run.rows.metas, run.rows.eval_episodes
-    assert 1 < len(episodes) < meta.num_episodes
-    deltas = {"action": [step / meta.fps for step in range(CHUNK)]}
-    rows = LeRobotDataset(
-        "local/x", root=meta.root, episodes=episodes.tolist(), delta_timestamps=deltas, video_backend="pyav"
-    )
-    chosen = [rows[round(place)] for place in np.linspace(0, len(rows) - 1, FRAMES)]
-    return [row | {"dataset_index": 0} for row in chosen], rows.meta.stats["action"]["mean"]
+    rows = lerobots_rows(meta, episodes)
+    return [row | {"dataset_index": 0} for row in spread(rows)], rows.meta.stats["action"]["mean"]
 
 
 def predicted(weights, exported, rows, tasks):
@@ -180,9 +199,9 @@ def flat(value, path=""):
     return {path: value}
 
 
-def check(written, expected):
+def check(result, expected):
     """Check that keys are the same, and numbers equal."""
-    found, plain = flat(written), flat(expected)
+    found, plain = flat(result), flat(expected)
     assert found.keys() == plain.keys(), "a key of evaluation.json without a plain computation, or one too many"
     for path, value in plain.items():
         if isinstance(value, float):
@@ -196,7 +215,7 @@ def check_told_apart(*mses):
 
 
 def test_every_number_is_a_plain_computation(run, evaluated):
-    written, played = evaluated
+    found, played = evaluated
     exported, (rows, mean) = run.job.output_dir / "pretrained_model", held_out(run)
     red, blue = sorted({row["task"] for row in rows})
     expected = {
@@ -206,8 +225,99 @@ def test_every_number_is_a_plain_computation(run, evaluated):
         "closed_loop": closed_loop_by_hand(played),
         "films": FILMS,
     }
-    check(written, expected)
+    check(found, expected)
     assert sum(line["condition"] == "trained" for line in played) == 60 and len(played) == 240
     trained = [expected["trained"][name]["mse"] for name in ("mean_action", "policy", "other_instruction")]
     check_told_apart(*trained, expected["untrained"]["policy"]["mse"])
-    assert {True, False} == {pad for example in written["trained"]["examples"] for pad in example["is_pad"]}
+    assert {True, False} == {pad for example in found["trained"]["examples"] for pad in example["is_pad"]}
+
+
+# ---- of several robots -----------------------------------------------------------------------------------------------
+
+FRONT, TOP, WRIST, BASE = (f"observation.images.{name}" for name in ("front", "top", "wrist", "base"))
+RED, BLUE, GREEN = (f"go to the {colour} bin" for colour in ("red", "blue", "green"))
+ACTION_ORDER, STEP = [2, 0, 1], 2  # of the gantry's dimensions; of the arm, the frames between two actions
+DATASETS = ("arm", "gantry", "gantry2")  # as the run numbers them
+FPS = {"arm": 20, "gantry": 10, "gantry2": 10}
+WEIGHTS = {"gantry": 4, "gantry2": 2}  # of an epoch of 49 rows: whole rows, with the 1 of the arm
+TASKS = {"arm": [RED, BLUE], "gantry": [RED, BLUE], "gantry2": [BLUE, GREEN]}
+ROBOTS = {"arm": ["arm"], "gantry": ["gantry", "gantry2"]}
+# An instruction and the one that is said instead: the next one of the robot's, dataset by dataset, sorted in each.
+OTHERS = {"arm": {BLUE: RED, RED: BLUE}, "gantry": {BLUE: RED, RED: GREEN, GREEN: BLUE}}
+
+
+@pytest.fixture(scope="module")
+def robots_run(tmp_path_factory):
+    """Resolve a run and export its policies, with weights of which all matter."""
+    folder = tmp_path_factory.mktemp("robots")
+    two, front = {TOP: (48, 64), WRIST: (64, 48)}, {FRONT: (48, 64)}
+    make_dataset(folder / "arm", episodes=(9, 12, 14, 11), cameras=front, fps=20, state_dim=6, action_dim=5, seed=3)
+    for seed, name in enumerate(ROBOTS["gantry"]):
+        make_dataset(folder / name, episodes=(9, 5, 7, 12), cameras=two, tasks=TASKS[name], seed=seed)
+    gantry = {"robot": "gantry", "rename_map": {TOP: BASE}, "action": [f"motor_{i}" for i in ACTION_ORDER]}
+    members = [{"root": name, "weight": weight, **gantry} for name, weight in WEIGHTS.items()]
+    members.append({"root": "arm", "robot": "arm", "fps": FPS["arm"] // STEP, "rename_map": {FRONT: BASE}})
+    (folder / "mix.yaml").write_text(json.dumps({"members": members}))
+    options = {
+        "dataset.mixture": f"@{folder / 'mix.yaml'}",
+        "dataset.eval_split": 0.3,
+        "dataset.statistics": "stored",
+        "dataset.missing_cameras": "mask",
+        "dataset.image_size": "stored",
+        "dataset.robot_in_prompt": "true",
+        "policy.path": folder / "base",
+        "output_dir": folder / "run",
+        "train.mode": "full",
+        "seed": SEED,
+        "scaling.use_gpu": "false",
+    }
+    config, datasets = find_datasets(parse_args([f"--{name}={value}" for name, value in options.items()]))
+    data = policy_data(config, datasets, [meta.episode_index for meta in datasets.metas])
+    make_tiny_base(folder / "base", **vars(data), stats=None, chunk_size=CHUNK, **TINY)
+    run = resolve(config, gpus_found=0, datasets=datasets)
+    trained = perturb(run.policy.start(), 0.2)
+    for robot in run.robots:
+        own = run.policy.select_robot(robot.by_own_names())
+        pipelines, config, _ = in_own_names(own)
+        save_pretrained(trained, *pipelines, exported(run, robot.name), config)
+    return run
+
+
+def exported(run, robot):
+    return run.job.output_dir / "pretrained_model" / robot
+
+
+def held_out_of(run, robot):
+    """Return the rows of a robot that are predicted, spread over its datasets' held-out episodes; the mean action."""
+    frames, means, shares = [], [], []
+    for name in ROBOTS[robot]:
+        number = DATASETS.index(name)
+        meta = run.rows.metas[number]
+        assert meta.root.endswith(f"/{name}") and meta.fps == FPS[name]
+        rows = lerobots_rows(meta, run.rows.eval_episodes[number], STEP if robot == "arm" else 1)
+        order = ACTION_ORDER if robot == "gantry" else slice(None)
+        for row in map(rows.__getitem__, range(len(rows))):
+            said = {"task": f"{robot}: {row['task']}", "dataset_index": number}
+            frames.append({**row, **said, "action": row["action"][:, order]})
+        means.append(rows.meta.stats["action"]["mean"][order])
+        shares.append(WEIGHTS.get(name, 1))
+    return spread(frames), np.average(means, axis=0, weights=shares)
+
+
+def test_every_number_of_each_robot_is_a_plain_computation(robots_run):
+    run, found, expected = robots_run, written(robots_run), {}
+    for robot in ROBOTS:
+        (rows, mean), own = held_out_of(run, robot), exported(run, robot)
+        others = {f"{robot}: {task}": f"{robot}: {other}" for task, other in OTHERS[robot].items()}
+        expected[robot] = {
+            "trained": open_loop_by_hand(own, own, rows, mean, others),
+            "untrained": open_loop_by_hand(run.policy.folder, own, rows, mean),
+            "tools": ALIKE,
+        }
+    check(found, {"robots": expected})
+    names = ("mean_action", "policy", "other_instruction")
+    mses = [of["trained"][name]["mse"] for of in expected.values() for name in names]
+    check_told_apart(*mses, *(of["untrained"]["policy"]["mse"] for of in expected.values()))
+    examples = [example for of in found["robots"].values() for example in of["trained"]["examples"]]
+    assert {True, False} == {pad for example in examples for pad in example["is_pad"]}
+    assert {0, 1, 2} == {example["dataset_index"] for example in examples}

@@ -65,9 +65,9 @@ class Evaluator:
         self._makers = task_makers(self._env)
         self._robot = 0
         if run.policy.mixes_robots:
-            own = [robot.by_own_names() for robot in run.robots]
-            shown = robot_shown(self._env, {robot.name: (robot.config, robot.rename_map) for robot in own})
-            self._robot = [robot.name for robot in run.robots].index(shown)
+            robots = [robot.by_own_names() for robot in run.robots]
+            shown = robot_shown(self._env, {robot.name: (robot.config, robot.rename_map) for robot in robots})
+            self._robot = [robot.name for robot in robots].index(shown)
         self._run = run = self._select_robot(run)
         (robot,) = run.robots
         for meta in [run.rows.metas[number] for number in robot.datasets]:
@@ -92,8 +92,8 @@ class Evaluator:
             yield
             return
         gpus = 1 if run.job.use_gpu else 0
-        own = ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=gpus)
-        data.exclude_resources = data.exclude_resources.add(own)
+        playing = ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=gpus)
+        data.exclude_resources = data.exclude_resources.add(playing)
         self._training.set()
         options = replace(run.config.eval, env_actors=stages, policy_actors=1)
         self._thread = threading.Thread(target=self._follow, args=(options,), daemon=True)

@@ -152,14 +152,15 @@ def _conditions(config: EvaluateConfig, env: EnvConfig, policy_config: PreTraine
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
     """Return the policy's path; of an export of several robots, that of the one that the environment shows."""
     folder = as_path(path or "")
-    robots = {}
-    for name in exported_robots(folder) if path else ():
-        pull(folder / name, at_the_top=True)
-        robots[name] = load_policy_config(folder / name), {**saved_rename_map(folder / name), **rename_map}
-    if not robots:
+    names = exported_robots(folder) if path else []
+    if not names:
         return path
+    policies = {}
+    for name in names:
+        pull(folder / name, at_the_top=True)
+        policies[name] = load_policy_config(folder / name), {**saved_rename_map(folder / name), **rename_map}
     try:
-        return address(folder / robot_shown(env, robots))
+        return address(folder / robot_shown(env, policies))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; give the folder of one") from error
 
