@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.options import Features, Order, Reading, Selection
-from vla_finetuning.data.statistics import files_of
 from vla_finetuning.envs.writing import writing_videos
 
 FRAME_NUMBER_BITS = 16
@@ -47,11 +46,6 @@ def add_subtasks(root: Path, number_of: Callable[[int], int], texts: Sequence[st
         column = pa.array(map(number_of, table["index"].to_pylist()), pa.int64())
         pq.write_table(table.append_column("subtask_index", column), path)
     pd.DataFrame({"subtask_index": range(len(texts))}, index=list(texts)).to_parquet(root / "meta/subtasks.parquet")
-
-
-def one_after_the_other(meta, episodes, describe):
-    """Make a pass over files as `statistics.over_files`, without Ray."""
-    return (describe(meta.fs, file) for file in files_of(meta, episodes))
 
 
 def make_dataset(root: Path, **options: Any) -> Path:

@@ -646,7 +646,7 @@ def test_numbering_with_holes(root, gone):
         assert files[0] == files[1]
     # As --dataset.statistics lerobot computes what stats.json lacks, of the episodes that there are.
     found, expected = (
-        complete_stats(replace(m, stats={}), {"action": {"mean", "q01"}}, cache_dir=None, episodes=episodes)[0]
+        complete_stats(replace(m, stats={}), {"action": {"mean", "q01"}}, cache_dir=None, episodes=episodes)
         for m, episodes in ((meta, None), (whole, others))
     )
     for name in ("mean", "q01"):

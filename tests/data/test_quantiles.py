@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.datasets import all_rows, edit_rows, make_dataset, one_after_the_other
+from tests.datasets import all_rows, edit_rows, make_dataset
 from tests.plan import test_frames as idling
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data import quantiles, statistics
@@ -43,15 +43,10 @@ def second(tmp_path_factory):
 
 
 @pytest.fixture(params=["one pass", "two passes"])
-def without_ray(request, monkeypatch):
+def ways(request, monkeypatch):
     """Both ways to count, and which passes there were."""
-    passes = []
-
-    def counted(*args):
-        passes.append(args[0].root)
-        return one_after_the_other(*args)
-
-    monkeypatch.setattr(quantiles, "over_files", counted)
+    passes, in_threads = [], quantiles.in_threads
+    monkeypatch.setattr(quantiles, "in_threads", lambda *args: passes.append(args[0].root) or in_threads(*args))
     if request.param == "two passes":
         monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", 0)
     return passes, 1 + (request.param == "two passes")
@@ -76,10 +71,11 @@ def numpys(rows, weights=None):
 
 def assert_numpys(found, rows, weights=None):
     for name, expected in numpys(rows, weights).items():
+        values = np.ravel(found[name])
         if name in ("mean", "std"):
-            np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-9, err_msg=name)
+            np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-9, err_msg=name)
         else:
-            np.testing.assert_array_equal(found[name], expected, err_msg=name)
+            np.testing.assert_array_equal(values, expected, err_msg=name)
 
 
 def rows_of(meta, key, episodes):
@@ -88,11 +84,11 @@ def rows_of(meta, key, episodes):
 
 
 @pytest.mark.parametrize("chosen", [range(6), (0, 2, 5)])
-def test_equal_numpys_over_all_rows_of_the_episodes(root, without_ray, chosen):
+def test_equal_numpys_over_all_rows_of_the_episodes(root, ways, chosen):
     meta = load_metadata(root)
     assert len(meta.data_files) > 1
     joint, (own,) = exact_stats([Source(meta, np.array(chosen))], KEYS, cache_dir=None)
-    assert len(without_ray[0]) == without_ray[1]
+    assert len(ways[0]) == ways[1]
     for key in KEYS:
         assert set(joint[key]) == set(STATISTICS)
         assert_numpys(joint[key], rows_of(meta, key, chosen))
@@ -104,18 +100,15 @@ def test_equal_numpys_over_all_rows_of_the_episodes(root, without_ray, chosen):
     assert state["std"][1] == 0 and state["q01"][1] == state["q99"][1] == np.float32(0.1)  # a joint that never moves
 
 
-def test_features_of_two_dimensions(tmp_path, without_ray):
+def test_features_of_two_dimensions(tmp_path, ways):
     root = make_dataset(tmp_path / "d", episodes=(5, 3, 8), cameras={}, extra_features=True)
-    meta = load_metadata(root)
-    found = exact_stats([Source(meta, meta.episode_index)], ["observation.grid"], cache_dir=None)[0]["observation.grid"]
-    assert found["q01"].shape == (2, 3)
-    assert_numpys(
-        {name: np.ravel(value) for name, value in found.items()},
-        all_rows(root, ["observation.grid"])["observation.grid"],
-    )
+    meta, key = load_metadata(root), "observation.grid"
+    found, _ = exact_stats([Source(meta, meta.episode_index)], [key], cache_dir=None)
+    assert found[key]["q01"].shape == (2, 3)
+    assert_numpys(found[key], all_rows(root, [key])[key])
 
 
-def test_a_mixture_by_its_weights(root, second, without_ray):
+def test_a_mixture_by_its_weights(root, second, ways):
     """Datasets together, with dimensions in another order in the second one's files."""
     first, other = load_metadata(root), load_metadata(second)
     other = reorder_dimensions(other, {"action": (2, 0, 1)}, first)
@@ -132,7 +125,7 @@ def test_a_mixture_by_its_weights(root, second, without_ray):
             assert_numpys(own[key], of_one)
 
 
-def test_relative_actions(root, without_ray):
+def test_relative_actions(root, ways):
     meta = load_metadata(root)
     how = RelativeActions(6, (True, False, True))
     found, _ = exact_stats([Source(meta, np.arange(1, 6))], ["action", "next.reward"], cache_dir=None, relative=how)
@@ -150,7 +143,7 @@ def test_relative_actions(root, without_ray):
         exact_stats([Source(meta, np.array([3]))], ["action"], cache_dir=None, relative=how)
 
 
-def test_two_passes_cost_little_memory(without_ray):
+def test_two_passes_cost_little_memory(ways):
     """What is sent of a file: groups of values, not values."""
     values = np.random.default_rng(0).normal(size=(100_000, 1)).astype(np.float32)
     coarse = quantiles.count_values(values, coarse=True)
@@ -170,7 +163,7 @@ def still(tmp_path_factory):
     return meta, left, Movement.of(meta, ["observation.state", "action"], 0.5)
 
 
-def test_idle_frames_do_not_count(still, root, without_ray):
+def test_idle_frames_do_not_count(still, root, ways):
     """Nor where what is described is not what movement is measured by."""
     meta, left, movement = still
     source = Source(meta, np.arange(5), movement=movement)
@@ -202,37 +195,8 @@ def test_idle_frames_do_not_count(still, root, without_ray):
     np.testing.assert_array_equal(sampled["next.reward"].ravel(), rows["next.reward"][left])
 
 
-@pytest.mark.parametrize(("spare", "passes"), [(0, 1), (-1, 2)])
-@pytest.mark.parametrize("relative", [None, RelativeActions(6, (True, False, True))])
-def test_a_second_pass_is_for_more_values_than_are_counted_in_one(root, monkeypatch, relative, spare, passes):
-    meta, episodes = load_metadata(root), np.array([0, 2])
-    width = {key: int(np.prod(meta.features[key].shape)) for key in KEYS}
-    of_frame = sum(width.values()) + (0 if relative is None else 5 * width["action"])
-    files = []
-    monkeypatch.setattr(quantiles, "over_files", lambda *args: files.append(1) or one_after_the_other(*args))
-    monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", 2 * (12 + 15) * of_frame + spare)
-    sources = [Source(meta, episodes)] * 2
-    joint, _ = exact_stats(sources, KEYS, cache_dir=None, relative=relative)
-    assert len(files) == 2 * passes
-    # Each frame of both counts once.
-    assert joint["next.reward"]["count"].tolist() == [54]
-    assert_numpys(joint["next.reward"], rows_of(meta, "next.reward", episodes))
-
-
-@pytest.mark.ray
-def test_two_passes_by_ray(still, second, ray_cluster, monkeypatch):
-    """Over two datasets, of one of which idle frames do not count."""
-    meta, left, movement = still
-    other = load_metadata(second)
-    sources = [Source(meta, np.arange(5), movement=movement), Source(other, other.episode_index)]
-    monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", 0)
-    joint, _ = exact_stats(sources, ["action"], cache_dir=None)
-    rows = [all_rows(Path(each.root), ["action"])["action"] for each in (meta, other)]
-    assert_numpys(joint["action"], np.concatenate([rows[0][left], rows[1]]))
-
-
-def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, without_ray):
-    meta, passes = load_metadata(root), without_ray[0]
+def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, ways):
+    meta, passes = load_metadata(root), ways[0]
 
     def computed(*args, **options):
         before = len(passes)
@@ -250,7 +214,7 @@ def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, without_ray)
     assert all(computed([source], ["action"]) and not computed([source], ["action"]) for source in moving)
 
 
-def test_a_file_that_cannot_be_read(root, tmp_path, without_ray, caplog, monkeypatch):
+def test_a_file_that_cannot_be_read(root, tmp_path, ways, caplog, monkeypatch):
     copy = shutil.copytree(root, tmp_path / "copy")
     meta = load_metadata(copy)
     (copy / meta.data_files[0]).write_bytes(b"not parquet")

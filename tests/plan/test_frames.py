@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from diagnostics import check_rows
-from tests.datasets import all_rows, edit_rows, make_dataset, one_after_the_other
-from vla_finetuning.data import quantiles
+from tests.datasets import all_rows, edit_rows, make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.job import CONFIG_NAME
@@ -127,9 +126,8 @@ def test_frames_that_are_left_have_their_whole_action_chunks(setting):
 
 
 @pytest.mark.parametrize("dropped", [0, 3])
-def test_statistics_are_of_the_frames_that_do_not_idle(setting, monkeypatch, dropped):
+def test_statistics_are_of_the_frames_that_do_not_idle(setting, dropped):
     """The last ones of an episode among them; in a mixture by what an epoch has of each dataset."""
-    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
     exact = ("--dataset.skip_idle=0.5", "--dataset.statistics=exact", f"--dataset.drop_n_last_frames={dropped}")
     left = np.concatenate([START[episode] + np.array(frames) for episode, frames in LEFT.items()])
     rows = [all_rows(setting[0] / name, ["action"])["action"][left] for name in ("dataset", "other")]

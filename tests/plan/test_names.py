@@ -12,10 +12,9 @@ import pytest
 
 from diagnostics.show_dataset import main as show_dataset
 from lerobot_datasource import LeRobotDatasource
-from tests.datasets import make_dataset, one_after_the_other
+from tests.datasets import make_dataset
 from tests.in_process import resolved, train
 from tests.tiny import make_base
-from vla_finetuning.data import quantiles
 from vla_finetuning.data.frames import movement_keys
 from vla_finetuning.data.idle import runs_kept
 from vla_finetuning.data.metadata import load_metadata
@@ -246,16 +245,15 @@ def test_an_action_beside_its_parts_and_parts_of_any_name(tmp_path):
     np.testing.assert_array_equal(actions(found.metas[0]), whole[:, [2, 0, 1]])
 
 
-def test_a_joined_state_is_summed_up_looked_at_and_moved_as_one(settings, split, monkeypatch):
+def test_a_joined_state_is_summed_up_looked_at_and_moved_as_one(settings, split):
     """By every reader of numbers."""
-    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
     plain = load_metadata(settings[0][1])
     (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
     key, everything = "observation.state", plain.episode_index
 
     def read(meta):
         exact, _ = exact_stats([Source(meta, everything, 1.0)], [key], cache_dir=None)
-        as_lerobot, _ = complete_stats(replace(meta, stats={}), {key: set(STATISTICS)}, cache_dir=None)
+        as_lerobot = complete_stats(replace(meta, stats={}), {key: set(STATISTICS)}, cache_dir=None)
         assert exact[key].keys() == as_lerobot[key].keys() == set(STATISTICS)
         yield from (exact[key][name] for name in STATISTICS)
         yield from (as_lerobot[key][name] for name in STATISTICS)

@@ -20,12 +20,11 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 import vla
 from diagnostics import check_rows, show_dataset
 from tests import in_process, planted
-from tests.datasets import make_dataset, one_after_the_other
+from tests.datasets import make_dataset
 from tests.planted import Fault
 from tests.tiny_backbones import KINDS
 from util import DeviceMetrics
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT, ROBOT
-from vla_finetuning.data import quantiles
 from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.mixture import members, read_mixture
@@ -243,9 +242,8 @@ def test_the_plan_and_the_report_count_a_strides_time(folder, tmp_path):
 
 
 @pytest.mark.parametrize("statistics", ["exact", "lerobot"])
-def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp_path, monkeypatch, statistics):
+def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp_path, statistics):
     """Against numpy over the rows that are trained on."""
-    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
     flags = ("--policy.use_relative_actions=true", f"--dataset.statistics={statistics}")
     flags += ("--dataset.missing_cameras=mask", f"--output_dir={tmp_path / 'run'}")
     run = with_stats(mixed(folder, *flags, mixture={"members": [{**MIXTURE["members"][1], "fps": 10}]}))

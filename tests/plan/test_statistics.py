@@ -14,9 +14,7 @@ from lerobot.policies.factory import make_pre_post_processors
 import vla
 from tests import in_process
 from tests.data.test_quantiles import assert_numpys, rows_of
-from tests.datasets import edit_rows, make_dataset, one_after_the_other
-from vla_finetuning.data import quantiles
-from vla_finetuning.data import statistics as data_statistics
+from tests.datasets import edit_rows, make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
 from vla_finetuning.options.command_line import parse_args
@@ -36,12 +34,6 @@ def setting(tmp_path_factory):
     setting = in_process.make_setting(tmp_path_factory.mktemp("statistics"), episodes=(12, 9, 14, 11))
     make_dataset(setting[0] / "averaged", episodes=(12, 9, 14, 11), true_quantiles=False)
     return setting
-
-
-@pytest.fixture(autouse=True)
-def without_ray(monkeypatch):
-    for module in (quantiles, data_statistics):
-        monkeypatch.setattr(module, "over_files", one_after_the_other)
 
 
 def averaged(setting):
@@ -121,6 +113,33 @@ def test_what_is_missing(setting, tmp_path):
         ValueError, match=f"statistics=stored.* not in meta/stats.json of the dataset {root}: action: q99"
     ):
         in_process.resolved(changed, **{"dataset.statistics": "stored"})
+
+
+@pytest.mark.parametrize("damage", ["file", "NaN"])
+@pytest.mark.parametrize("relative", [False, True])
+def test_lerobots_statistics_without_an_excluded_episode_that_cannot_be_read(setting, tmp_path, damage, relative):
+    """They are those of all episodes where all can be read, and otherwise of those that are chosen."""
+    folder, _, base = setting
+    root = make_dataset(tmp_path / "d", episodes=(12, 13, 14), true_quantiles=False, data_files_size_in_mb=1e-6)
+    edit_stats(root, lambda stats: [stats[key].pop("q01") for key in VECTORS])
+    flags = {"dataset.statistics": "lerobot", "policy.use_relative_actions": str(relative).lower()}
+    without_1, without_0 = (
+        in_process.resolved((folder, root, base), **flags | {"dataset.exclude_episodes": number}) for number in (1, 0)
+    )
+
+    def computed(run):
+        stats = with_stats(run).robots[0].stats["action"]
+        return np.concatenate([stats["mean"], stats["q01"]])
+
+    of_all = computed(without_1)
+    np.testing.assert_array_equal(computed(without_0), of_all)
+    if damage == "file":
+        (root / without_1.rows.metas[0].data_files[1]).write_bytes(b"not parquet")
+    else:
+        edit_rows(root, "action", lambda values, episode, frame: values.__setitem__(episode == 1, np.nan))
+    assert not np.array_equal(computed(without_1), of_all)
+    with pytest.raises(ValueError, match="holds NaN" if damage == "NaN" else "cannot be read as a parquet file"):
+        computed(without_0)
 
 
 def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path):

@@ -14,13 +14,12 @@ from lerobot.processor import create_transition
 
 from diagnostics import check_rows, show_dataset
 from tests import in_process
-from tests.datasets import all_rows, make_dataset, one_after_the_other
+from tests.datasets import all_rows, make_dataset
 from tests.in_process import Rank, RunRows, alone
 from tests.tiny import make_base
 from tests.training.test_insulated_run import apart
 from util import full_tensor
 from vla_finetuning.columns import IS_PRESENT, ROBOT
-from vla_finetuning.data import quantiles
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.describe import describe
@@ -183,9 +182,8 @@ def test_videos_of_the_same_robot_say_its_state(setting):
 # ---- statistics, chunks, evaluation --------------------------------------------------------------------------------
 
 
-def test_statistics_are_those_of_the_datasets_with_actions(setting, monkeypatch):
+def test_statistics_are_those_of_the_datasets_with_actions(setting):
     """By numpy over their rows; the state of videos lies elsewhere."""
-    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
     run = with_stats(resolved(setting, "exact", ALL, **{"dataset.statistics": "exact"}))
     assert run.rows.metas[3].root.endswith("videos") and run.robots[0].datasets == (0, 1)
     keys = ["observation.state", "action"]

@@ -17,14 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 
 from vla_finetuning.data.dataset import DatasetMetadata, Feature
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
-from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, over_files
+from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, in_threads
 from vla_finetuning.data.storage import check_still_there
 
 # So many values (256 MiB of counts at most) are counted in one pass; more are in two.
@@ -72,8 +71,8 @@ def exact_stats(
 ) -> tuple[Stats, list[Stats]]:
     """Return all statistics of some features: of the sources together by their weights, and of each by itself.
 
-    Runs on the driver, with a Ray Data pass over the parquet files of each source, or two; Ray is started if it is not
-    running. Entries of vectors are in the order of rows (`reorder_dimensions`), values are those of float32.
+    Runs on the driver, in a pass over the parquet files of each source, or two, as many at a time as there are CPUs.
+    Entries of vectors are in the order of rows (`reorder_dimensions`), values are those of float32.
 
     Args:
         keys: numeric features that all sources have.
@@ -86,20 +85,20 @@ def exact_stats(
     """
     names = sorted(keys)
     relative = relative if ACTION in names else None
-    relatives = [source.relative(relative) for source in sources]
-    for source, actions in zip(sources, relatives, strict=True):
+    columns = _columns(names, relative)
+    digests = []
+    for source in sources:
+        actions = source.relative(relative)
         if actions is not None:
             check_relative(source.meta, actions, source.episodes)
-    params = {"exact": _FORMAT, "weights": [source.weight for source in sources], "skip": skip_unreadable}
-    columns = _columns(names, relative)
-    orders = [[source.meta.features[key].order for key in columns] for source in sources]
-    digests = [
-        digest(
-            *(source.meta, columns, source.episodes),
-            {**params, "order": order, "relative": actions.described() if actions else None} | source.described(),
-        )
-        for source, order, actions in zip(sources, orders, relatives, strict=True)
-    ]
+        method = {
+            "exact": _FORMAT,
+            "weights": [source.weight for source in sources],
+            "skip": skip_unreadable,
+            "order": [source.meta.features[key].order for key in columns],
+            "relative": actions.described() if actions else None,
+        }
+        digests.append(digest(source.meta, columns, source.episodes, method | source.described()))
     name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
     # A cache of statistics is flat: those of each source have its number before the feature.
     source_keys = [[f"{number} {key}" for key in names] for number in range(len(sources))]
@@ -332,9 +331,9 @@ def _pass(
     read |= {feature.key: feature for feature in (() if movement is None else movement.features)}
     starts = np.cumsum([0, *(_width(features[key]) for key in names)]).tolist()
 
-    root = source.meta.root
+    fs, root = source.meta.fs, source.meta.root
 
-    def count_file(fs: fsspec.AbstractFileSystem, file: dict[str, Any]) -> dict[str, np.ndarray]:
+    def count_file(file: dict[str, Any]) -> Tally:
         tallies: list[Tally] = []
         try:
             for _, arrays in episode_arrays(fs, features=list(read.values()), **file):
@@ -357,6 +356,6 @@ def _pass(
             check_still_there(fs, root, [file["path"]])
             _logger.warning("dataset %s: statistics are computed without %s: %s", root, file["path"], error)
             tallies = []
-        return Tally.merge(tallies)._asdict()
+        return Tally.merge(tallies)
 
-    return Tally.merge(Tally(**part) for part in over_files(source.meta, source.episodes, count_file))
+    return Tally.merge(in_threads(source.meta, source.episodes, count_file))

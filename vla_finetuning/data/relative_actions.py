@@ -50,18 +50,22 @@ class RelativeActions:
 
 
 def relative_action_stats(
-    meta: DatasetMetadata, relative: RelativeActions, *, cache_dir: str | Path | None
+    meta: DatasetMetadata,
+    relative: RelativeActions,
+    *,
+    cache_dir: str | Path | None,
+    episodes: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Return all statistics of a dataset's relative actions.
 
-    Runs on the driver, without Ray, as long as LeRobot's. `cache_dir` as for `statistics.complete_stats`.
+    Runs on the driver, without Ray, as long as LeRobot's. `cache_dir`, `episodes` as for `statistics.complete_stats`.
 
     Raises:
         ValueError: the state has fewer dimensions than are relative; no episode is as long as a chunk; data that
             contradicts the metadata or holds NaN.
         FileNotFoundError: a parquet file is missing.
     """
-    episodes = known_episodes(meta)
+    episodes = known_episodes(meta) if episodes is None else episodes
     check_relative(meta, relative, episodes)
     state = meta.features[STATE]
     described = {**relative.described(), "state": stored_as(state)}

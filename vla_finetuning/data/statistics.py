@@ -22,8 +22,6 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.dataset import (
-    CAMERA_DTYPES,
-    NUMERIC_DTYPES,
     DatasetMetadata,
     Feature,
     known_episodes,
@@ -47,37 +45,26 @@ def complete_stats(
     *,
     cache_dir: str | Path | None,
     episodes: Sequence[int] | np.ndarray | None = None,
-) -> tuple[Stats, list[str]]:
+) -> Stats:
     """Return the dataset's statistics with every required one in place.
 
-    Runs on the driver. What is missing is computed from the columns concerned. What stats.json holds is returned as it
-    is.
+    Runs on the driver. What stats.json lacks is computed from the columns concerned; what it holds stays as it is.
 
     Args:
-        required: `{"action": {"q01", "q99"}, ...}`; names out of `STATISTICS`.
+        required: `{"action": {"q01", "q99"}, ...}`; names out of `STATISTICS`, what is missing of numeric features.
         cache_dir: folder for what was computed, as JSON; a later call reads it there as long as the dataset's
             metadata and the sizes and dates of its parquet files are the same. None: no cache.
         episodes: which episodes the missing statistics describe; None is all, as in stats.json.
     Returns:
-        The statistics, `{feature: {statistic: array}}`, and the sorted `"feature/statistic"` that stats.json
-        lacks and that were therefore computed (now, or earlier and read from the cache).
+        `{feature: {statistic: array}}`.
     Raises:
-        ValueError: a feature the dataset does not have, or one without such statistics (cameras, text); a
-            statistic that is not finite or of another shape than its feature; data that contradicts the
+        ValueError: a statistic that is not finite or of another shape than its feature; data that contradicts the
             metadata or holds NaN.
         FileNotFoundError: a parquet file is missing.
     """
     chosen = known_episodes(meta) if episodes is None else select_episodes(meta, episodes)
-    missing: dict[str, list[str]] = {}
-    for key, required_names in required.items():
-        unknown = sorted(set(required_names) - set(STATISTICS))
-        if unknown:
-            raise ValueError(f"statistics {unknown} of {key!r}: unknown; LeRobot has {', '.join(STATISTICS)}")
-        absent = sorted(set(required_names) - set(meta.stats.get(key, {})))
-        if absent:
-            _check_computable(meta, key, absent)
-            missing[key] = absent
-
+    absent = {key: sorted(names - meta.stats.get(key, {}).keys()) for key, names in required.items()}
+    missing = {key: names for key, names in absent.items() if names}
     stats: Stats = {key: dict(values) for key, values in meta.stats.items()}
     if missing:
         keys = sorted(missing)
@@ -87,7 +74,7 @@ def complete_stats(
         for key, names in missing.items():
             stats.setdefault(key, {}).update({name: computed[key][name] for name in names})
     check_stats(replace(meta, stats=stats), required)
-    return stats, sorted(f"{key}/{name}" for key, names in missing.items() for name in names)
+    return stats
 
 
 def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None:
@@ -128,7 +115,7 @@ def episode_arrays(
     """
     columns = {column.key: column for feature in features for column in feature.columns}
     spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
-    groups = read_groups(DataFile(fs, path, path, path), dict.fromkeys(["episode_index", *columns]), spans, None)
+    groups = read_groups(DataFile(fs, path, path, path), {"episode_index", *columns}, spans, None)
     table = groups.table
     index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
     stored = {key: numbers(table[key], None, c.shape, f"{path}: column {key}") for key, c in columns.items()}
@@ -150,21 +137,6 @@ def episode_arrays(
                     "episode out (--dataset.episodes) or repair it"
                 )
         yield episode, data
-
-
-def _check_computable(meta: DatasetMetadata, key: str, names: list[str]) -> None:
-    label = f"dataset {meta.root}: statistics {names} of {key!r} are missing in meta/stats.json"
-    feature = meta.features.get(key)
-    if feature is None:
-        raise ValueError(f"{label}, and the dataset has no such feature; it has {sorted(meta.features)}")
-    if feature.dtype in CAMERA_DTYPES:
-        raise ValueError(
-            f"{label}; those of cameras are not computed here, since every video would have to be decoded. "
-            "Use a normalisation of images that needs none (IDENTITY), or LeRobot's "
-            "`python -m lerobot.scripts.augment_dataset_quantile_stats`"
-        )
-    if feature.dtype not in NUMERIC_DTYPES:
-        raise ValueError(f"{label}, and a feature of dtype {feature.dtype} has none")
 
 
 def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray) -> None:
@@ -253,41 +225,6 @@ def files_of(meta: DatasetMetadata, episodes: np.ndarray) -> list[dict[str, Any]
         }
         for file, members in zip(files.tolist(), np.split(episodes[order], first[1:]), strict=True)
     ]
-
-
-def over_files(
-    meta: DatasetMetadata,
-    episodes: np.ndarray,
-    describe: Callable[[fsspec.AbstractFileSystem, dict[str, Any]], dict[str, np.ndarray]],
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield what is computed of each parquet file that has some of the episodes, as they are done: a Ray Data pass.
-
-    Args:
-        describe: of a file system and, by those names, a file's `path` and the `episodes`, `first_rows` and `lengths`
-            in it; makes arrays of equally many rows, or none. Runs in a task.
-    Raises:
-        ValueError, OSError: of `describe`, with the dataset's name.
-    """
-    import ray
-
-    fs, items = meta.fs, files_of(meta, episodes)
-
-    def describe_file(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        (path,) = batch.pop("path")
-        return describe(fs, {"path": path} | {name: column[0].tolist() for name, column in batch.items()})
-
-    # Its log lines about plans and progress go to Ray's log files alone; warnings are shown.
-    for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setLevel(logging.WARNING)
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(describe_file, batch_size=1)
-    dataset.context.raise_original_map_exception = True
-    try:
-        yield from dataset.iter_batches(batch_size=None, batch_format="numpy")
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError | OSError):
-            raise type(error.cause)(f"dataset {meta.root}: {error.cause}") from None
-        raise
 
 
 def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, method: Any = None) -> str:

@@ -6,6 +6,7 @@ rows is held against what is stored before anything starts, and what does not de
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.processor.relative_action_processor import RelativeActionsProcessorStep
 from lerobot.utils.constants import IMAGENET_STATS
 
+from vla_finetuning.data.dataset import known_episodes
 from vla_finetuning.data.frames import movement_keys
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, dimension_names
@@ -33,6 +35,8 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.folder import STATISTICS_NAME
 from vla_finetuning.run.job import Job
+
+logger = logging.getLogger(__name__)
 
 # Names of statistics by feature, `{"action": {"q01", "q99"}}`.
 Names = dict[str, set[str]]
@@ -188,7 +192,7 @@ def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle:
 def computed_stats(
     config: Config, trained: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
-    """Compute what is missing, in passes by Ray Data: each dataset with its own statistics, and those of all together.
+    """Compute what is missing: each dataset with its own statistics, and those of all together.
 
     With mixture_stats "weights" a dataset counts for the rows that an epoch has of it.
 
@@ -200,8 +204,12 @@ def computed_stats(
     metas, rows = trained.metas, trained.identity["rows_per_source"]
     steps = trained.features.window_steps or (1,) * len(metas)
     if config.dataset.statistics == "lerobot":
+        chosen = [np.union1d(*episodes) for episodes in zip(trained.train_episodes, trained.eval_episodes, strict=True)]
         specs = [None if relative is None else replace(relative, step=step) for step in steps]
-        completed = tuple(_lerobots(meta, missing, spec, cache_dir) for meta, spec in zip(metas, specs, strict=True))
+        completed = tuple(
+            _lerobots(meta, episodes, missing, spec, cache_dir)
+            for meta, episodes, spec in zip(metas, chosen, specs, strict=True)
+        )
         return completed, joint_stats(config, completed, rows)
     weights = [1.0] * len(metas)
     if _weighted(config):
@@ -238,15 +246,27 @@ def _weighted(config: Config) -> bool:
 
 
 def _lerobots(
-    meta: DatasetMetadata, missing: Needed, relative: RelativeActions | None, cache_dir: Path
+    meta: DatasetMetadata, chosen: np.ndarray, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> DatasetMetadata:
+    """Complete the statistics with those of all episodes; of the chosen ones where another one cannot be read."""
     absolute = {key: names for key, names in missing.items() if relative is None or key != ACTION}
-    stats = complete_stats(meta, absolute, cache_dir=cache_dir)[0]
-    meta = replace(meta, stats=stats)
-    if relative is not None and ACTION in missing:
-        stats[ACTION] = relative_action_stats(meta, relative, cache_dir=cache_dir)
-        check_stats(meta, {ACTION: missing[ACTION]})
-    return meta
+
+    def completed(episodes: np.ndarray) -> DatasetMetadata:
+        stats = complete_stats(meta, absolute, cache_dir=cache_dir, episodes=episodes)
+        if relative is not None and ACTION in missing:
+            stats[ACTION] = relative_action_stats(meta, relative, cache_dir=cache_dir, episodes=episodes)
+        result = replace(meta, stats=stats)
+        check_stats(result, missing)
+        return result
+
+    episodes = known_episodes(meta)
+    try:
+        return completed(episodes)
+    except (ValueError, FileNotFoundError) as error:
+        if np.isin(episodes, chosen).all():
+            raise
+        logger.warning("%s; statistics are computed of the chosen episodes alone", error)
+        return completed(chosen)
 
 
 def _as_in_files(meta: DatasetMetadata, key: str, stats: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
