@@ -10,7 +10,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from tests.loopback import Faults, Proxy, s3_server, serving
-from vla_finetuning.buckets import mirror
+from vla_finetuning.buckets import mirror, store
 from vla_finetuning.buckets.store import Store, split_address
 
 SECRET = "canary-secret-access-key"
@@ -49,6 +49,9 @@ class MemoryBucket(Store):
 
     def _connect(self, patience_s: float, in_pieces: bool) -> MemoryStore:
         return self._memory
+
+    def with_patience(self, patience_s: float) -> "MemoryBucket":
+        return self
 
 
 class Bucket:
@@ -89,3 +92,4 @@ def forget() -> None:
         made.stop_syncing()
     mirror._mirrors.clear()
     mirror._folder_of_process.cache_clear()
+    store._shared.cache_clear()

@@ -68,16 +68,6 @@ def test_objects_are_whole_in_googles_store(tmp_path, monkeypatch):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
         store = Store("gs", "runs")
         everything_whole(store, "a/run")
-        monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
-        file, back, key = tmp_path / "file", tmp_path / "back", "a/run/large"
-        file.write_bytes(os.urandom(12 * 2**20))
-        store.upload(file, key)
-        found = store.head(key)
-        store.download(key, found, back)
-        assert back.read_bytes() == file.read_bytes()
-        store.put(key, b"another")
-        with pytest.raises(ChangedError):  # another generation
-            store.download(key, found, back)
 
 
 def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, faults, tmp_path, monkeypatch):
@@ -93,10 +83,7 @@ def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, fa
 
     faults.choose = each_fails_once
     bucket.upload(file, "file")
-    with monkeypatch.context() as full:  # as a disk writes that ends within: less than all, and then an error
-        write = os.pwrite
-        full.setattr(os, "pwrite", lambda descriptor, data, start: write(descriptor, data[: 2**20], start))
-        bucket.download("file", bucket.head("file"), back)
+    bucket.download("file", bucket.head("file"), back)
     assert back.read_bytes() == file.read_bytes()
     pieces = [r for r in faults.requests if "partNumber" in r.url]
     assert len(pieces) == 2 * 3 and {r.attempt for r in pieces} == {1, 2}
@@ -110,24 +97,6 @@ def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, fa
     bucket.abort_uploads("")
     uploads = boto3.client("s3").list_multipart_uploads(Bucket="runs").get("Uploads", [])
     assert uploads == []
-
-
-def test_a_piece_that_arrives_after_an_error_is_not_written_to_another_file(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "PIECE_BYTES", 8)
-
-    def receive(key, start, end, tag, patience_s):
-        time.sleep(0.1 if start == 0 else 0.4)
-        if start == 0:
-            raise ChangedError("another process wrote it")
-        return b"OLD-DATA"
-
-    monkeypatch.setattr(bucket, "range", receive)
-    with pytest.raises(ChangedError):
-        bucket.download("file", store_module.Content(16, "tag", 0.0), tmp_path / "file")
-    with open(tmp_path / "other", "wb", buffering=0) as other:  # which has the same descriptor
-        other.write(b"checkpoint bytes")
-        time.sleep(0.6)
-    assert (tmp_path / "other").read_bytes() == b"checkpoint bytes"
 
 
 @pytest.mark.parametrize("refused", [1, 2])
@@ -162,7 +131,12 @@ def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monke
         file.write_bytes(os.urandom(12 * 2**20))
         faults.choose = lambda request: "503" if request.method == "PUT" and request.attempt == 1 else None
         store.upload(file, key)
-        assert store.get(key)[0] == file.read_bytes()
+        found, back = store.head(key), tmp_path / "back"
+        store.download(key, found, back)
+        assert back.read_bytes() == file.read_bytes()
+        store.put(key, b"another")
+        with pytest.raises(ChangedError):  # another generation
+            store.download(key, found, back)
         store.delete([key])
         faults.choose = lambda request: "stall" if "partNumber=2" in request.url else None
         started = time.monotonic()
@@ -198,16 +172,6 @@ def test_a_put_whose_answer_is_lost_is_our_own(bucket, faults):
         assert [r.method for r in faults.requests].count("PUT") == 2
 
 
-def test_a_store_that_is_away_for_a_while(bucket, faults):
-    bucket.put("a", b"1")
-    back_at = time.monotonic() + 0.5
-    faults.choose = lambda request: (
-        ("503", "reset", "slow")[request.attempt % 3] if time.monotonic() < back_at else None
-    )
-    bucket.put("a", b"2")
-    assert bucket.get("a")[0] == b"2"
-
-
 def test_a_store_that_is_away_for_good(bucket, faults):
     faults.choose = lambda request: "503"
     message = r"s3://runs/a: the store does not answer .*check the network"
@@ -232,6 +196,15 @@ def test_credentials_that_expire_are_looked_for_anew(bucket, faults, monkeypatch
     faults.requests.clear()
     bucket.put("a", b"2")
     assert bucket.get("a")[0] == b"2" and bucket._clients[PATIENCE_S, False] is not used
+
+
+def test_a_process_looks_for_credentials_once(bucket, monkeypatch):
+    """Each read task has a pickle of the store; a machine's role is behind a service that limits requests."""
+    bucket.put("a", b"1")
+    options, calls = store_module._s3_options, []
+    monkeypatch.setattr(store_module, "_s3_options", lambda named: calls.append(named) or options(named))
+    sent = pickle.dumps(bucket)
+    assert [pickle.loads(sent).get("a")[0] for _ in range(3)] == [b"1"] * 3 and len(calls) == 1
 
 
 def test_a_role_that_does_not_answer_once_is_asked_again(bucket, faults, monkeypatch):

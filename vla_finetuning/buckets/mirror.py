@@ -37,7 +37,6 @@ from vla_finetuning.buckets.store import (
     ChangedError,
     Content,
     Store,
-    limited_patience,
     split_address,
     within,
 )
@@ -127,16 +126,11 @@ def is_heavy(name: str) -> bool:
 
 
 class _Known(NamedTuple):
-    """The state of a file when it was last sent or fetched.
+    """The state of a file when it was last sent or fetched."""
 
-    Attributes:
-        put_tag: the condition of the next put; None for none. listed_tag: as listings have it; None for a file of this
-            process, which is not fetched. stat: of the local file.
-    """
-
-    put_tag: str | None
-    listed_tag: str | None
-    stat: tuple[int, int] | None
+    put_tag: str | None  # the condition of the next put; None for none
+    listed_tag: str | None  # as listings have it; None for a file of this process, which is not fetched
+    stat: tuple[int, int] | None  # of the local file
 
 
 class Mirror:
@@ -178,7 +172,7 @@ class Mirror:
             objects = {entry: content for entry, content in listed.items() if not _is_hidden(entry)}
             news = [entry for entry, content in objects.items() if self._is_news(entry, content)]
             fetched = [entry for entry in news if entry == name or not is_heavy(_below(entry, name))]
-            patience_s = limited_patience(None)
+            patience_s = self.store.limited_patience()
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(lambda entry: self._fetch(entry, objects[entry], patience_s), fetched))
             for entry, state in list(self._known.items()):
@@ -202,11 +196,12 @@ class Mirror:
             changed = [entry for entry in self._local(name) if is_wanted(entry) and self._is_changed(entry)]
             ordered = sorted(changed, key=lambda entry: (_is_mark(entry), "/" not in entry, entry))
             # What is sent last is read first: a line that refers to another file arrives after what it refers to.
-            read = {
-                entry: _read(self.folder / entry) for entry in reversed(ordered) if _is_mark(entry) or "/" not in entry
-            }
+            early = [entry for entry in reversed(ordered) if _is_mark(entry) or "/" not in entry]
+            read = {entry: _read(self.folder / entry) for entry in early}
             for entry in ordered:
-                self._send(entry, read[entry] if entry in read else _read(self.folder / entry), only_if_unchanged)
+                content = read[entry] if entry in read else _read(self.folder / entry)
+                if content is not None:  # else deleted since it was listed
+                    self._send(entry, *content, only_if_unchanged)
 
     def copy_changed(self, name: str, folder: Path) -> None:
         """Copy what this process changed below a name into a folder, by names from there."""
@@ -303,11 +298,8 @@ class Mirror:
         os.replace(temporary, target)
         self._known[name] = _Known(tag, content.tag, _stat(target))
 
-    def _send(self, name: str, read: _Read | None, only_if_unchanged: bool) -> None:
-        if read is None:
-            return  # deleted since it was listed
-        (stat, data), state = read, self._known.get(name)
-        tag: str | None = None
+    def _send(self, name: str, stat: tuple[int, int], data: bytes | None, only_if_unchanged: bool) -> None:
+        state, tag = self._known.get(name), None
         if data is None:
             self.store.upload(self.folder / name, self.key_of(name))
         else:
@@ -320,17 +312,11 @@ class Mirror:
         self._known[name] = _Known(tag, None, stat)
 
 
-class _Read(NamedTuple):
-    """A file as it was read, and its state before; no content of a large one."""
-
-    stat: tuple[int, int]
-    data: bytes | None
-
-
-def _read(file: Path) -> _Read | None:
+def _read(file: Path) -> tuple[tuple[int, int], bytes | None] | None:
+    """Return the state of a file, and what was then read of it: nothing of a large one."""
     with contextlib.suppress(FileNotFoundError):
         stat = _stat(file)
-        return stat and _Read(stat, None if stat[1] > PIECE_BYTES else file.read_bytes())
+        return stat and (stat, None if stat[1] > PIECE_BYTES else file.read_bytes())
     return None
 
 
@@ -457,9 +443,8 @@ def sizes(path: Path) -> dict[str, int]:
 
 def contents(path: Path) -> list[str]:
     """Return the names of files and folders directly in a folder; none where there is no folder."""
-    if mirror_of(path):
-        store, key = bucket_of(path)
-        folders, objects = store.names(key)
+    if located := mirror_of(path):
+        folders, objects = located[0].store.names(located[0].key_of(located[1]))
         return sorted({*folders, *objects})
     return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -62,28 +64,6 @@ class Content(NamedTuple):
     written: float
 
 
-class Failure(NamedTuple):
-    """A request that was given up, with the store's words, and whether another may succeed."""
-
-    url: str
-    words: str
-    may_pass: bool
-    elapsed_s: float
-
-
-def explain(failure: Failure) -> StorageError:
-    """Return the error for a failure, with what to do."""
-    if failure.may_pass:
-        return StorageError(
-            f"{failure.url}: the store does not answer ({failure.words}), for {failure.elapsed_s:.0f} s: check the "
-            "network, the endpoint and that it is not overloaded"
-        )
-    return StorageError(
-        f"{failure.url}: the store refuses ({failure.words}): check credentials, permissions and endpoint (environment "
-        "variables of the object store, on every node)"
-    )
-
-
 def split_address(url: str) -> tuple[str, str, str]:
     """Split ``s3://bucket/a/b`` into protocol, bucket and ``a/b``. Raises ValueError where no store is known."""
     protocol, _, rest = url.partition("://")
@@ -96,10 +76,11 @@ def split_address(url: str) -> tuple[str, str, str]:
 class Store:
     """A bucket. Keys are names in it; any thread may call; a pickle holds the address and the options.
 
-    All methods raise FileNotFoundError for what is not there, and `StorageError`, as `explain` words it.
+    All methods raise FileNotFoundError for what is not there, and `StorageError`, which says what to do.
 
     Args:
         options: obstore's for this store (endpoint, credentials); they override what the environment says.
+        patience_s: the longest that a call tries, in seconds, unless the thread is `within` another limit.
     """
 
     def __init__(
@@ -107,38 +88,43 @@ class Store:
         protocol: str,
         bucket: str,
         options: Mapping[str, Any] | None = None,
-        explain: Callable[[Failure], StorageError] = explain,
+        patience_s: float = PATIENCE_S,
+        region: str | None = None,
     ):
-        self.protocol, self.bucket, self.options, self.explain = protocol, bucket, dict(options or {}), explain
+        self.protocol, self.bucket, self.options, self.patience_s = protocol, bucket, dict(options or {}), patience_s
         self._kind = PROTOCOLS[protocol]
         self._lock = threading.Lock()
         self._clients: dict[tuple[float, bool], Any] = {}
-        self._region: str | None = None
+        self._region = region
         self._unsigned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store, (self.protocol, self.bucket, self.options, self.explain), {"_region": self._region}
+        return _shared, (self.protocol, self.bucket, tuple(self.options.items()), self.patience_s, self._region)
+
+    def with_patience(self, patience_s: float) -> Store:
+        """Return the same bucket with less time for each call."""
+        return Store(self.protocol, self.bucket, self.options, min(patience_s, self.patience_s), self._region)
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
-    def head(self, key: str, patience_s: float | None = None) -> Content:
+    def head(self, key: str) -> Content:
         """Return what the store says of an object."""
         import obstore
 
-        return self._content(self._call(key, obstore.head, key, patience_s=patience_s))
+        return self._content(self._call(key, obstore.head, key))
 
-    def is_folder(self, key: str, patience_s: float | None = None) -> bool:
+    def is_folder(self, key: str) -> bool:
         """Return whether there are objects below."""
-        return bool(self._listed(_first_page, f"{key}/" if key else "", patience_s))
+        return bool(self._listed(_first_page, f"{key}/" if key else ""))
 
-    def names(self, key: str, patience_s: float | None = None) -> tuple[list[str], dict[str, Content]]:
+    def names(self, key: str) -> tuple[list[str], dict[str, Content]]:
         """Return folders and objects directly below, by their names."""
-        folders, objects = self._listed(_directly_below, key, patience_s)
+        folders, objects = self._listed(_directly_below, key)
         return sorted(folders), {name: self._content(meta) for name, meta in objects.items()}
 
-    def below(self, key: str, patience_s: float | None = None) -> dict[str, Content]:
+    def below(self, key: str) -> dict[str, Content]:
         """Return all objects below, by their names from there."""
-        objects = self._listed(_all_below, key, patience_s)
+        objects = self._listed(_all_below, key)
         return {name: self._content(meta) for name, meta in objects.items()}
 
     def get(self, key: str, most_bytes: int = MOST_BYTES, patience_s: float | None = None) -> tuple[bytes, str]:
@@ -152,32 +138,23 @@ class Store:
 
     def download(self, key: str, content: Content, file: Path) -> None:
         """Write an object into a file of this machine, in pieces. Raises ChangedError if it is not that content."""
-        patience_s = limited_patience(None)
+        patience_s = self.limited_patience()
+
+        def receive(start: int) -> bytes:
+            end = min(start + PIECE_BYTES, content.size)
+            data = self.range(key, start, end, content.tag, patience_s)
+            if len(data) != end - start:
+                raise StorageError(f"{self._url(key)}: {len(data)} bytes, expected {end - start}")
+            return data
+
         with open(file, "wb") as target:
-            target.truncate(content.size)
-            descriptor = target.fileno()
-
-            def receive(start: int) -> None:
-                end = min(start + PIECE_BYTES, content.size)
-                data = self.range(key, start, end, content.tag, patience_s)
-                if len(data) != end - start:
-                    raise StorageError(f"{self._url(key)}: {len(data)} bytes, expected {end - start}")
-                written = 0
-                while written < len(data):  # less than all where the disk ends within
-                    written += os.pwrite(descriptor, data[written:], start + written)
-
-            pieces = [_pieces().submit(receive, start) for start in range(0, content.size, PIECE_BYTES)]
-            try:
-                for piece in pieces:
-                    piece.result()
-            finally:  # after an error, none may write to what is another file's descriptor by then
-                for piece in pieces:
-                    piece.cancel()
-                wait(pieces)
+            for starts in itertools.batched(range(0, content.size, PIECE_BYTES), PIECES):
+                for data in _pieces().map(receive, starts):
+                    target.write(data)
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    def put(self, key: str, data: bytes, tag: str | None = None, patience_s: float | None = None) -> str:
+    def put(self, key: str, data: bytes, tag: str | None = None) -> str:
         """Write an object; returns its tag.
 
         Args:
@@ -187,7 +164,7 @@ class Store:
         """
         mode: Any = "overwrite" if tag is None else self._condition(tag) if tag else "create"
         try:
-            return self._put_tag(self._call(key, _put, key, data, mode, patience_s=patience_s))
+            return self._put_tag(self._call(key, _put, key, data, mode))
         except ChangedError:
             # An answer may have been lost, and the request repeated: then this process's own data is there.
             with contextlib.suppress(FileNotFoundError):
@@ -199,17 +176,16 @@ class Store:
     def upload(self, file: Path, key: str) -> None:
         """Write a file of this machine, however large. It appears when all of it is there."""
         if file.stat().st_size <= PIECE_BYTES:
-            self.put(key, file.read_bytes(), patience_s=limited_patience(None))
+            self.put(key, file.read_bytes())
         else:
-            try:
-                self._call(key, _put_pieces, key, file, in_pieces=True)
-            except FileNotFoundError:
-                # The upload is not known: the answer to its last request was lost, which not every store repeats, or
-                # the store has dropped its pieces.
+            for is_last in (False, True):
                 try:
-                    self._call(key, _put_pieces, key, file, in_pieces=True)
+                    return self._call(key, _put_pieces, key, file, in_pieces=True)
                 except FileNotFoundError as error:
-                    raise StorageError(f"{self._url(key)}: the store does not know the upload ({error})") from error
+                    # The upload is not known: the answer to its last request was lost, which not every store repeats,
+                    # or the store has dropped its pieces.
+                    if is_last:
+                        raise StorageError(f"{self._url(key)}: the store does not know the upload ({error})") from error
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are not there, too."""
@@ -240,9 +216,9 @@ class Store:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def _listed(self, request: Callable[..., Any], key: str, patience_s: float | None) -> Any:
+    def _listed(self, request: Callable[..., Any], key: str) -> Any:
         try:
-            return self._call(key, request, key, patience_s=patience_s)
+            return self._call(key, request, key)
         except FileNotFoundError as error:
             bucket = f"{self.protocol}://{self.bucket}"
             raise FileNotFoundError(f"there is no {bucket}; make it first, or check its name") from error
@@ -257,7 +233,7 @@ class Store:
     ) -> Any:
         from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
-        started, patience_s = time.monotonic(), limited_patience(patience_s)
+        started, patience_s = time.monotonic(), self.limited_patience(patience_s)
         retrying = Retrying(
             retry=retry_if_exception(lambda error: may_pass(error) or self._mended(error, region)),
             wait=wait_random_exponential(FIRST_PAUSE_S, max=min(LONGEST_PAUSE_S, patience_s / 2)),
@@ -279,8 +255,20 @@ class Store:
             words = _words(error)
             if self._unsigned and http_status(error) in (401, 403):
                 words += "; no credentials were found, so the request had none"
-            failure = Failure(self._url(key), words, may_pass(error), time.monotonic() - started)
-            raise self.explain(failure) from error
+            if may_pass(error):
+                raise StorageError(
+                    f"{self._url(key)}: the store does not answer ({words}), for {time.monotonic() - started:.0f} s: "
+                    "check the network, the endpoint and that it is not overloaded (VLA_READ_TIMEOUT_S for datasets, "
+                    "VLA_STORE_TIMEOUT_S for checkpoints wait longer; a run goes on with --resume)"
+                ) from error
+            raise StorageError(
+                f"{self._url(key)}: the store refuses ({words}): check credentials, permissions and endpoint "
+                "(environment variables of the object store, on every node)"
+            ) from error
+
+    def limited_patience(self, patience_s: float | None = None) -> float:
+        """Return how long a call tries that says so much, or nothing."""
+        return min(patience_s or _patience_s.get() or self.patience_s, _longest_s)
 
     def _mended(self, error: BaseException, asked: str | None) -> bool:
         """Return whether another client may succeed: with renewed credentials, or in the bucket's own region.
@@ -350,6 +338,14 @@ class Store:
 
     def _url(self, key: str) -> str:
         return f"{self.protocol}://{self.bucket}/{key}"
+
+
+@functools.lru_cache(maxsize=64)
+def _shared(
+    protocol: str, bucket: str, options: tuple[tuple[str, Any], ...], patience_s: float, region: str | None
+) -> Store:
+    """Return the store that pickles stand for: read tasks of a process share its credentials and its connections."""
+    return Store(protocol, bucket, dict(options), patience_s, region)
 
 
 # Requests: (client, ...).
@@ -529,13 +525,8 @@ def _words(error: BaseException) -> str:
 
 # ---- patience -----------------------------------------------------------------------------------------------------
 
-_limits = threading.local()
+_patience_s: ContextVar[float | None] = ContextVar("patience_s", default=None)
 _longest_s = float("inf")
-
-
-def limited_patience(patience_s: float | None) -> float:
-    """Return how long a call tries that says so much, or nothing."""
-    return min(getattr(_limits, "patience_s", PATIENCE_S) if patience_s is None else patience_s, _longest_s)
 
 
 def limit_retries(longest_s: float = float("inf")) -> None:
@@ -547,12 +538,11 @@ def limit_retries(longest_s: float = float("inf")) -> None:
 @contextlib.contextmanager
 def within(patience_s: float) -> Iterator[None]:
     """Limit each call of this thread that does not say otherwise to so many seconds, while the block runs."""
-    before = limited_patience(None)
-    _limits.patience_s = patience_s
+    before = _patience_s.set(patience_s)
     try:
         yield
     finally:
-        _limits.patience_s = before
+        _patience_s.reset(before)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.buckets.store import PROTOCOLS, ChangedError, Content, Failure, StorageError, Store, split_address
+from vla_finetuning.buckets.store import PROTOCOLS, ChangedError, Content, StorageError, Store, split_address
 from vla_finetuning.data.disk_cache import DiskCache, disk_cache
 from vla_finetuning.environment import CACHE_GB, Timeouts
 
@@ -98,21 +98,7 @@ def connect(
         raise ValueError(f"{protocol}:// is not read: {instead}")
     protocol, bucket, key = split_address(url)
     base = f"{bucket}/{key}".rstrip("/")
-    return RemoteFileSystem(Store(protocol, bucket, storage_options, explain), policy, root=base), base
-
-
-def explain(failure: Failure) -> StorageError:
-    """Return the error for a request that was given up; `naming_file` puts the file's name before it."""
-    if failure.may_pass:
-        return StorageError(
-            f"cannot be read: {failure.words}; gave up after {failure.elapsed_s:.0f} s of retries: check the network, "
-            "the endpoint, the credentials and that the store is not overloaded (a run goes on with --resume; "
-            "VLA_READ_TIMEOUT_S in the environment waits longer)"
-        )
-    return StorageError(
-        f"cannot be read: {failure.words}; check credentials, permissions and endpoint (environment variables of the "
-        "object store, on every node)"
-    )
+    return RemoteFileSystem(Store(protocol, bucket, storage_options, policy.timeout_s), policy, root=base), base
 
 
 class RemoteFileSystem(fsspec.AbstractFileSystem):
@@ -143,49 +129,40 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
             return True
         return False
 
-    def isdir(self, path: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return self.store.is_folder(self._key(path), self.policy.timeout_s)
-        return False
-
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         key = self._key(path)
         try:
-            return _info(path, self.store.head(key, self.policy.timeout_s))
+            return _info(path, self.store.head(key))
         except FileNotFoundError:
-            if not self.store.is_folder(key, self.policy.timeout_s):
+            if not self.store.is_folder(key):
                 raise
             return {"name": path, "size": 0, "type": "directory"}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
-        folders, objects = self.store.names(self._key(path), self.policy.timeout_s)
+        folders, objects = self.store.names(self._key(path))
         entries = {f"{path}/{name}": {"name": f"{path}/{name}", "size": 0, "type": "directory"} for name in folders}
         entries |= {f"{path}/{name}": _info(f"{path}/{name}", content) for name, content in objects.items()}
         return list(entries.values()) if detail else sorted(entries)
 
     def find(self, path: str, maxdepth: int | None = None, detail: bool = False, **_: Any) -> Any:
         """Return the files below, or with `maxdepth` 1 those directly below."""
-        key, timeout_s = self._key(path), self.policy.timeout_s
-        objects = self.store.below(key, timeout_s) if maxdepth is None else self.store.names(key, timeout_s)[1]
+        key = self._key(path)
+        objects = self.store.below(key) if maxdepth is None else self.store.names(key)[1]
         files = {f"{path}/{name}": content for name, content in sorted(objects.items())}
         self.listed |= files
         return {name: _info(name, content) for name, content in files.items()} if detail else list(files)
 
     def content(self, path: str) -> Content:
         """Return what was listed of a file; the store's answer where it was not."""
-        return self.listed.get(path) or self.store.head(self._key(path), self.policy.timeout_s)
+        return self.listed.get(path) or self.store.head(self._key(path))
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        if start is None and end is None:
-            return self.store.get(self._key(path), patience_s=self.policy.timeout_s)[0]
-        size = self.content(path).size
-        first, last, _step = slice(start, end).indices(size)
-        return self.store.range(self._key(path), first, last, patience_s=self.policy.timeout_s)
+    def cat_file(self, path: str, **_: Any) -> bytes:
+        return self.store.get(self._key(path))[0]
 
     def read_range(self, path: str, start: int, end: int, content: Content) -> bytes:
         """Return bytes [start, end) of a file that is still `content`."""
         try:
-            return self.store.range(self._key(path), start, end, content.tag, self.policy.timeout_s)
+            return self.store.range(self._key(path), start, end, content.tag)
         except ChangedError as error:
             raise StorageError(
                 "changed since this run looked which files there are; datasets must not be written to while they are "
@@ -203,15 +180,12 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         return RemoteFile(self, path)
 
     def within(self, timeout_s: float) -> RemoteFileSystem:
-        """The same store with less time for each request."""
-        return self._under(timeout_s=min(timeout_s, self.policy.timeout_s))
+        """Return the same store with less time for each request."""
+        return RemoteFileSystem(self.store.with_patience(timeout_s), self.policy, self.listed, self.root)
 
     def uncached(self) -> RemoteFileSystem:
-        """The same store for what is cached in another form: its blocks stay off this node's disk."""
-        return self._under(cache_dir=None)
-
-    def _under(self, **changed: Any) -> RemoteFileSystem:
-        return RemoteFileSystem(self.store, replace(self.policy, **changed), self.listed, self.root)
+        """Return the same store for what is cached in another form: its blocks stay off this node's disk."""
+        return RemoteFileSystem(self.store, replace(self.policy, cache_dir=None), self.listed, self.root)
 
     def _key(self, path: str) -> str:
         return path.partition("://")[2].partition("/")[2] if "://" in path else path.strip("/").partition("/")[2]

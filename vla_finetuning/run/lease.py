@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vla_finetuning.buckets.mirror import address, bucket_of
-from vla_finetuning.buckets.store import ChangedError
+from vla_finetuning.buckets.store import ChangedError, within
 from vla_finetuning.terminal import print_safe, print_safe_error
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ class _Lease:
         self._renewals += 1
         state = {"host": socket.gethostname(), "process": os.getpid(), "id": self._id}
         state |= {"renewals": self._renewals, "lease_s": LEASE_S, "released": released}
-        self._tag = self._store.put(self._key, json.dumps(state, indent=2).encode(), tag, ANSWER_S)
+        with within(ANSWER_S):
+            self._tag = self._store.put(self._key, json.dumps(state, indent=2).encode(), tag)
 
     def _read(self) -> tuple[dict[str, object], str]:
         try:
