@@ -78,10 +78,6 @@ def test_every_frame_has_its_own(roots, tmp_path):
             lacks = (dataset == 1) & (camera == "side")  # that dataset has no such camera
             np.testing.assert_array_equal(found[~lacks], features_of(camera, dataset, index)[~lacks])
             assert not found[lacks].any()
-    # What is there already is not stored once more.
-    written = {path: path.stat().st_ino for path in (tmp_path / "kept").rglob("*")}
-    everything(again)
-    assert {path: path.stat().st_ino for path in (tmp_path / "kept").rglob("*")} == written
     assert here(again, *rows).all()
 
 
@@ -149,7 +145,7 @@ def test_a_folder_that_cannot_be_used_has_nothing(roots, tmp_path, caplog):
 
 
 def test_of_more_than_fits_some_are_kept(roots, tmp_path, caplog):
-    store = opened(roots, tmp_path / "kept", gb=1e-6)
+    store = opened(roots, tmp_path / "kept", gb=1e-4)
     dataset, index = everything(store)
     for first in range(0, ROWS, 4):
         rows = np.arange(first, min(first + 4, ROWS))

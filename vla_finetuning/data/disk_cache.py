@@ -4,6 +4,9 @@ A file is whole or absent. It is written under another name and renamed; what is
 expects, and a checksum of its bytes and its place, so that a torn file, or one of another place, is missing. So a
 folder that is full, broken or gone costs a warning and the cache, never the run, and any number of processes share it.
 
+What is too small to be a file (a decoded frame) is a record: of one size, at a fixed place in a sparse file, with a
+checksum of its own. So a record is whole or absent, too, whoever else writes to the file.
+
 In a folder: a folder for each dataset, in it one for each of its files, in it one for the file's present content.
 """
 
@@ -26,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -48,9 +50,12 @@ SLICE_BYTES = 2**26
 _NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _CHECKSUM_BYTES = 8
 _READ_BYTES = 2**22
+_BLOCK_BYTES = 4096
 _NAME_LENGTH = 32
 # Of a folder: the bytes stored and taken, never too few.
 LEDGER = "ledger"
+# A record's place in its file, and a number that must be the same for it to be served.
+Key = tuple[int, float]
 
 
 # What a cache holds is read as if it were the dataset. So another user of the machine must not be able to put a file
@@ -157,6 +162,29 @@ class DiskCache:
                         return mapped.read_buffer(content_bytes)
         return None
 
+    def read_records(self, path: Path, keys: Sequence[Key], out: Sequence[Any]) -> list[bool]:
+        """Fill buffers of one size with the records of a file; return which of them are there."""
+        is_there = [False] * len(keys)
+        with self.doing_without(), self.opened(path) as descriptor:
+            for nth, key in enumerate(keys):
+                record, checksum = memoryview(out[nth]).cast("B"), bytearray(_CHECKSUM_BYTES)
+                size = os.preadv(descriptor, [record, checksum], key[0] * _stride(len(record)))
+                is_whole = size == len(record) + _CHECKSUM_BYTES
+                is_there[nth] = is_whole and checksum == self._record_checksum(path, key, record)
+        return is_there
+
+    def write_records(self, path: Path, keys: Sequence[Key], records: Sequence[Any]) -> None:
+        """Store records of one size, each at its place in a file of a folder from `content`, if there is space."""
+        with self.doing_without():
+            if not self.takes or not self.reserve(sum(_stride(memoryview(record).nbytes) for record in records)):
+                return
+            descriptor = self._open_to_write(path, os.O_WRONLY | os.O_CREAT)
+            with open(descriptor, "wb", buffering=0) as file:
+                for key, record in zip(keys, records, strict=True):
+                    record = memoryview(record).cast("B")
+                    file.seek(key[0] * _stride(len(record)))
+                    _write_all(file, (record, self._record_checksum(path, key, record)))
+
     def write(self, path: Path, data: Any) -> None:
         """Store a buffer as a file of a folder from `content`, if there is space."""
         data = memoryview(data).cast("B")
@@ -164,12 +192,7 @@ class DiskCache:
             if not self.takes or not self.reserve(len(data) + _CHECKSUM_BYTES):
                 return
             partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            try:
-                descriptor = open_own(partial, flags)
-            except FileNotFoundError:
-                self.make(path.parent)
-                descriptor = open_own(partial, flags)
+            descriptor = self._open_to_write(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 with open(descriptor, "wb", buffering=0) as file:
                     _write_all(file, (data, self.checksum(path, data)))
@@ -193,6 +216,13 @@ class DiskCache:
             if descriptor is not None:
                 os.close(descriptor)
 
+    def _open_to_write(self, path: Path, flags: int) -> int:
+        try:
+            return open_own(path, flags)
+        except FileNotFoundError:
+            self.make(path.parent)
+            return open_own(path, flags)
+
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[int]:
         if not self.works:
@@ -208,6 +238,9 @@ class DiskCache:
         for part in parts:
             digest.update(part)
         return digest.digest()
+
+    def _record_checksum(self, path: Path, key: Key, record: Any) -> bytes:
+        return self.checksum(path, struct.pack("<qd", *key), record)
 
     def _touch(self, place: Path) -> None:
         """Make the folder of a dataset, for this user alone, and note that the dataset is read."""
@@ -299,122 +332,6 @@ class DiskCache:
             )
 
 
-class Records:
-    """Records of one size in the folder of a content, each under a number: for what is too small to be a file.
-
-    A process appends records, each with its checksum, to a file of its own, and after them their numbers to the index
-    beside it. So a record is whole or absent, as a file is, and no process waits for another. Get it from
-    `disk_records`. Threads may share it; no method raises OSError.
-    """
-
-    _INDEX, _LOOK_AGAIN_S = ".index", 1.0
-
-    def __init__(self, cache: DiskCache, folder: Path, record_bytes: int):
-        self._cache, self._folder, self._bytes = cache, folder, record_bytes + _CHECKSUM_BYTES
-        self._files: list[str] = []
-        self._places: dict[float, tuple[int, int]] = {}  # number of the file, and the record's in it
-        self._read_bytes: dict[str, int] = {}
-        self._looked = -float("inf")
-        self._mine: str | None = None
-        self._process = 0
-        self._lock = threading.Lock()
-
-    def read(self, keys: Sequence[float], out: Sequence[Any]) -> list[bool]:
-        """Fill buffers with the records of some numbers; return which of them are there."""
-        is_there = [False] * len(keys)
-        with self._lock, self._cache.doing_without(), contextlib.ExitStack() as stack:
-            if any(key not in self._places for key in keys):
-                self._look()
-            descriptors: dict[int, int] = {}
-            for nth, key in enumerate(keys):
-                if (place := self._places.get(key)) is None:
-                    continue
-                number, record = place
-                path = self._folder / self._files[number]
-                try:
-                    if number not in descriptors:
-                        descriptors[number] = stack.enter_context(self._cache.opened(path))
-                    buffer, checksum = memoryview(out[nth]).cast("B"), bytearray(_CHECKSUM_BYTES)
-                    size = os.preadv(descriptors[number], [buffer, checksum], record * self._bytes)
-                except FileNotFoundError:
-                    size = 0
-                is_there[nth] = size == self._bytes and checksum == self._checksum(path, key, buffer)
-                if not is_there[nth]:
-                    del self._places[key]
-        return is_there
-
-    def write(self, keys: Sequence[float], records: Sequence[Any]) -> None:
-        """Store the records of some numbers, if there is space."""
-        with self._lock, self._cache.doing_without():
-            if not self._cache.takes or not self._cache.reserve(len(keys) * (self._bytes + 16)):
-                return
-            if not self._is_whole():
-                self._cache.make(self._folder)
-                self._mine, self._process = f"{os.getpid()}-{os.urandom(6).hex()}", os.getpid()
-            name, self._mine = str(self._mine), None  # a file that could not be written whole is not added to
-            path = self._folder / name
-            buffers = [memoryview(record).cast("B") for record in records]
-            parts = [part for key, r in zip(keys, buffers, strict=True) for part in (r, self._checksum(path, key, r))]
-            first = self._append(path, parts) // self._bytes
-            entries = list(zip(keys, range(first, first + len(keys)), strict=True))
-            index = path.with_name(name + self._INDEX)
-            before = self._append(index, [np.array(entries, _ENTRY).tobytes()])
-            self._add(name, entries, before + len(entries) * _ENTRY.itemsize)
-            self._mine = name
-
-    def _is_whole(self) -> bool:
-        """Return whether this process has a file with nothing but whole records, to which it can add."""
-        if self._mine is None or self._process != os.getpid():
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            return (self._folder / self._mine).stat().st_size % self._bytes == 0
-        return False
-
-    def _look(self) -> None:
-        """Read what was added to the indices, unless that was done a moment ago."""
-        if time.monotonic() - self._looked < self._LOOK_AGAIN_S:
-            return
-        self._looked = time.monotonic()
-        for entry in os.scandir(self._folder):
-            if not entry.name.endswith(self._INDEX):
-                continue
-            name = entry.name.removesuffix(self._INDEX)
-            done = self._read_bytes.get(name, 0)
-            with self._cache.opened(Path(entry.path)) as descriptor:
-                size = os.fstat(descriptor).st_size // _ENTRY.itemsize * _ENTRY.itemsize
-                entries = np.frombuffer(os.pread(descriptor, max(0, size - done), done), _ENTRY)
-            self._add(name, entries.tolist(), size)
-
-    def _add(self, name: str, entries: Sequence[tuple[float, int]], read_bytes: int) -> None:
-        """Know the records of a file, whose index is read up to there."""
-        if name not in self._read_bytes:
-            self._files.append(name)
-        self._read_bytes[name] = read_bytes
-        number = self._files.index(name)
-        self._places |= {key: (number, record) for key, record in entries}
-
-    def _checksum(self, path: Path, key: float, record: Any) -> bytes:
-        return self._cache.checksum(path, struct.pack("<d", key), record)
-
-    @staticmethod
-    def _append(path: Path, parts: Sequence[Any]) -> int:
-        """Append buffers to a file of this process; return its size before."""
-        descriptor = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        with open(descriptor, "wb", buffering=0) as file:
-            size = os.fstat(descriptor).st_size
-            _write_all(file, parts)
-        return size
-
-
-_ENTRY = np.dtype([("key", "<f8"), ("record", "<u8")])
-
-
-@functools.lru_cache(maxsize=32)
-def disk_records(cache: DiskCache, folder: Path, record_bytes: int) -> Records:
-    """Return the process's `Records` of a folder from `DiskCache.content`."""
-    return Records(cache, folder, record_bytes)
-
-
 @functools.cache
 def disk_cache(folder: Path, limit_bytes: int, remedy: str) -> DiskCache:
     """Return the process's `DiskCache` of a folder. `remedy` ends the warning of one that is full or broken."""
@@ -468,6 +385,11 @@ def is_in_memory(folder: Path) -> bool:
     kinds = {line.split(" ")[1]: line.split(" ")[2] for line in mounts}
     real = Path(os.path.realpath(folder))
     return next((kinds[str(place)] for place in (real, *real.parents) if str(place) in kinds), "") in ("tmpfs", "ramfs")
+
+
+def _stride(record_bytes: int) -> int:
+    """Return the bytes from a record to the next: whole blocks of the disk, so that each takes up just so many."""
+    return -(-(record_bytes + _CHECKSUM_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def _write_all(file: Any, parts: Iterable[Any]) -> None:

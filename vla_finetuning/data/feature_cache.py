@@ -7,16 +7,13 @@ share a batch do not depend on each other, but for rounding (`FeatureStore`).
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from vla_finetuning.data.dataset import DatasetMetadata
-from vla_finetuning.data.disk_cache import CacheFolder
+from vla_finetuning.data.disk_cache import CacheFolder, Key
 from vla_finetuning.data.reader import DatasetFiles, Decoding
 from vla_finetuning.data.storage import file_identity
 from vla_finetuning.data.videos import frames_place
@@ -31,49 +28,11 @@ class FeatureCache(CacheFolder):
     )
 
 
-@dataclass(frozen=True)
-class _Files:
-    """The files with a camera's frames in a dataset, and with the rows that the frames are of.
-
-    Attributes:
-        paths: of each file, or pair of files. file: of each episode, its number. places: of each file, a digest of
-            where in it its episodes are.
-    """
-
-    paths: list[tuple[str, ...]]
-    file: np.ndarray
-    places: list[str]
-
-    @classmethod
-    def of(cls, meta: DatasetMetadata, reader: DatasetFiles, key: str) -> _Files:
-        file_numbers = [meta.episode_data_file]
-        starts = [meta.episode_start, meta.episode_length, meta.episode_data_row]
-        names = [reader.data_files]
-        if key in meta.episode_video_file:
-            file_numbers.append(meta.episode_video_file[key])
-            starts.append(meta.episode_video_start_s[key])
-            names.append(reader.video_files[key])
-        different, file = np.unique(np.stack(file_numbers, axis=1), axis=0, return_inverse=True)
-        file = file.reshape(-1)  # numpy 2.0 alone gives it another dimension
-        members = [np.flatnonzero(file == number) for number in range(len(different))]
-        return cls(
-            paths=[
-                tuple(reader.path(files[number]) for files, number in zip(names, numbers, strict=True))
-                for numbers in different.tolist()
-            ],
-            file=file,
-            places=[
-                hashlib.sha256(b"".join(np.ascontiguousarray(start[indices]).tobytes() for start in starts)).hexdigest()
-                for indices in members
-            ],
-        )
-
-
 class FeatureStore:
     """The features of the frames of some datasets, by row. Processes and threads may share it.
 
-    What is written for a frame first stays. It was computed in some batch, and in float32 its last bits depend on the
-    frame's place there and on how many there were: what is read equals what another batch would give up to that.
+    A frame's features were computed in some batch, and in float32 their last bits depend on the frame's place there and
+    on how many there were: what is read equals what another batch would give up to that.
 
     Args:
         metas: the datasets. cameras: for each camera, what it is called in the datasets, those that have it.
@@ -97,7 +56,6 @@ class FeatureStore:
         self._readers = [DatasetFiles.of(meta, set(cameras.values())) for meta in metas]
         self._cameras, self._decoding, self._made_by = dict(cameras), decoding, made_by
         self.shapes, self.dtype = dict(shapes), dtype
-        self._files: dict[tuple[str, int], _Files] = {}
         self._contents: dict[tuple[str, int, int], tuple[str, str, str] | None] = {}
 
     def read(self, camera: str, dataset_index: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -110,44 +68,48 @@ class FeatureStore:
         for dataset in np.unique(dataset_index).tolist():
             if self._cameras[camera] not in self._readers[dataset].features:
                 features[dataset_index == dataset], present[dataset_index == dataset] = 0, True
-        for row, path in self._paths(camera, dataset_index, index):
-            present[row] = self._cache.read(path, features[row])
+        for path, rows, keys in self._records(camera, dataset_index, index):
+            present[rows] = self._cache.read_records(path, keys, [features[row] for row in rows])
         return features, present
 
     def write(self, camera: str, dataset_index: np.ndarray, index: np.ndarray, features: np.ndarray) -> None:
         """Store the features of some rows' frames, (N, *shape), where there is space for them."""
-        for row, path in self._paths(camera, dataset_index, index):
-            if not os.path.exists(path):
-                self._cache.write(path, np.ascontiguousarray(features[row]))
+        features = np.ascontiguousarray(features)
+        for path, rows, keys in self._records(camera, dataset_index, index):
+            self._cache.write_records(path, keys, [features[row] for row in rows])
 
-    def _paths(self, camera: str, dataset_index: np.ndarray, index: np.ndarray) -> Iterator[tuple[int, Path]]:
-        """Yield rows whose dataset has the camera, with where the features of their frames are."""
+    def _records(
+        self, camera: str, dataset_index: np.ndarray, index: np.ndarray
+    ) -> Iterator[tuple[Path, list[int], list[Key]]]:
+        """Yield where records are, by episode: the file, the rows whose frames' features they are, their keys."""
         for dataset in np.unique(dataset_index).tolist():
             if self._cameras[camera] not in self._readers[dataset].features:
                 continue
             rows = np.flatnonzero(dataset_index == dataset)
-            episode = np.searchsorted(self._metas[dataset].episode_start, index[rows], side="right") - 1
-            file = self._files_of(camera, dataset).file[episode]
-            for number in np.unique(file).tolist():
-                content = self._content(camera, dataset, number)
+            start = self._metas[dataset].episode_start
+            episodes = np.searchsorted(start, index[rows], side="right") - 1
+            for episode in np.unique(episodes).tolist():
+                content = self._content(camera, dataset, episode)
                 folder = None if content is None else self._cache.content(*content)
                 if folder is not None:
-                    yield from ((row, folder / str(index[row])) for row in rows[file == number].tolist())
+                    members = rows[episodes == episode]
+                    frames = index[members] - start[episode]
+                    yield folder / "features", members.tolist(), [(frame, 0.0) for frame in frames.tolist()]
 
-    def _files_of(self, camera: str, dataset: int) -> _Files:
-        file_key = camera, dataset
-        if file_key not in self._files:
-            self._files[file_key] = _Files.of(self._metas[dataset], self._readers[dataset], self._cameras[camera])
-        return self._files[file_key]
-
-    def _content(self, camera: str, dataset: int, number: int) -> tuple[str, str, str] | None:
-        """Return what `DiskCache.content` takes for a file; None where its content cannot be told from others."""
-        file_key = camera, dataset, number
-        if file_key not in self._contents:
-            files, reader, key = self._files_of(camera, dataset), self._readers[dataset], self._cameras[camera]
-            identities = [file_identity(reader.fs, path) for path in files.paths[number]]
-            identity = "\0".join([*map(str, identities), files.places[number]])
-            frames, path = frames_place(reader, key, "\0".join(files.paths[number]), self._decoding)
-            place = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
-            self._contents[file_key] = None if None in identities else (place, path, identity)
-        return self._contents[file_key]
+    def _content(self, camera: str, dataset: int, episode: int) -> tuple[str, str, str] | None:
+        """Return what `DiskCache.content` takes for an episode; None where its files' content cannot be told."""
+        place = camera, dataset, episode
+        if place not in self._contents:
+            meta, reader, key = self._metas[dataset], self._readers[dataset], self._cameras[camera]
+            files = [reader.data_files[meta.episode_data_file[episode]]]
+            numbers = [meta.episode_start[episode], meta.episode_length[episode], meta.episode_data_row[episode]]
+            if key in meta.episode_video_file:
+                files.append(reader.video_files[key][meta.episode_video_file[key][episode]])
+                numbers.append(meta.episode_video_start_s[key][episode])
+            paths = [reader.path(file) for file in files]
+            identities = [file_identity(reader.fs, path) for path in paths]
+            frames, file = frames_place(reader, key, "\0".join(paths), self._decoding)
+            made = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
+            identity = "\0".join(map(str, [*identities, *(number.item() for number in numbers)]))
+            self._contents[place] = None if None in identities else (made, f"{file}\0{episode}", identity)
+        return self._contents[place]

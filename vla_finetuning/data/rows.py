@@ -505,13 +505,13 @@ def _wanted(
     shape, dtype = frame_of(feature, options.image_size)
     out = _out(columns, key, total, (*frames.shape[1:], *shape), dtype)
     # Each once, to all its places.
-    distinct, inverse = np.unique(times_s.ravel(), return_inverse=True)
+    distinct, at_first, inverse = np.unique(times_s.ravel(), return_index=True, return_inverse=True)
     target: list[list[Any]] = [[] for _ in distinct]
     window = list(np.ndindex(*frames.shape[1:]))
     places = ((row, *inside) for row in e.position.tolist() for inside in window)
     for at, i in zip(places, inverse.tolist(), strict=True):
         target[i].append(at)
-    return Wanted(distinct, target, out, e.part.episode_index)
+    return Wanted(distinct, frames.ravel()[at_first], target, out, e.part.episode_index)
 
 
 def to_table(columns: dict[str, np.ndarray]) -> pa.Table:

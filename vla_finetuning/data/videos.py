@@ -9,7 +9,8 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import av
@@ -19,7 +20,7 @@ import PIL
 
 from vla_finetuning.data.dataset import Feature, naming_file
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
-from vla_finetuning.data.disk_cache import Records, disk_records
+from vla_finetuning.data.disk_cache import DiskCache, Key
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.parquet_columns import DataFile, read_images
 from vla_finetuning.data.paths import read_whole
@@ -37,14 +38,25 @@ class Wanted:
 
     Attributes:
         times_s: when they are shown in the video, or the images' rows in the data file; float64 (n,), ascending.
+        frame: the frame_index of each, int64 (n,).
         target: where each goes in `out`, maybe to several places.
-        episode: whose they are, for errors.
+        episode: whose they are.
     """
 
     times_s: np.ndarray
+    frame: np.ndarray
     target: list[list[Any]]
     out: np.ndarray
     episode: int
+
+    @property
+    def keys(self) -> list[Key]:
+        """Return what cached frames are found by: their exact times too, as one near a time may be another frame."""
+        return list(zip(self.frame.tolist(), self.times_s.tolist(), strict=True))
+
+    @property
+    def first_targets(self) -> list[np.ndarray]:
+        return [self.out[target[0]] for target in self.target]
 
     def put(self, n: int, pixels: np.ndarray) -> None:
         """Put the n-th decoded frame where it belongs, at the output's size."""
@@ -54,16 +66,42 @@ class Wanted:
         for at in self.target[n]:
             self.out[at] = pixels
 
+    def without(self, is_there: Sequence[bool]) -> Wanted | None:
+        """Copy the frames that are there to all their places; return what is left to be decoded."""
+        for (first, *copies), there in zip(self.target, is_there, strict=True):
+            for at in copies if there else ():
+                self.out[at] = self.out[first]
+        missing = np.flatnonzero(~np.array(is_there))
+        target = [self.target[i] for i in missing]
+        if not target:
+            return None
+        return replace(self, times_s=self.times_s[missing], frame=self.frame[missing], target=target)
+
+
+@dataclass
+class CachedFrames:
+    """The cached frames of a file: a file of records for each of its episodes."""
+
+    cache: DiskCache
+    folder: Path
+
+    def read(self, w: Wanted) -> list[bool]:
+        """Put each frame that is there to its first place; return which are."""
+        return self.cache.read_records(self.folder / str(w.episode), w.keys, w.first_targets)
+
+    def write(self, w: Wanted) -> None:
+        self.cache.write_records(self.folder / str(w.episode), w.keys, w.first_targets)
+
 
 @dataclass
 class CameraFile:
-    """A file with frames of a camera, and what is wanted of it. `cached`: its cached frames."""
+    """A file with frames of a camera, and what is wanted of it. `cached`: where its cached frames are."""
 
     reader: DatasetFiles
     key: str
     file: str
     requests: list[Wanted]
-    cached: Records | None = None
+    cached: CachedFrames | None = None
     remote: RemoteVideo | None = None
 
     @property
@@ -92,7 +130,8 @@ class CameraFile:
     def look(self) -> None:
         """Fill in the frames that are cached: from now on only those are wanted that are not."""
         if self.cached is not None:
-            self.requests = [rest for w in self.requests if (rest := _look(self.cached, w)) is not None]
+            rests = [w.without(self.cached.read(w)) for w in self.requests]
+            self.requests = [rest for rest in rests if rest is not None]
 
     def open(self) -> Any:
         """For FFmpeg: a path, which it reads itself, or a file."""
@@ -103,7 +142,7 @@ class CameraFile:
         (self._decode_video if self.is_video else self._decode_images)(decoding)
         if self.cached is not None:
             for w in self.requests:
-                self.cached.write(_keys(w.times_s), [w.out[target[0]] for target in w.target])
+                self.cached.write(w)
 
     def _decode_video(self, decoding: Decoding) -> None:
         height, width = height_width(self.feature)
@@ -181,16 +220,15 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
                     file.remote.file.close()
 
 
-def cached_frames(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> Records | None:
-    """Return this node's cached frames of a file, each by its time; None where it caches none."""
+def cached_frames(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> CachedFrames | None:
+    """Return this node's cached frames of a file; None where it caches none."""
     path = reader.path(file)
     identity = None if decoding.frame_cache is None else file_identity(reader.fs, path)
     if decoding.frame_cache is None or identity is None:
         return None
     cache = decoding.frame_cache.opened()
     folder = cache.content(*frames_place(reader, key, path, decoding), identity)
-    shape, dtype = frame_of(reader.features[key], decoding.image_size)
-    return None if folder is None else disk_records(cache, folder, math.prod(shape) * dtype.itemsize)
+    return None if folder is None else CachedFrames(cache, folder)
 
 
 def frames_place(reader: DatasetFiles, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
@@ -211,18 +249,3 @@ def frames_place(reader: DatasetFiles, key: str, path: str, decoding: Decoding) 
         path = f"{path}\0{feature.key}"
         decoder = RULES, PIL.__version__, resizing, feature.info.get("depth_unit")
     return f"{reader.dataset}\0{shape}\0{dtype}\0{decoder!r}", path
-
-
-def _keys(times_s: np.ndarray) -> list[float]:
-    """Return what frames are found by: their exact times, as one near a time may be another frame."""
-    return times_s.tolist()
-
-
-def _look(cached: Records, w: Wanted) -> Wanted | None:
-    """Put the cached frames where they belong; return what is left to be decoded."""
-    is_there = cached.read(_keys(w.times_s), [w.out[target[0]] for target in w.target])
-    missing = [i for i, is_cached in enumerate(is_there) if not is_cached]
-    for first, *copies in (target for target, is_cached in zip(w.target, is_there, strict=True) if is_cached):
-        for at in copies:
-            w.out[at] = w.out[first]
-    return Wanted(w.times_s[missing], [w.target[i] for i in missing], w.out, w.episode) if missing else None
