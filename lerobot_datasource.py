@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,39 +29,18 @@ from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
 from vla_finetuning.columns import IS_SKIPPED
-from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, select_episodes
+from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, select_episodes
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
 from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
-from vla_finetuning.data.plan import (
-    Plan,
-    StreamPlan,
-    WindowSlice,
-    at_blocks,
-    task_bounds,
-    window_and_segment,
-)
-from vla_finetuning.data.read_tasks import (
-    BlockShare,
-    Planned,
-    ReadFunction,
-    drawn_episodes,
-    read_of,
-    reads_of_tasks,
-    reads_per_task,
-)
+from vla_finetuning.data.plan import Plan, StreamPlan, at_blocks, task_bounds, window_and_segment
+from vla_finetuning.data.read_tasks import BlockShare, ReadFunction, drawn_episodes, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
-from vla_finetuning.data.rows import (
-    IS_PAD,
-    WindowRead,
-    column_to_numpy,
-    read_rows,
-    row_dtype,
-)
+from vla_finetuning.data.rows import IS_PAD, ReadContext, column_to_numpy, read_rows, row_dtype
 from vla_finetuning.data.selection import of_each
-from vla_finetuning.data.shards import ShardedPlan
+from vla_finetuning.data.shards import ShardedPlan, divide
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.environment import FRAME_CACHE_GB
 from vla_finetuning.options.dataset import DatasetOptions, OnError
@@ -152,7 +131,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
-        pool = drawn_episodes(self.metas, selected, self._features, selection)
+        episodes, weight = drawn_episodes(self.metas, selected, self._features, selection)
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -164,18 +143,25 @@ class LeRobotDatasource(Datasource):
         sharding, self.shards = order.sharding, 1
         self.plan: Plan
         if sharding is None:
-            self.plan = plan(pool.episodes, seed=order.shuffle_seed, episode_weights=pool.weight)
+            self.plan = plan(episodes, seed=order.shuffle_seed, episode_weights=weight)
         else:
             self.shards = sharding.count
-            pool, shard = pool.divided(self.shards, cut_at, [meta.root for meta in self.metas])
-            self.plan = ShardedPlan(
-                pool.episodes, shard, sharding, seed=order.shuffle_seed, plan=plan, episode_weights=pool.weight
+            roots = [meta.root for meta in self.metas]
+            piece, first, length, shard = divide(
+                episodes.dataset_index, episodes.length, weight, self.shards, cut_at, roots
             )
-        self._places = pool.places
+            self.plan = ShardedPlan(
+                episodes.take(piece).cut(first, length),
+                shard,
+                sharding,
+                seed=order.shuffle_seed,
+                plan=plan,
+                episode_weights=None if weight is None else weight[piece],
+            )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self._block_rows(row_bytes)
-        self._whole: dict[str, Any] = {}  # (plan, places) of an epoch, in the object store of a Ray session
+        self._newest: tuple[Any, Any] | None = None  # what tasks of an execution share, in the object store
         self._read_rows = max(window, self.block_rows)
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
@@ -222,19 +208,21 @@ class LeRobotDatasource(Datasource):
         # Ray asks for no columns at all when it only counts: a row must still be a row.
         return tuple(name for name in names if name in projection) or ("dataset_index",)
 
+    def _frames(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of a frame of each camera that is read."""
+        features = {key: self._features[key] for key in self.columns() if key in self._features}
+        return {key: frame_of(f, self._image_size) for key, f in features.items() if f.dtype in CAMERA_DTYPES}
+
     def row_bytes(self) -> int:
         """Bytes of one row in the object store."""
-        total = 0
+        frames, total = self._frames(), 0
         for key in self.columns():
-            feature = self._features.get(key)
-            if feature is None:
-                total += 16
-                continue
-            if feature.dtype in CAMERA_DTYPES:
-                shape, dtype = frame_of(feature, self._image_size)
-                size = math.prod(shape) * dtype.itemsize
+            if key in frames:
+                size = _frame_bytes(*frames[key])
+            elif key in self._features:
+                size = math.prod(self._features[key].shape) * 4
             else:
-                size = math.prod(feature.shape) * 4
+                size = 16
             total += size * len(self._delta_indices.get(key, (0,)))
         return max(total, 1)
 
@@ -243,12 +231,7 @@ class LeRobotDatasource(Datasource):
 
         On a node: of a shard, where there are several.
         """
-        total = 0
-        for key in self.columns():
-            feature = self._features.get(key)
-            if feature is not None and feature.dtype in CAMERA_DTYPES:
-                shape, dtype = frame_of(feature, self._image_size)
-                total += math.prod(shape) * dtype.itemsize
+        total = sum(_frame_bytes(*frame) for frame in self._frames().values())
         return total * int(self.plan.episodes.length.sum()) // self.shards
 
     @property
@@ -267,35 +250,28 @@ class LeRobotDatasource(Datasource):
 
     def row_frames(self) -> int:
         """Camera frames in one row."""
-        cameras = [key for key in self.columns() if key in self._features]
-        return sum(
-            len(self._delta_indices.get(key, (0,))) for key in cameras if self._features[key].dtype in CAMERA_DTYPES
-        )
+        return sum(len(self._delta_indices.get(key, (0,))) for key in self._frames())
 
     def estimate_inmemory_data_size(self) -> int:
         return self.row_bytes() * (self._stream[1] - self._stream[0])
 
     def example(self) -> dict[str, np.ndarray]:
         """One made-up row, batched: the columns, shapes and dtypes that a numpy batch will have."""
-        row: dict[str, np.ndarray] = {}
-        for key in self.columns():
-            feature = self._features.get(key)
+        row = {"dataset_index": np.zeros(1, np.int32), "position": np.zeros(1, np.int64), IS_SKIPPED: np.zeros(1, bool)}
+        row["task"] = np.array(["a"], object)
+        row |= {key + IS_PAD: np.zeros((1, len(window)), bool) for key, window in self._delta_indices.items()}
+        frames = self._frames()
+        for key, feature in self._features.items():
             window = (len(self._delta_indices[key]),) if key in self._delta_indices else ()
-            if key.endswith(IS_PAD) and key.removesuffix(IS_PAD) in self._delta_indices:
-                row[key] = np.zeros((1, len(self._delta_indices[key.removesuffix(IS_PAD)])), bool)
-            elif key == IS_SKIPPED:
-                row[key] = np.zeros(1, bool)
-            elif key in ("dataset_index", "position"):
-                row[key] = np.zeros(1, np.int32 if key == "dataset_index" else np.int64)
-            elif feature is None or feature.dtype in ("string", "language"):
-                row[key] = np.array(["a" if key == "task" else ""], object)
-            elif feature.dtype in CAMERA_DTYPES:
-                shape, dtype = frame_of(feature, self._image_size)
+            if key in frames:
+                shape, dtype = frames[key]
                 row[key] = np.zeros((1, *window, *shape), dtype)
-            else:
+            elif feature.dtype in NUMERIC_DTYPES:
                 entries = () if feature.shape == (1,) else feature.shape
                 row[key] = np.zeros((1, *window, *entries), row_dtype(feature))
-        return row
+            else:
+                row[key] = np.array([""], object)
+        return {key: row[key] for key in self.columns()}
 
     def execution(self, number: int) -> tuple[int, int]:
         """Stream positions that the `number`-th execution reads."""
@@ -313,36 +289,44 @@ class LeRobotDatasource(Datasource):
         """
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
         share = None if data_context is None else data_context.get_config(SHARE)
-        options = self._options(self.block())
-        shared = ray.put(([DatasetFiles.of(meta, self.columns()) for meta in self.metas], self._reading.prepare))
-        row_bytes, limit = self.row_bytes(), per_task_row_limit
-
-        def task(position: int, rows: int, reads: Iterable[WindowRead]) -> ReadTask:
-            metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
-            return ReadTask(ReadFunction(shared, reads, position, options), metadata, per_task_row_limit=limit)
-
+        options, context = self._options(self.block()), self._shipped(first, last)
         if share is not None:
-            return [task(first, sum(map(len, reads)), reads) for reads in self._reads_of(share, first, last)]
+            reads_of_tasks = self._reads_of(share, first, last)
+        else:
+            reads_of_tasks = self._reads(first, last, per_task_row_limit)
+        tasks = []
+        for reads in reads_of_tasks:
+            function = ReadFunction(context, reads, options)
+            size = function.rows * self.row_bytes()
+            metadata = BlockMetadata(num_rows=function.rows, size_bytes=size, input_files=None, exec_stats=None)
+            tasks.append(ReadTask(function, metadata, per_task_row_limit=per_task_row_limit))
+        return tasks
+
+    def _shipped(self, first: int, last: int) -> Any:
+        """What tasks share that read stream positions [first, last), in the object store of this Ray session."""
+        key = ray.get_runtime_context().get_node_id(), first, last, self.columns()
+        if self._newest is None or self._newest[0] != key:
+            context = self._context()
+            self._newest = key, ray.put(replace(context, plan=context.plan.with_segments(first, last)))
+        return self._newest[1]
+
+    def _context(self) -> ReadContext:
+        readers = [DatasetFiles.of(meta, self.columns()) for meta in self.metas]
+        return ReadContext(self.plan, readers, self._reading.prepare)
+
+    def _reads(self, first: int, last: int, limit: int | None) -> Iterator[list[np.ndarray]]:
+        """The reads of each task that covers stream positions [first, last), as runs: a window each.
+
+        Of no task more than `limit` rows are read.
+        """
         if self._reading.num_tasks is not None:
             bounds = np.unique(np.linspace(first, last, self._reading.num_tasks + 1).astype(np.int64))
         else:
             bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
-        # Part of a stream: each task gets its rows, so that none needs the whole plan. An epoch: a node holds its
-        # whole plan once, and each task gets its place in it.
-        epoch = None if self._with_position else self._whole_epoch(first, last)
-        planned = [
-            Planned(epoch, a, b if limit is None else min(b, a + limit), self._read_rows, self.block_rows)
-            for a, b in itertools.pairwise(bounds.tolist())
-        ]
-        reads: Iterable[Iterable[WindowRead]] = planned if epoch else reads_of_tasks(planned, self.plan, self._places)
-        return [task(p.first, p.last - p.first, task_reads) for p, task_reads in zip(planned, reads, strict=True)]
-
-    def _whole_epoch(self, first: int, last: int) -> Any:
-        """The epoch's plan in the object store, once for each Ray session that this source outlives."""
-        session = ray.get_runtime_context().get_node_id()
-        if session not in self._whole:
-            self._whole = {session: ray.put((self.plan.with_segments(first, last), self._places))}
-        return self._whole[session]
+        for a, b in itertools.pairwise(bounds.tolist()):
+            until = b if limit is None else min(b, a + limit)
+            cuts = task_bounds(a, until, self._read_rows, self.block_rows)
+            yield list(np.stack([cuts[:-1], cuts[1:]], axis=-1)[:, None])
 
     def _task_rows(self, first: int, last: int) -> int:
         """Estimate the rows of a read task in an execution of stream positions [first, last)."""
@@ -350,37 +334,33 @@ class LeRobotDatasource(Datasource):
         reads = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
         return self._read_rows * max(reads, -(-turns // MAX_TASKS))
 
-    def _reads_of(self, share: BlockShare, first: int, last: int) -> Iterator[list[WindowRead]]:
-        """Return what a share of stream positions [first, last) is, read task by read task.
+    def _reads_of(self, share: BlockShare, first: int, last: int) -> Iterator[list[np.ndarray]]:
+        """The reads of each task of a share of stream positions [first, last), as runs: what it has of a window.
 
-        A read is what the share has of a window. Where two shares meet in a window, both decode their own rows of it.
+        Where two shares meet in a window, both decode their own rows of it.
         """
         runs, task_rows = share.runs(first, last, self.block_rows), self._task_rows(first, last)
         cuts = self.plan.window_starts(first + share.first * self.block_rows, last)
-        pieces = [
-            runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")].clip(a, b)
-            for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist())
-        ]
-        pieces = [piece for piece in pieces if len(piece)]
-        reads: list[WindowRead] = []
-        for piece, windows in zip(pieces, self.plan.slices_in(pieces), strict=True):
-            reads.append(replace(self._read(windows), runs=piece))
-            if sum(map(len, reads)) >= task_rows:
+        reads: list[np.ndarray] = []
+        rows = 0
+        for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist()):
+            begin, end = np.searchsorted(runs[:, 1], a, side="right"), np.searchsorted(runs[:, 0], b, side="left")
+            if begin < end:
+                reads.append(runs[begin:end].clip(a, b))
+                rows += int(np.diff(reads[-1]).sum())
+            if rows >= task_rows:
                 yield reads
-                reads = []
+                reads, rows = [], 0
         if reads:
             yield reads
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-        """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""
-        readers = [DatasetFiles.of(meta, self.columns()) for meta in self.metas]
+        """Rows at chosen stream positions, ascending, decoded in this process, as numpy batches. Ray is not needed."""
+        context, options = replace(self._context(), prepare=None), self._options(block_rows=batch_size)
         for first in range(0, len(positions), batch_size):
-            windows = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
-            (table,) = read_rows(readers, self._read(windows), first, self._options(block_rows=batch_size))
+            begin = np.asarray(positions[first : first + batch_size], np.int64)
+            (table,) = read_rows(context, np.stack([begin, begin + 1], axis=-1), options)
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
-
-    def _read(self, windows: list[WindowSlice]) -> WindowRead:
-        return read_of(windows, self._places)
 
     def _options(self, block_rows: int) -> ReadOptions:
         return ReadOptions(
@@ -396,6 +376,10 @@ class LeRobotDatasource(Datasource):
             skip_log=self._reading.skip_log,
             frame_cache=self._reading.frame_cache,
         )
+
+
+def _frame_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 # ---- the public functions ----------------------------------------------------------------------------------------

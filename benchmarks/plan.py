@@ -131,15 +131,12 @@ def plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def coordinator(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plan the read tasks as a start of the worker group does, and as one in the second epoch; the largest travels."""
+    """Plan the read tasks as a start of the worker group does, and as one in the second epoch."""
     metas = load(folder, "metas")
     rows = sum(meta.total_frames for meta in metas)
     tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)
-    resumed = source_of(metas, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
-    # What all tasks share, the files and instructions of every dataset, is pickled once in a run.
-    reads: list[Any] = [task.read_fn for task in [*tasks[::100], *resumed[::100]]]
-    largest = max(reads, key=lambda read: len(cloudpickle.dumps(read.reads)))
-    return {"task": largest}, {"tasks": len(tasks)}
+    source_of(metas, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
+    return {"task": tasks[len(tasks) // 2].read_fn}, {"tasks": len(tasks)}
 
 
 def epoch(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -148,7 +145,9 @@ def epoch(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def walk(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {}, {"rows": sum(len(read) for read in load(folder, name).reads)}
+    task = load(folder, name)
+    windows = (window for runs in task.reads for window in task.context.plan.slices_of(runs))
+    return {}, {"rows": sum(window.hi - window.lo for window in windows)}
 
 
 STAGES: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {

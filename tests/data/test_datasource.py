@@ -27,7 +27,6 @@ from vla_finetuning.data import safe_parquet
 from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
-from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import BOOKKEEPING, read_rows
 from vla_finetuning.plan.mixture import check_alike
 
@@ -238,12 +237,11 @@ def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots)
             assert index == [expected[p - 8] for p in position]
 
 
-def read_directly(source, columns=None, limit=None, **options):
+def read_directly(source, columns=None, limit=None):
     """A source's rows without Ray."""
     last = source.plan.rows_per_epoch if limit is None else limit
-    read = source._read(list(source.plan.slices(0, last)))
-    options = replace(source._options(16), columns=columns or source.columns(), **options)
-    return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, options))
+    options = replace(source._options(16), columns=columns or source.columns())
+    return list(read_rows(source._context(), np.array([[0, last]]), options))
 
 
 @pytest.fixture
@@ -414,19 +412,17 @@ def test_tasks_decode_in_turns_of_whole_windows(roots, monkeypatch, window):
         camera_keys=[WRIST],
     )
     tasks = source.get_read_tasks(1)
-    reads = [read for task in tasks for read in task.read_fn.reads]
+    reads = [np.diff(read).sum() for task in tasks for read in task.read_fn.reads]
     assert len(tasks) < len(reads) or window == 512
-    assert window == 512 or max(map(len, reads)) <= source.plan.window_rows
+    assert window == 512 or max(reads) <= source.plan.window_rows
     (whole,) = source.read_rows(range(8 * 54), 8 * 54)
     position = 0
     for task in tasks:
         for table in task():
             rows = {key: lerobot_rows.column_to_numpy(table.column(key)) for key in ("position", "index", WRIST)}
             for key, values in rows.items():
-                if key != "position":  # `read_rows` does not know it
-                    np.testing.assert_array_equal(values, whole[key][position : position + len(values)], err_msg=key)
-            np.testing.assert_array_equal(rows["position"], np.arange(position, position + len(rows["position"])))
-            position += len(rows["position"])
+                np.testing.assert_array_equal(values, whole[key][position : position + len(table)], err_msg=key)
+            position += len(table)
     assert position == 8 * 54
 
 
@@ -455,7 +451,7 @@ def test_shares_of_a_stream_are_all_of_it(roots, monkeypatch, window, first):
             dealt = itertools.cycle(range(share.first, share.last))
             tasks = source.get_read_tasks(1, data_context=context)
             for task in tasks:
-                assert max(map(len, task.read_fn.reads)) <= source.plan.window_rows
+                assert max(np.diff(read).sum() for read in task.read_fn.reads) <= source.plan.window_rows
                 tables = list(task())
                 assert sum(map(len, tables)) == task.metadata.num_rows
                 for table in tables:
@@ -511,45 +507,36 @@ def grown(meta, episodes, rows=300):
     )
 
 
-def test_a_read_task_of_a_stream_ships_only_its_own_episodes(roots, monkeypatch):
-    """Of 100 000 episodes, 30 million rows: the first of its executions of 2 million rows each."""
-    without_ray(monkeypatch, CPU=64, object_store_memory=64e9)
-    meta = grown(load_metadata(roots["rollover"]), 100_000)
-    source = datasource([meta], shuffle_seed=0, stream=(0, meta.total_frames))
-    tasks = source.get_read_tasks(1)
-    assert sum(task.metadata.num_rows for task in tasks) == np.diff(source.execution(0)) > 2_000_000
-    assert max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[::50]) < 100_000
-
-
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("episodes", "seed"), [(20_000, None), (5000, 0), (20_000, 0)])
-def test_an_epoch_of_large_frames_is_few_tasks_and_megabytes(roots, monkeypatch, episodes, seed):
-    """Up to 6 million rows of 2.8 MB (as 3 cameras of 480x640), as `read_lerobot` reads them: no stream."""
+def test_what_tasks_of_large_frames_read_is_megabytes(roots, monkeypatch, episodes, seed, stream):
+    """Up to 6 million rows of 2.8 MB (as 3 cameras of 480x640), as a run or `read_lerobot` reads them."""
     meta, rows = grown(load_metadata(roots["rollover"]), episodes), 300 * episodes
     features = {k: replace(f, shape=(480, 960, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
     without_ray(monkeypatch, CPU=64, object_store_memory=64e9)
-    source = datasource([replace(meta, features=features)], shuffle_seed=seed)
+    source = datasource([replace(meta, features=features)], shuffle_seed=seed, stream=(0, rows) if stream else None)
     tasks = source.get_read_tasks(1)
     assert len(source.get_read_tasks(1)) == len(tasks) <= 4096 + 1
-    assert sum(task.metadata.num_rows for task in tasks) == rows
-    (plan,) = {id(task.read_fn.reads.plan): task.read_fn.reads.plan for task in tasks}.values()
-    # What a node holds once: the places of episodes, and 32 bytes a segment where they are a part's and not more.
+    assert sum(task.metadata.num_rows for task in tasks) == np.diff(source.execution(0))
+    (context,) = {id(task.read_fn.context): task.read_fn.context for task in tasks}.values()
+    # What a node holds once: the places of episodes, and 32 bytes a segment of the parts of epochs that are read.
     arrays = []
-    shipped = pickle.dumps(plan, protocol=5, buffer_callback=arrays.append)
-    size = len(shipped) + sum(array.raw().nbytes for array in arrays)
+    shipped = pickle.dumps(context.plan, protocol=5, buffer_callback=arrays.append)
     segments = rows / source.plan.segment_rows if seed is not None else episodes
-    many = segments > PART_SEGMENTS
-    assert size < 200 * episodes + 32 * 1.1 * segments * (not many)
-    of_task = [replace(task.read_fn, shared=None, reads=replace(task.read_fn.reads, plan=None)) for task in tasks]
-    assert sum(len(cloudpickle.dumps(task)) for task in of_task) < 20e6
+    size = len(shipped) + sum(array.raw().nbytes for array in arrays)
+    assert size < 200 * episodes + 32 * 1.1 * min(segments, 2 * PART_SEGMENTS)
+    for task in tasks:
+        task.read_fn.context = None
+    assert sum(len(cloudpickle.dumps(task.read_fn)) for task in tasks) < 20e6
     # Each task finds its own rows: here the 17th's.
-    first, last = of_task[16].reads.first, of_task[16].reads.last
-    here = replace(of_task[16].reads, plan=pickle.loads(shipped, buffers=arrays))
-    if not many:
-        monkeypatch.setattr("vla_finetuning.data.plan._Source._cut_and_permute", None)  # it has been done
-    found = [index for read in itertools.islice(here, 3) for window in read.windows for index in window.rows()[1]]
+    plan = pickle.loads(shipped, buffers=arrays)
+    monkeypatch.setattr("vla_finetuning.data.plan._Source._cut_and_permute", None)  # it has been done
+    here = np.concatenate(tasks[16].read_fn.reads[:3])
+    found = [index for window in plan.slices_of(here) for index in window.rows()[1]]
     monkeypatch.undo()
-    expected = [index for s in source.plan.slices(first, first + len(found)) for index in s.rows()[1]]
-    assert found == expected and first < first + len(found) < last
+    first, last = int(here[0, 0]), int(here[-1, 1])
+    assert first == sum(task.metadata.num_rows for task in tasks[:16]) and len(plan.episodes.data_row) == episodes
+    assert found == [index for s in source.plan.slices(first, last) for index in s.rows()[1]]
 
 
 @pytest.mark.ray
@@ -559,8 +546,9 @@ def test_a_part_of_an_epoch_is_cut_once_in_a_process(ray_cluster, roots, monkeyp
     (parts,) = source.plan.identity()["parts_of_epoch"]
     cuts, cut = [], _Source._cut_and_permute
     monkeypatch.setattr(_Source, "_cut_and_permute", lambda self, *which: cuts.append(which) or cut(self, *which))
-    reads = [read for task in source.get_read_tasks(1) for read in pickle.loads(cloudpickle.dumps(task)).read_fn.reads]
-    assert sum(map(len, reads)) == 54 and 1 < parts == len(cuts) == len(set(cuts))
+    tasks = [pickle.loads(cloudpickle.dumps(task)).read_fn for task in source.get_read_tasks(1)]
+    assert sum(len(table) for task in tasks for table in task()) == 54
+    assert 1 < parts == len(cuts) == len(set(cuts))
 
 
 def test_language_columns_pass_through_as_json(roots, tmp_path):

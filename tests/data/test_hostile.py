@@ -23,8 +23,7 @@ from tests.memory import takes_at_most
 from vla_finetuning.data import parquet_columns, paths
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.read_tasks import read_of
-from vla_finetuning.data.rows import DatasetFiles, read_rows
+from vla_finetuning.data.rows import read_rows
 from vla_finetuning.files import read_regular
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.dataset_look import look_at
@@ -46,8 +45,7 @@ def root(original, tmp_path):
 
 def read_all(root):
     source = datasource([load_metadata(root)], check_files=False)
-    read = read_of(list(source.plan.slices(0, sum(LENGTHS))), source._places)
-    return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, source._options(64)))
+    return list(read_rows(source._context(), np.array([[0, sum(LENGTHS)]]), source._options(64)))
 
 
 # ---- videos --------------------------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, ser
 from tests.tiny import make_base
 from vla_finetuning.buckets import store
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.read_tasks import read_of
-from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
+from vla_finetuning.data.rows import column_to_numpy, read_rows
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import BLOCK_BYTES, StorageError, StoragePolicy, connect
 from vla_finetuning.options.command_line import parse_args
@@ -133,8 +132,7 @@ def refused(argv, capsys):
 
 def read_directly(source):
     """A source's tables without Ray, as its read tasks read them."""
-    read = read_of(list(source.plan.slices(0, source.plan.rows_per_epoch)), source._places)
-    return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, source._options(16)))
+    return list(read_rows(source._context(), np.array([[0, source.plan.rows_per_epoch]]), source._options(16)))
 
 
 def assert_lerobots_rows(rows, local, windows):
@@ -313,7 +311,7 @@ def test_a_dry_run_on_s3(bucket, base, tmp_path, capsys):
 def test_credentials_do_not_travel(bucket):
     """Workers find them in their own environment: what is sent to them holds none."""
     source = datasource([load_metadata("s3://robots/arm")])
-    sent = pickle.dumps((source, [DatasetFiles.of(meta) for meta in source.metas]))
+    sent = pickle.dumps((source, source._context()))
     assert b"robots/arm" in sent and SECRET.encode() not in sent
 
 

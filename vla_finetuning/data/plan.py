@@ -36,12 +36,10 @@ import abc
 import bisect
 import copy
 import hashlib
-import itertools
 import math
-import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
@@ -49,8 +47,8 @@ from vla_finetuning.data.shares import Dealer, Repetitions, apportion, fair_shar
 
 # Segments of all sources that are held at once: 32 bytes each to keep, three times that while they are cut, 0.3 s.
 PART_SEGMENTS = 2**21
-# Windows whose rows are looked up together.
-WINDOWS_TOGETHER = 64
+# Of a source, so many parts of epochs are cut once for all tasks. Where they read of more, each cuts them.
+PARTS_AT_HAND = 2
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,10 @@ class Episodes:
     def take(self, at: Any) -> Episodes:
         """Return the rows at some positions (anything that indexes an array)."""
         return Episodes(self.dataset_index[at], self.episode_index[at], self.start[at], self.length[at])
+
+    def cut(self, first: np.ndarray, length: np.ndarray) -> Self:
+        """Return the stretches of so many frames, int64 (E,), that begin `first` frames after `start`."""
+        return replace(self, start=self.start + first, length=length)
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,8 @@ class Plan(abc.ABC):
     def with_segments(self, first: int, last: int) -> Plan:
         """The same plan, with the segments of stream positions [first, last) at hand, also in its pickle.
 
-        Of sources that have more of them than a part, none: those are computed when they are asked for, a part at a
-        time.
+        Of a source that has more than `PARTS_AT_HAND` parts there, none: those are computed when they are asked for, a
+        part at a time.
         """
 
     @abc.abstractmethod
@@ -188,11 +190,6 @@ class Plan(abc.ABC):
         """The same of runs of stream positions [start, end), int64 (N, 2), in order."""
         for first, last in runs.tolist():
             yield from self.slices(first, last)
-
-    def slices_in(self, groups: Iterable[np.ndarray]) -> Iterator[list[WindowSlice]]:
-        """The same of each of several groups of runs, none without rows."""
-        for runs in groups:
-            yield list(self.slices_of(runs))
 
     @abc.abstractmethod
     def window_starts(self, first: int, last: int) -> np.ndarray:
@@ -330,79 +327,27 @@ class StreamPlan(Plan):
 
     def with_segments(self, first: int, last: int) -> StreamPlan:
         positions = zip(self._sources, self._taken(first), self._taken(last), strict=True)
-        epochs = [source.epochs(a, b) for source, a, b in positions]
-        segments = [source.segments_in(numbers) for source, numbers in zip(self._sources, epochs, strict=True)]
-        most = fair_share(segments, PART_SEGMENTS)
         plan = copy.copy(self)
-        plan._sources = [
-            source.with_segments(numbers) if count <= most else source
-            for source, numbers, count in zip(self._sources, epochs, segments, strict=True)
-        ]
+        plan._sources = [source.with_segments(a, b) for source, a, b in positions]
         return plan
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
         return np.arange((first // self.window_rows + 1) * self.window_rows, last, self.window_rows, dtype=np.int64)
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
-        return (window for _, window in self._numbered([np.array([[first, last]])]))
-
-    def slices_in(self, groups: Iterable[np.ndarray]) -> Iterator[list[WindowSlice]]:
-        for _, numbered in itertools.groupby(self._numbered(groups), key=operator.itemgetter(0)):
-            yield [window for _, window in numbered]
-
-    def _numbered(self, groups: Iterable[np.ndarray]) -> Iterator[tuple[int, WindowSlice]]:
-        """The window slices of groups of runs, each with its group's number: looked up for many windows at once."""
-        # Of windows that follow each other: epoch, begin, end; and what is wanted of them: group, window, begin, end.
-        windows: list[tuple[int, int, int]] = []
-        pieces: list[tuple[int, int, int, int]] = []
-        for number, runs in enumerate(groups):
-            for first, last in runs.tolist():
-                while first < last:
-                    window = self._window(first)
-                    another = not windows or window != windows[-1]
-                    if windows and another and (window[1] != windows[-1][2] or len(windows) == WINDOWS_TOGETHER):
-                        yield from self._found(windows, pieces)
-                        windows, pieces = [], []
-                    if another:
-                        windows.append(window)
-                    pieces.append((number, len(windows) - 1, first, min(last, window[2])))
-                    first = pieces[-1][-1]
-        yield from self._found(windows, pieces)
-
-    def _found(
-        self, windows: Sequence[tuple[int, int, int]], pieces: Sequence[tuple[int, int, int, int]]
-    ) -> Iterator[tuple[int, WindowSlice]]:
-        runs = list(self._runs([windows[0][1], *(end for *_, end in windows)])) if windows else []
-        for number, at, first, last in pieces:
-            epoch, begin, _ = windows[at]
+        while first < last:
+            epoch, begin, end = self._window(first)
+            until = min(last, end)
             key = None if self.seed is None else (self.seed, 1, epoch, first // self.window_rows)
-            yield number, WindowSlice(epoch, *runs[at], key, first - begin, last - begin)
+            yield WindowSlice(epoch, *self._parts(begin, end), key, first - begin, until - begin)
+            first = until
 
-    def _runs(self, bounds: Sequence[int]) -> Iterator[Parts]:
-        """The runs of rows in each of W windows that follow each other, source by source; `bounds`: W + 1 positions."""
-        rows = [self._taken(at) for at in bounds]
-        if len(bounds) == 2:
-            parts = [part for source, *span in zip(self._sources, *rows, strict=True) for part in source.parts(*span)]
-            episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
-            yield episode, start, end
-            return
-        source_runs: list[tuple[np.ndarray, ...]] = []
-        for source, bound in zip(self._sources, np.array(rows).T, strict=True):
-            first, last = int(bound[0]), int(bound[-1])
-            if first == last:
-                continue
-            episode, start, end = (np.concatenate(column) for column in zip(*source.parts(first, last), strict=True))
-            begin = first + np.cumsum(end - start) - (end - start)
-            # A run begins where a segment does, and where a window does.
-            at = np.union1d(begin, bound[bound < last])
-            segment = begin.searchsorted(at, side="right") - 1
-            start = start[segment] + at - begin[segment]
-            window = bound.searchsorted(at, side="right") - 1
-            source_runs.append((episode[segment], start, start + np.diff(at, append=last), window))
-        episode, start, end, window = (np.concatenate(column) for column in zip(*source_runs, strict=True))
-        order = np.argsort(window, kind="stable")
-        count = np.cumsum(np.bincount(window, minlength=len(bounds) - 1))[:-1]
-        yield from zip(*(np.split(column[order], count) for column in (episode, start, end)), strict=True)
+    def _parts(self, first: int, last: int) -> Parts:
+        """The runs of rows in a window, source by source."""
+        rows = zip(self._sources, self._taken(first), self._taken(last), strict=True)
+        parts = [part for source, *span in rows for part in source.parts(*span)]
+        episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return episode, start, end
 
 
 # The segments of a part in stream order, and where each begins in the part, int64 (S + 1,).
@@ -451,21 +396,16 @@ class _Source:
         """Let its epochs go by in parts of about `most` segments. In stored order they stay whole."""
         self.parts_of_epoch = 1 if self._key is None else -(-self.segments // most)
 
-    def epochs(self, first: int, last: int) -> range:
-        """Its own epochs that positions [first, last) of its own stream are of; in stored order the first, as all."""
-        if self._key is None:
-            return range(1)
-        return range(self.epoch_at(first)[0], self.epoch_at(max(first, last - 1))[0] + 1)
-
-    def segments_in(self, epochs: range) -> int:
-        """Return how many segments they have together, about."""
-        return sum(self.of_epoch(epoch).segments for epoch in epochs)
-
-    def with_segments(self, epochs: range) -> _Source:
-        """The same, keeping all segments of some of its own epochs."""
+    def with_segments(self, first: int, last: int) -> _Source:
+        """The same, keeping the segments that positions [first, last) of its own stream are of, if they are few."""
+        places: list[tuple[int, int]] = []
+        while first < last and len(places) <= PARTS_AT_HAND:
+            epoch, part, _, end = self._part_at(first)
+            places.append((epoch, part))
+            first = end
         source = copy.copy(self)
-        parts = [(epoch, part) for epoch in epochs for part in range(self.of_epoch(epoch).parts_of_epoch)]
-        source._kept = {(epoch, part): self.of_epoch(epoch)._cut_and_permute(epoch, part) for epoch, part in parts}
+        if len(places) <= PARTS_AT_HAND:
+            source._kept = {place: self.of_epoch(place[0])._cut_and_permute(*place) for place in dict.fromkeys(places)}
         return source
 
     def of_epoch(self, epoch: int) -> _Source:
@@ -507,17 +447,25 @@ class _Source:
         times = self._repeated.before(epoch + 1) - self._repeated.before(epoch)
         return tuple(np.repeat(column, times) for column in columns)
 
+    def _part_at(self, position: int) -> tuple[int, int, int, int]:
+        """The epoch and the part that a position of the source's own stream is in, and where the part begins and ends.
+
+        In stored order all epochs are the first.
+        """
+        epoch, begin, end = self.epoch_at(position)
+        if self._key is None:
+            return 0, 0, begin, end
+        cut = self.of_epoch(epoch)
+        bounds = begin + cut._part_bounds(epoch) if cut.parts_of_epoch > 1 else np.array([begin, end])
+        part = int(np.searchsorted(bounds, position, side="right")) - 1
+        return epoch, part, int(bounds[part]), int(bounds[part + 1])
+
     def parts(self, first: int, last: int) -> Iterator[Parts]:
         """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
         while first < last:
-            epoch, begin, end_of_epoch = self.epoch_at(first)
-            offset = first - begin
-            cut = self.of_epoch(epoch)
-            bounds = cut._part_bounds(epoch) if cut.parts_of_epoch > 1 else np.array([0, end_of_epoch - begin])
-            part = int(np.searchsorted(bounds, offset, side="right")) - 1
-            offset -= int(bounds[part])
-            until = min(last - first + offset, int(bounds[part + 1] - bounds[part]))
-            (episode, start, end), position = self._segments_of(epoch if self._key is not None else 0, part)
+            epoch, part, begin, end_of_part = self._part_at(first)
+            offset, until = first - begin, min(last, end_of_part) - begin
+            (episode, start, end), position = self._segments_of(epoch, part)
             a = int(np.searchsorted(position, offset, side="right")) - 1
             b = int(np.searchsorted(position, until, side="left"))
             start, end = start[a:b].copy(), end[a:b].copy()

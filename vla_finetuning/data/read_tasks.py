@@ -1,10 +1,9 @@
-"""What read tasks of an execution are given: their windows of the plan, and where the episodes in those lie."""
+"""What read tasks of an execution are given: what rows are drawn from, and which positions of the stream are theirs."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,8 @@ import ray
 
 from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.options import Selection
-from vla_finetuning.data.plan import Episodes, Plan, WindowSlice, task_bounds
 from vla_finetuning.data.reader import ReadOptions
-from vla_finetuning.data.rows import EpisodeLocations, WindowRead, read_rows
-from vla_finetuning.data.shards import divide
+from vla_finetuning.data.rows import LocatedEpisodes, ReadContext, read_rows
 
 # Windows that a read task decodes, one after the other, at most.
 MAX_READS_PER_TASK = 4
@@ -44,139 +41,87 @@ class BlockShare:
         return starts[:, None] + np.array([self.first, self.last]) * block_rows
 
 
-def episode_locations(
-    metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]
-) -> EpisodeLocations:
-    """Return where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
+def drawn_episodes(
+    metas: Sequence[DatasetMetadata],
+    selected: Sequence[np.ndarray],
+    features: Collection[str],
+    selection: Selection,
+) -> tuple[LocatedEpisodes, np.ndarray | None]:
+    """Return what rows of the selected episodes of all datasets are drawn from, and how often each entry's come.
+
+    Of a camera that is no video in a dataset, its episodes are in file -1. Of P entries, the weights are float64 (P,);
+    None for once per epoch.
+    """
     videos = [key for key in features if any(key in meta.video_files for meta in metas)]
 
     def together(columns: Iterable[np.ndarray | None]) -> np.ndarray:
         pairs = zip(columns, selected, strict=True)
         return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
 
-    return EpisodeLocations(
+    start, frames = together(m.episode_start for m in metas), together(m.episode_length for m in metas)
+    episodes = LocatedEpisodes(
         dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
         episode_index=np.concatenate(selected),
-        start=together(m.episode_start for m in metas),
-        length=together(m.episode_length for m in metas),
+        start=start,
+        length=frames - selection.drop_n_last_frames,
+        first_index=start,
+        frames=frames,
         data_file=together(m.episode_data_file for m in metas),
         data_row=together(m.episode_data_row for m in metas),
         video_file={key: together(m.episode_video_file.get(key) for m in metas) for key in videos},
         video_start_s={key: together(m.episode_video_start_s.get(key) for m in metas) for key in videos},
     )
+    frame_ranges = selection.frame_ranges
+    if frame_ranges is None:
+        return episodes, None
+    before = np.cumsum([0, *map(len, selected)])
+    entry = [b + np.searchsorted(s, r.episode) for b, s, r in zip(before, selected, frame_ranges, strict=False)]
+    first = np.concatenate([r.first for r in frame_ranges])
+    stretches = episodes.take(np.concatenate(entry)).cut(first, np.concatenate([r.frames for r in frame_ranges]))
+    if all(r.weight is None for r in frame_ranges):
+        return stretches, None
+    return stretches, np.concatenate([np.ones(len(r.episode)) if r.weight is None else r.weight for r in frame_ranges])
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What rows are drawn from: P episodes, or pieces of them.
+_newest: dict[str, ReadContext] = {}
 
-    Attributes:
-        places: where the episode of each piece lies.
-        episodes: the frames of each that are rows.
-        weight: float64 (P,), how often those come per epoch; None for once.
+
+def _opened(context: Any) -> ReadContext:
+    """A context, opened once in a process: its plan remembers which part of an epoch it has cut, for the next task."""
+    if not isinstance(context, ray.ObjectRef):
+        return context
+    if context.hex() not in _newest:
+        _newest.clear()
+        _newest[context.hex()] = ray.get(context)
+    return _newest[context.hex()]
+
+
+class ReadFunction:
+    """The function of a read task. Its pickle holds the stream positions that it reads, and no rows.
+
+    Args:
+        context: an ObjectRef of a `ReadContext`, or that itself.
+        reads: runs of stream positions, int64 (N, 2) each, which are decoded one after the other, to bound the memory.
     """
 
-    places: EpisodeLocations
-    episodes: Episodes
-    weight: np.ndarray | None = None
+    __name__ = "read_slices"
 
-    def divided(self, shards: int, cut_at: int, roots: Sequence[str]) -> tuple[Drawn, np.ndarray]:
-        """Shard by shard, and the shard of each piece, int64 (P,); see `shards.divide`."""
-        uncut = self.episodes
-        piece, first, length, shard = divide(uncut.dataset_index, uncut.length, self.weight, shards, cut_at, roots)
-        pieces = uncut.take(piece)
-        episodes = Episodes(pieces.dataset_index, pieces.episode_index, pieces.start + first, length)
-        weight = None if self.weight is None else self.weight[piece]
-        return Drawn(self.places.take(piece), episodes, weight), shard
+    def __init__(self, context: Any, reads: Sequence[np.ndarray], options: ReadOptions):
+        self.context, self.options = context, options
+        self._runs, self._ends = np.concatenate(reads), np.cumsum([len(runs) for runs in reads])
 
+    @property
+    def reads(self) -> list[np.ndarray]:
+        return np.split(self._runs, self._ends[:-1])
 
-def drawn_episodes(
-    metas: Sequence[DatasetMetadata],
-    selected: Sequence[np.ndarray],
-    features: Collection[str],
-    selection: Selection,
-) -> Drawn:
-    """Return what rows of the selected episodes of all datasets are drawn from."""
-    places = episode_locations(metas, selected, features)
-    if selection.frame_ranges is None:
-        length = places.length - selection.drop_n_last_frames
-        return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start, length))
-    frame_ranges = selection.frame_ranges
-    before = np.cumsum([0, *map(len, selected)])
-    episode = [b + np.searchsorted(s, r.episode) for b, s, r in zip(before, selected, frame_ranges, strict=False)]
-    places = places.take(np.concatenate(episode))
-    first, length = (
-        np.concatenate([r.first for r in frame_ranges]),
-        np.concatenate([r.frames for r in frame_ranges]),
-    )
-    weight = None
-    if any(r.weight is not None for r in frame_ranges):
-        weight = np.concatenate([np.ones(len(r.episode)) if r.weight is None else r.weight for r in frame_ranges])
-    return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start + first, length), weight)
-
-
-def read_of(windows: list[WindowSlice], places: EpisodeLocations) -> WindowRead:
-    return WindowRead(windows, places.take(np.concatenate([window.episode for window in windows])))
-
-
-@dataclass
-class Planned:
-    """The reads that make up stream positions [first, last), a window each, looked up when they are wanted."""
-
-    plan: Any  # (Plan, EpisodeLocations), or an ObjectRef of them
-    first: int
-    last: int
-    read_rows: int
-    block_rows: int
-
-    def __iter__(self) -> Iterator[WindowRead]:
-        plan, places = _opened(self.plan)
-        for windows in plan.slices_in(self.runs()):
-            yield read_of(windows, places)
-
-    def runs(self) -> np.ndarray:
-        """The stream positions of each of R reads: int64 (R, 1, 2), begin and end."""
-        cuts = task_bounds(self.first, self.last, self.read_rows, self.block_rows)
-        return np.stack([cuts[:-1], cuts[1:]], axis=-1)[:, None]
-
-
-def reads_of_tasks(tasks: Sequence[Planned], plan: Plan, places: EpisodeLocations) -> Iterator[list[WindowRead]]:
-    """Return what each of several tasks reads, looked up here and together."""
-    runs = [task.runs() for task in tasks]
-    slices = plan.slices_in(itertools.chain(*runs))
-    for task_runs in runs:
-        yield [read_of(windows, places) for windows in itertools.islice(slices, len(task_runs))]
-
-
-_newest: dict[str, Any] = {}
-
-
-def _opened(plan: Any) -> tuple[Plan, EpisodeLocations]:
-    """A plan, opened once in a process: it remembers which part of an epoch it has cut, for the next task."""
-    if not isinstance(plan, ray.ObjectRef):
-        return plan
-    if plan.hex() not in _newest:
-        _newest.clear()
-        _newest[plan.hex()] = ray.get(plan)
-    return _newest[plan.hex()]
-
-
-@dataclass
-class ReadFunction:
-    """The function of a read task. Its pickle holds only its own parts."""
-
-    shared: Any  # ObjectRef of (list[DatasetFiles], what is made of blocks or None), or the pair itself
-    reads: Iterable[WindowRead]  # decoded one after the other, which bounds the memory
-    first_position: int
-    options: ReadOptions
-    __name__: str = field(default="read_slices", repr=False)
+    @property
+    def rows(self) -> int:
+        return int(np.diff(self._runs).sum())
 
     def __call__(self) -> Iterator[pa.Table]:
-        readers, prepare = ray.get(self.shared) if isinstance(self.shared, ray.ObjectRef) else self.shared
-        position = self.first_position
-        for read in self.reads:
-            yield from read_rows(readers, read, position, self.options, prepare)
-            position += len(read)
+        context = _opened(self.context)
+        for runs in self.reads:
+            yield from read_rows(context, runs, self.options)
 
 
 def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) -> int:

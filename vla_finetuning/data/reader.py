@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata, Feature
+from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.decode import depth_table
 from vla_finetuning.data.disk_cache import FrameCache
 
@@ -43,6 +43,10 @@ class DatasetFiles:
     def dataset(self) -> str:
         """Tells the dataset from others that this node keeps something of."""
         return f"{''.join(self.fs.protocol)}\0{self.base}"
+
+    @property
+    def camera_keys(self) -> list[str]:
+        return [key for key, feature in self.features.items() if feature.dtype in CAMERA_DTYPES]
 
     def path(self, relative: str) -> str:
         return f"{self.base}/{relative}"

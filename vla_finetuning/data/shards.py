@@ -149,7 +149,8 @@ class ShardedPlan(Plan):
             members = slice(self._bounds[number], self._bounds[number + 1])
             shard_seed = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
             weights = None if episode_weights is None else episode_weights[members]
-            self._shards.append(plan(episodes.take(members), seed=shard_seed, episode_weights=weights))
+            drawn = Episodes.take(episodes, members)  # without where they lie, which `episodes` says once
+            self._shards.append(plan(drawn, seed=shard_seed, episode_weights=weights))
         first = self._shards[0]
         self.segment_rows, self.window_rows, self.cut_at = first.segment_rows, first.window_rows, first.cut_at
         self.later_segment_rows = first.later_segment_rows
