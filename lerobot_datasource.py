@@ -36,7 +36,7 @@ from vla_finetuning.data.features import checked_size, common_features, resolve_
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
 from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
 from vla_finetuning.data.plan import Plan, StreamPlan, at_blocks, task_bounds, window_and_segment
-from vla_finetuning.data.read_tasks import BlockShare, ReadFunction, drawn_episodes, reads_per_task
+from vla_finetuning.data.read_tasks import ReadFunction, drawn_episodes, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.rows import IS_PAD, ReadContext, column_to_numpy, read_rows, row_dtype
 from vla_finetuning.data.selection import of_each
@@ -131,7 +131,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
-        episodes, weight = drawn_episodes(self.metas, selected, self._features, selection)
+        drawn, weight = drawn_episodes(self.metas, selected, self._features, selection)
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -143,15 +143,13 @@ class LeRobotDatasource(Datasource):
         sharding, self.shards = order.sharding, 1
         self.plan: Plan
         if sharding is None:
-            self.plan = plan(episodes, seed=order.shuffle_seed, episode_weights=weight)
+            self.plan = plan(drawn, seed=order.shuffle_seed, episode_weights=weight)
         else:
             self.shards = sharding.count
             roots = [meta.root for meta in self.metas]
-            piece, first, length, shard = divide(
-                episodes.dataset_index, episodes.length, weight, self.shards, cut_at, roots
-            )
+            piece, first, length, shard = divide(drawn.dataset_index, drawn.length, weight, self.shards, cut_at, roots)
             self.plan = ShardedPlan(
-                episodes.take(piece).cut(first, length),
+                drawn.take(piece).cut(first, length),
                 shard,
                 sharding,
                 seed=order.shuffle_seed,
@@ -161,7 +159,7 @@ class LeRobotDatasource(Datasource):
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self._block_rows(row_bytes)
-        self._newest: tuple[Any, Any] | None = None  # what tasks of an execution share, in the object store
+        self._stored_context: tuple[Any, Any] | None = None  # what tasks of an execution share, in the object store
         self._read_rows = max(window, self.block_rows)
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
@@ -257,8 +255,8 @@ class LeRobotDatasource(Datasource):
 
     def example(self) -> dict[str, np.ndarray]:
         """One made-up row, batched: the columns, shapes and dtypes that a numpy batch will have."""
-        row = {"dataset_index": np.zeros(1, np.int32), "position": np.zeros(1, np.int64), IS_SKIPPED: np.zeros(1, bool)}
-        row["task"] = np.array(["a"], object)
+        row: dict[str, np.ndarray] = {"dataset_index": np.zeros(1, np.int32), "position": np.zeros(1, np.int64)}
+        row |= {"task": np.array(["a"], object), IS_SKIPPED: np.zeros(1, bool)}
         row |= {key + IS_PAD: np.zeros((1, len(window)), bool) for key, window in self._delta_indices.items()}
         frames = self._frames()
         for key, feature in self._features.items():
@@ -289,11 +287,12 @@ class LeRobotDatasource(Datasource):
         """
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
         share = None if data_context is None else data_context.get_config(SHARE)
-        options, context = self._options(self.block()), self._shipped(first, last)
-        if share is not None:
-            reads_of_tasks = self._reads_of(share, first, last)
-        else:
+        runs = np.array([[first, last]]) if share is None else share.runs(first, last, self.block_rows)
+        options, context = self._options(self.block()), self._put_context(runs, (first, last, share))
+        if share is None:
             reads_of_tasks = self._reads(first, last, per_task_row_limit)
+        else:
+            reads_of_tasks = self._reads_of_share(runs, first, last)
         tasks = []
         for reads in reads_of_tasks:
             function = ReadFunction(context, reads, options)
@@ -302,13 +301,13 @@ class LeRobotDatasource(Datasource):
             tasks.append(ReadTask(function, metadata, per_task_row_limit=per_task_row_limit))
         return tasks
 
-    def _shipped(self, first: int, last: int) -> Any:
-        """What tasks share that read stream positions [first, last), in the object store of this Ray session."""
-        key = ray.get_runtime_context().get_node_id(), first, last, self.columns()
-        if self._newest is None or self._newest[0] != key:
+    def _put_context(self, runs: np.ndarray, name: Any) -> Any:
+        """What tasks share that read runs of stream positions, in the object store of this Ray session."""
+        key = ray.get_runtime_context().get_node_id(), name, self.columns()
+        if self._stored_context is None or self._stored_context[0] != key:
             context = self._context()
-            self._newest = key, ray.put(replace(context, plan=context.plan.with_segments(first, last)))
-        return self._newest[1]
+            self._stored_context = key, ray.put(replace(context, plan=context.plan.with_segments(runs)))
+        return self._stored_context[1]
 
     def _context(self) -> ReadContext:
         readers = [DatasetFiles.of(meta, self.columns()) for meta in self.metas]
@@ -334,13 +333,13 @@ class LeRobotDatasource(Datasource):
         reads = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
         return self._read_rows * max(reads, -(-turns // MAX_TASKS))
 
-    def _reads_of(self, share: BlockShare, first: int, last: int) -> Iterator[list[np.ndarray]]:
+    def _reads_of_share(self, runs: np.ndarray, first: int, last: int) -> Iterator[list[np.ndarray]]:
         """The reads of each task of a share of stream positions [first, last), as runs: what it has of a window.
 
         Where two shares meet in a window, both decode their own rows of it.
         """
-        runs, task_rows = share.runs(first, last, self.block_rows), self._task_rows(first, last)
-        cuts = self.plan.window_starts(first + share.first * self.block_rows, last)
+        task_rows = self._task_rows(first, last)
+        cuts = self.plan.window_starts(int(runs[0, 0]), last) if len(runs) else np.empty(0, np.int64)
         reads: list[np.ndarray] = []
         rows = 0
         for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist()):

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from ray.data import DataContext
 
@@ -20,6 +19,7 @@ from tests.data.test_datasource import (
     assert_same_row,
     lerobot,
     read_directly,
+    rewrite_data,
     without_ray,
 )
 from tests.datasets import datasource, make_dataset
@@ -47,13 +47,14 @@ def videos(root, key=TOP):
 
 
 def rewrite(root, change):
-    """Rewrite a data file's table with `change(columns)`."""
-    path = sorted((root / "data").rglob("*.parquet"))[0]
-    table = pq.read_table(path)
-    columns = {n: table.column(n).to_pylist() for n in table.column_names}
-    change(columns)
-    pq.write_table(pa.table(columns, schema=table.schema), path)
-    return path
+    """Rewrite the first data file's table with `change(columns)`."""
+
+    def changed(number, table):
+        columns = {n: table.column(n).to_pylist() for n in table.column_names}
+        change(columns)
+        return pa.table(columns, schema=table.schema) if number == 0 else table
+
+    rewrite_data(root, changed)
 
 
 def cut_video(root):
@@ -67,8 +68,7 @@ def shorten_video(root):
 
 
 def keep_five_rows(root):
-    path = sorted((root / "data").rglob("*.parquet"))[0]
-    pq.write_table(pq.read_table(path).slice(0, 5), path)
+    rewrite_data(root, lambda number, table: table if number else table.slice(0, 5))
 
 
 def set_row(key, row, value):
@@ -108,11 +108,12 @@ def test_numbers_of_another_type_than_declared(root):
     """They become what meta/info.json says, as in LeRobot, or are refused: types must not depend on the file."""
 
     def as_float(change):
-        path = sorted((root / "data").rglob("*.parquet"))[0]
-        table = pq.read_table(path)
-        values = [change(value) for value in table.column("task_index").to_pylist()]
-        at = table.column_names.index("task_index")
-        pq.write_table(table.set_column(at, "task_index", pa.array(values, pa.float64())), path)
+        def changed(number, table):
+            values = [change(value) for value in table.column("task_index").to_pylist()]
+            at = table.column_names.index("task_index")
+            return table.set_column(at, "task_index", pa.array(values, pa.float64())) if number == 0 else table
+
+        rewrite_data(root, changed)
 
     def read():
         return pa.concat_tables(read_directly(datasource([load_metadata(root)]))).column("task_index")

@@ -67,6 +67,28 @@ def lerobot(root, **options):
     return LeRobotDataset("test", root=root, video_backend="pyav", return_uint8=True, **options)
 
 
+def rewrite_data(root, change):
+    """Rewrite each data file's table, by its number."""
+    for number, path in enumerate(sorted(root.glob("data/*/*.parquet"))):
+        pq.write_table(change(number, pq.read_table(path)), path)
+
+
+def declare(root, features):
+    """Add to what meta/info.json says of features."""
+    info = json.loads((root / "meta/info.json").read_text())
+    for key, feature in features.items():
+        info["features"][key] = info["features"].get(key, {}) | feature
+    (root / "meta/info.json").write_text(json.dumps(info))
+
+
+def retyped(table, types):
+    """A table with other types of some columns, as converters write it that do not use LeRobot's writer."""
+    columns = {
+        name: pa.array(table[name].to_pylist(), types.get(name, table[name].type)) for name in table.column_names
+    }
+    return pa.table(columns)
+
+
 def assert_same_row(row, item, meta):
     """`row`: ours, numpy. `item`: LeRobot's, torch."""
     assert set(row) == set(item) | {"dataset_index"}
@@ -374,23 +396,14 @@ def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_
 def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots, tmp_path, padded):
     """float64 becomes float32 in a row, as in LeRobot's."""
     root = shutil.copytree(roots["second"], tmp_path / "wider")
-    info = json.loads((root / "meta/info.json").read_text())
-    for key in ("observation.state", "action", "timestamp"):
-        info["features"][key]["dtype"] = "float64"
-    (root / "meta/info.json").write_text(json.dumps(info))
-    for path in root.glob("data/*/*.parquet"):
-        table = pq.read_table(path).replace_schema_metadata(None)
-        vector = pa.list_(pa.float64())
-        wider = {"observation.state": vector, "action": vector, "timestamp": pa.float64()}
-        for at, key in enumerate(table.column_names):
-            if key in wider:
-                table = table.set_column(at, key, pa.array(table[key].to_pylist(), wider[key]))
-        pq.write_table(table, path)
+    wider = {"observation.state": pa.list_(pa.float64()), "action": pa.list_(pa.float64()), "timestamp": pa.float64()}
+    declare(root, dict.fromkeys(wider, {"dtype": "float64"}))
+    rewrite_data(root, lambda number, table: retyped(table, wider))
     metas, items = [load_metadata(roots["rollover"]), load_metadata(root)], [lerobot(roots["rollover"]), lerobot(root)]
     source = datasource(metas, camera_keys=[], padded=padded)
     (rows,) = source.read_rows([0, 54, 65], 3)
     for i, (dataset_index, index) in enumerate([(0, 0), (1, 0), (1, 11)]):
-        for key in ("observation.state", "action", "timestamp"):
+        for key in wider:
             theirs = items[dataset_index][index][key].numpy()
             assert rows[key].dtype == theirs.dtype == np.float32
             np.testing.assert_array_equal(rows[key][i], theirs)
@@ -557,21 +570,23 @@ def test_language_columns_pass_through_as_json(roots, tmp_path):
     from lerobot.datasets.language_render import active_at
 
     root = shutil.copytree(roots["rollover"], tmp_path / "annotated")
-    info = json.loads((root / "meta/info.json").read_text())
-    info["features"] |= language_feature_info()
-    (root / "meta/info.json").write_text(json.dumps(info))
+    declare(root, language_feature_info())
     say = {"type": "function", "function": {"name": "say", "arguments": {"text": "here"}}}
     event = {"role": "user", "content": "what is it?", "style": "vqa", "camera": TOP, "tool_calls": None}
     lasting = {**event, "style": "plan", "camera": None, "timestamp": 0.5}
     subtasks = [{**lasting, "style": "subtask", "content": f"move {t}", "timestamp": t} for t in (0.5, 0.25)]
     lasting = [lasting, *subtasks]
     events = [[], [event], [{**event, "content": None, "tool_calls": [say]}, event]]
-    for number, path in enumerate(sorted((root / "data").rglob("*.parquet"))):
-        table = pq.read_table(path)
+    numbers = []  # files of different types
+
+    def annotated(number, table):
+        numbers.append(number)
         column = [events[i % 3] if number else [] for i in table["index"].to_pylist()]
         table = table.append_column("language_events", pa.array(column))
-        pq.write_table(table.append_column("language_persistent", pa.array([lasting] * len(table))), path)
-    assert number > 0  # files of different types
+        return table.append_column("language_persistent", pa.array([lasting] * len(table)))
+
+    rewrite_data(root, annotated)
+    assert len(numbers) > 1
     source = datasource([load_metadata(root)], camera_keys=[], shuffle_seed=0)
     tables = read_directly(source)
     assert len({table.schema for table in tables}) == 1
@@ -602,17 +617,16 @@ def test_subtasks_are_texts_by_their_numbers(roots, tmp_path):
 
 def test_text_is_text_in_every_arrow_type(roots, tmp_path):
     root = shutil.copytree(roots["rollover"], tmp_path / "d")
-    info = json.loads((root / "meta/info.json").read_text())
-    info["features"]["note"] = {"dtype": "string", "shape": [1], "names": None}
-    (root / "meta/info.json").write_text(json.dumps(info))
-    for path in (root / "data").rglob("*.parquet"):
-        table = pq.read_table(path)
-        pq.write_table(table.append_column("note", pa.array(["so it is"] * len(table), pa.large_string())), path)
+    declare(root, {"note": {"dtype": "string", "shape": [1], "names": None}})
+    rewrite_data(
+        root,
+        lambda number, table: table.append_column("note", pa.array(["so it is"] * len(table), pa.large_string())),
+    )
     table = pa.concat_tables(read_directly(datasource([load_metadata(root)])))
     assert set(table.column("note").to_pylist()) == {"so it is"}
 
 
-def test_arguments_that_do_not_fit(roots):
+def test_arguments_that_do_not_fit(roots, rows_here):
     meta, second = load_metadata(roots["rollover"]), load_metadata(roots["images"])
     with pytest.raises(ValueError, match="no cameras.*observation.images.nope"):
         datasource([meta], camera_keys=["observation.images.nope"])
@@ -646,18 +660,12 @@ def test_arguments_that_do_not_fit(roots):
     for name, value in {"episodes": 3, "camera_keys": TOP, "delta_timestamps": [0.0], "image_size": 224}.items():
         with pytest.raises(TypeError, match=f"read_lerobot: {name}=.*: expected"):
             read_lerobot(roots["rollover"], **{name: value})
-
-
-def test_a_cache_below_home(roots, rows_here):
+    for name in ("tolerance_s", "frame_cache_gb"):
+        for value in (0, -1, float("nan"), float("inf"), "x", None, True):
+            with pytest.raises(ValueError, match=f"read_lerobot: {name}=.*: expected a positive number"):
+                read_lerobot(roots["rollover"], **{name: value})
     source = read_lerobot(roots["rollover"], frame_cache="~/frames")
     assert source._reading.frame_cache.folder == os.path.expanduser("~/frames")
-
-
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "x", None, True])
-@pytest.mark.parametrize("name", ["tolerance_s", "frame_cache_gb"])
-def test_what_is_no_positive_number_is_refused(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"read_lerobot: {name}=.*: expected a positive number"):
-        read_lerobot(tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize("lists", [pa.list_(pa.float32()), pa.large_list(pa.float64())], ids=str)
@@ -666,12 +674,8 @@ def test_vectors_stored_as_lists_of_any_length(tmp_path, lists):
     root = make_dataset(tmp_path / "lists", episodes=(4, 3), cameras={}, extra_features=True)
     meta, read = load_metadata(root), ["observation.state", "action", "observation.counter", "next.reward"]
     (before,) = datasource([meta], delta_timestamps={"action": WINDOWS["action"]}).read_rows(range(7), 7)
-    for path in root.glob("data/*/*.parquet"):
-        table = pq.read_table(path)
-        for key in ("observation.state", "action"):
-            at = table.column_names.index(key)
-            table = table.set_column(at, key, pa.array(table[key].to_pylist(), lists))
-        pq.write_table(table.replace_schema_metadata(None), path)
+    vectors = dict.fromkeys(("observation.state", "action"), lists)
+    rewrite_data(root, lambda number, table: retyped(table, vectors))
     items = lerobot(root, delta_timestamps={"action": WINDOWS["action"]})
     source = datasource([load_metadata(root)], delta_timestamps={"action": WINDOWS["action"]})
     (after,) = source.read_rows(range(7), 7)

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.data.test_plan import episodes, read
-from vla_finetuning.data.plan import Episodes, StreamPlan
+from tests.data.test_plan import episodes, read, together
+from vla_finetuning.data.plan import StreamPlan
 from vla_finetuning.data.shards import ShardedPlan, Sharding, divide
 
 ROOTS = ("/a", "/b")
@@ -18,16 +18,14 @@ def sharded(drawn, shards, turn, *, seed=3, repeated=None, cut_at=1, **options):
     """A plan of `drawn`, divided; later epochs by single rows, so that both kinds of epochs are there."""
     options = {"segment_rows": 4, "window_rows": 10, "cut_at": cut_at, "later_segment_rows": 1} | options
     piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, repeated, shards, cut_at, ROOTS)
-    pieces = Episodes(drawn.dataset_index[piece], drawn.episode_index[piece], drawn.start[piece] + first, rows)
+    pieces = drawn.take(piece).cut(first, rows)
     repeated = None if repeated is None else repeated[piece]
     plan = partial(StreamPlan, **options)
     return ShardedPlan(pieces, shard, Sharding(shards, turn), seed=seed, plan=plan, episode_weights=repeated), shard
 
 
 def two_datasets():
-    both = [episodes(20, 1, 7, 60), episodes(33, 40, dataset=1)]
-    names = ("dataset_index", "episode_index", "start", "length")
-    return Episodes(*(np.concatenate([getattr(e, name) for e in both]) for name in names))
+    return together(episodes(20, 1, 7, 60), episodes(33, 40, dataset=1))
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 30), (1,) * 9, (64, 64), (3, 200)])
@@ -43,7 +41,7 @@ def test_every_row_of_every_epoch_once_and_from_anywhere(lengths, shards, turn, 
     for cut in (1, 7, 50):
         assert [row for a in range(0, 3 * n, cut) for row in read(plan, a, min(a + cut, 3 * n))] == rows
     a, b = n // 3, 2 * n + 1
-    assert read(plan.with_segments(a, b), a, b) == rows[a:b]
+    assert read(plan.with_segments(np.array([[a, b]])), a, b) == rows[a:b]
 
 
 def test_of_weighted_episodes_and_of_a_mixture_every_row_as_often_as_is_told():
@@ -104,6 +102,10 @@ def test_turns_are_of_a_shard_each_but_for_the_ends_of_epochs(turn):
     starts = plan.window_starts(turn, 6000)  # of shard 1
     own = np.cumsum(whose == 1)
     assert set(own[starts[:-20] - 1] % 10) == {0}
+    runs = np.arange(turn, 3000, 4 * turn)[:, None] + [0, turn]
+    at_hand = plan.with_segments(runs)
+    assert [len(of_shard._sources[0]._kept) for of_shard in at_hand._shards] == [0, 1, 0, 0]
+    assert read(at_hand, 0, 3000) == read(plan, 0, 3000)
 
 
 @pytest.mark.parametrize("block", [4, 6, 12, 24])

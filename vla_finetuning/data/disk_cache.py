@@ -401,9 +401,8 @@ def _write_all(file: Any, parts: Iterable[Any]) -> None:
 
 def _disk_bytes(folder: Path) -> tuple[int, float]:
     """Return the bytes that are used on the disk of a folder, and how many of those there may be."""
-    disk = os.statvfs(folder)
-    used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    return used, FULLEST_DISK * (used + free)
+    disk = shutil.disk_usage(folder)
+    return disk.used, FULLEST_DISK * (disk.used + disk.free)
 
 
 def _short_hash(text: str) -> str:

@@ -175,8 +175,8 @@ class Plan(abc.ABC):
         """
 
     @abc.abstractmethod
-    def with_segments(self, first: int, last: int) -> Plan:
-        """The same plan, with the segments of stream positions [first, last) at hand, also in its pickle.
+    def with_segments(self, runs: np.ndarray) -> Plan:
+        """The same plan, with the segments of runs of stream positions, int64 (N, 2), at hand, also in its pickle.
 
         Of a source that has more than `PARTS_AT_HAND` parts there, none: those are computed when they are asked for, a
         part at a time.
@@ -325,8 +325,10 @@ class StreamPlan(Plan):
         epoch, offset = divmod(position, self.rows_per_epoch)
         return [epoch * n + dealt for n, dealt in zip(self._dealer.counts, self._dealer.dealt(offset), strict=True)]
 
-    def with_segments(self, first: int, last: int) -> StreamPlan:
-        positions = zip(self._sources, self._taken(first), self._taken(last), strict=True)
+    def with_segments(self, runs: np.ndarray) -> StreamPlan:
+        if not len(runs):
+            return self
+        positions = zip(self._sources, self._taken(int(runs[0, 0])), self._taken(int(runs[-1, 1])), strict=True)
         plan = copy.copy(self)
         plan._sources = [source.with_segments(a, b) for source, a, b in positions]
         return plan

@@ -242,10 +242,16 @@ class ShardedPlan(Plan):
         least, most = (np.concatenate(column) for column in zip(*pairs, strict=True))
         return least, most
 
-    def with_segments(self, first: int, last: int) -> ShardedPlan:
-        positions = zip(self._shards, self._taken(first), self._taken(last), strict=True)
-        plan = copy.copy(self)
-        plan._shards = [shard.with_segments(a, b) for shard, a, b in positions]
+    def with_segments(self, runs: np.ndarray) -> ShardedPlan:
+        if not len(runs):
+            return self
+        turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
+        # A node reads turns of its own shard, but for the ends of epochs.
+        read = np.unique(turn % self.sharding.count) if (turn == end).all() else np.arange(self.sharding.count)
+        plan, first, last = copy.copy(self), self._taken(int(runs[0, 0])), self._taken(int(runs[-1, 1]))
+        plan._shards = list(self._shards)
+        for shard in read.tolist():
+            plan._shards[shard] = self._shards[shard].with_segments(np.array([[first[shard], last[shard]]]))
         return plan
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
