@@ -33,19 +33,31 @@ CODECS = {
 }
 
 
+def write_video(
+    path, frames, codec="libx264", codec_options=None, *, rate=FPS, times=None, pix_fmt="yuv420p", **container_options
+):
+    """Encode frames, uint8 (H, W, 3), shown at `times` in units of 1 / rate, or one after the other."""
+    with writing_videos(), av.open(str(path), "w", **container_options) as container:
+        stream = container.add_stream(codec, rate=rate, options=codec_options or {})
+        stream.pix_fmt = pix_fmt
+        stream.height, stream.width = frames[0].shape[:2]
+        for at, pixels in zip(times or range(len(frames)), frames, strict=True):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts = at
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return str(path)
+
+
+def drawn(count, size=SIZE):
+    return [draw_frame(i, size) for i in range(count)]
+
+
 @pytest.fixture(scope="module", params=CODECS)
 def video(request, tmp_path_factory):
     codec, options = CODECS[request.param]
-    path = str(tmp_path_factory.mktemp("video") / "file.mp4")
-    with writing_videos(), av.open(path, "w") as container:
-        stream = container.add_stream(codec, rate=FPS, options=options)
-        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
-        for i in range(FRAMES):
-            frame = av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")
-            frame.pts = i
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return path
+    path = tmp_path_factory.mktemp("video") / "file.mp4"
+    return write_video(path, drawn(FRAMES), codec, options)
 
 
 def read(path, timestamps_s, tolerance_s=1e-4, fps=FPS):
@@ -70,17 +82,10 @@ def encode(codec, path, height, width):
     if codec in ("libx265", "libsvtav1") and height < 64:
         return False  # these encoders end the process
     formats = [each.name for each in av.Codec(codec, "w").video_formats or ()]
+    plain = codec != "mjpeg" and "yuv420p" in formats
+    frames = [cv2.resize(image, (width, height), interpolation=cv2.INTER_NEAREST) for image in drawn(3)]
     try:
-        with writing_videos(), av.open(str(path), "w", format=path.suffix[1:]) as container:
-            stream = container.add_stream(codec, rate=FPS)
-            plain = codec != "mjpeg" and "yuv420p" in formats
-            stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p" if plain else formats[0]
-            for i in range(3):
-                image = cv2.resize(draw_frame(i, SIZE), (width, height), interpolation=cv2.INTER_NEAREST)
-                frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-                frame.pts = i
-                container.mux(stream.encode(frame))
-            container.mux(stream.encode(None))
+        write_video(path, frames, codec, pix_fmt="yuv420p" if plain else formats[0], format=path.suffix[1:])
         return True
     except (av.FFmpegError, ValueError):
         return False
@@ -115,26 +120,10 @@ def test_only_what_a_dataset_holds_is_opened(tmp_path, kind):
     if kind == "hls":
         path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n/etc/hostname\n#EXT-X-ENDLIST\n")
     else:
-        with writing_videos(), av.open(str(path), "w", format=kind) as container:
-            stream = container.add_stream("mpeg4", rate=FPS)
-            stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(draw_frame(0, SIZE), format="rgb24")))
-            container.mux(stream.encode(None))
+        write_video(path, drawn(1), "mpeg4", format=kind)
     for source in (str(path), io.BytesIO(path.read_bytes())):
         with pytest.raises(ValueError, match="a video: not a readable video, mp4 or mov"):
             read(source, [0.0])
-
-
-def test_mov_is_read_as_mp4(tmp_path):
-    path = tmp_path / "file.mp4"
-    with writing_videos(), av.open(str(path), "w", format="mov") as container:
-        stream = container.add_stream("libx264", rate=FPS)
-        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
-        for i in range(5):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")))
-        container.mux(stream.encode(None))
-    frames, _ = read(str(path), np.arange(5) / FPS)
-    assert [read_frame_number(frame) for frame in frames] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("after_bytes", [0, 2000])
@@ -187,15 +176,7 @@ def test_a_video_may_have_more_frames_than_the_dataset_has_rows(video, tolerance
 
 @pytest.mark.parametrize("after_ms", [5, 2])
 def test_of_two_frames_close_to_each_other_the_nearer_is_read(tmp_path, after_ms):
-    path, times_ms = str(tmp_path / "file.mp4"), [0, 33, 67, 100 - after_ms, 100, 133]
-    with writing_videos(), av.open(path, "w") as container:
-        stream = container.add_stream("libx264", rate=1000)
-        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
-        for i, time_ms in enumerate(times_ms):
-            frame = av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")
-            frame.pts = time_ms
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+    path = write_video(tmp_path / "file.mp4", drawn(6), rate=1000, times=[0, 33, 67, 100 - after_ms, 100, 133])
     for tolerance_s in (1e-4, 0.006):
         frames, _ = read(path, [0.0, 0.1], tolerance_s)
         assert [read_frame_number(frame) for frame in frames] == [0, 4]
@@ -231,16 +212,8 @@ def test_frames_that_are_not_there(video):
 @pytest.mark.parametrize("fps", [7, 30])
 def test_hours_into_a_video_the_rounding_of_float32_timestamps_is_no_distance(tmp_path, fps):
     """LeRobot's timestamps are float32, an eighth of a millisecond apart from 2048 s on, and it compares in float32."""
-    path, first = str(tmp_path / "file.mp4"), 9000 * fps
-    with writing_videos(), av.open(path, "w") as container:
-        stream = container.add_stream("libx264", rate=fps)
-        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
-        numbers = [0, *range(first, first + 40)]
-        for i, number in enumerate(numbers):
-            frame = av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")
-            frame.pts = number
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+    first = 9000 * fps
+    path = write_video(tmp_path / "file.mp4", drawn(41), rate=fps, times=[0, *range(first, first + 40)])
     wanted = (np.arange(first, first + 40) / fps).astype(np.float32).astype(np.float64)
     assert np.abs(wanted - np.arange(first, first + 40) / fps).max() > 1e-4, "there is nothing to tolerate"
     pixels = {}
@@ -250,10 +223,6 @@ def test_hours_into_a_video_the_rounding_of_float32_timestamps_is_no_distance(tm
             reader.read(wanted[-1:] - 0.4 / fps, lambda i, frame: None)
     expected = decode_video_frames(path, wanted.tolist(), 1e-4, backend="pyav", return_uint8=True)
     np.testing.assert_array_equal(np.stack([pixels[i] for i in range(40)]), expected.permute(0, 2, 3, 1).numpy())
-
-
-def pillows(data):
-    return np.asarray(Image.open(io.BytesIO(data)))
 
 
 def test_images_are_pillows(tmp_path, monkeypatch):
@@ -277,7 +246,7 @@ def test_images_are_pillows(tmp_path, monkeypatch):
     others["16 bits"] = cv2.imencode(".png", rng.integers(0, 65536, (48, 64, 3), dtype=np.uint16))[1].tobytes()
     for data in others.values():
         found = decode_image(data, name="an image", height=48, width=64)
-        np.testing.assert_array_equal(found, pillows(data))
+        np.testing.assert_array_equal(found, np.asarray(Image.open(io.BytesIO(data))))
 
 
 @pytest.mark.parametrize("turn", [1, 3, 6, 8])

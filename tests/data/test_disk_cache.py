@@ -87,18 +87,74 @@ def test_a_torn_or_foreign_file_is_missing_until_it_is_written_again(folder, dam
     assert read(cache, path) == RECORD
 
 
-def test_a_writer_that_is_killed_leaves_nothing_that_is_read(folder):
+KEYS = [(2, 0.2), (0, 0.0), (9, 0.9)]
+FRAMES = [bytes([number]) * 5000 for number in range(3)]
+
+
+def records(cache, keys=KEYS, **where):
+    """The records of a file by their keys; None for one that is not there."""
+    out = [bytearray(5000) for _ in keys]
+    is_there = cache.read_records(place(cache, **where), keys, out)
+    return [bytes(record) if known else None for record, known in zip(out, is_there, strict=True)]
+
+
+def test_records_are_read_by_their_keys_alone(folder):
+    cache = opened(folder)
+    assert records(cache) == [None] * 3
+    cache.write_records(place(cache), KEYS[:2], FRAMES[:2])
+    cache.write_records(place(cache), KEYS[2:], FRAMES[2:])
+    assert records(opened(folder), KEYS[::-1]) == FRAMES[::-1]
+    # A place that was never written, another time at a place, another file of the same bytes.
+    assert records(cache, [(1, 0.1), (2, 0.3), (10, 1.0)]) == [None] * 3
+    other = place(cache, identity="another")
+    other.parent.mkdir()
+    place(cache).rename(other)
+    assert records(cache, identity="another") == [None] * 3
+    # What is missing is written in its place. A record takes whole blocks of the disk, as it is counted.
+    cache.write_records(other, KEYS, FRAMES)
+    assert records(cache, identity="another") == FRAMES and other.stat().st_blocks * 512 == 3 * 8192
+
+
+@pytest.mark.parametrize("damage", ["noise", "checksum", "cut", "another's"])
+def test_a_torn_record_is_missing_until_it_is_written_again(folder, damage):
+    cache = opened(folder)
+    cache.write_records(place(cache), KEYS, FRAMES)
+    with open(place(cache), "r+b") as file:
+        if damage == "cut":
+            file.truncate(9 * 8192 + 5007)
+        else:
+            file.seek(9 * 8192 + (5000 if damage == "checksum" else 0))
+            file.write({"noise": b"?", "checksum": bytes(8), "another's": place(cache).read_bytes()[:5008]}[damage])
+    assert records(cache) == [*FRAMES[:2], None]
+    cache.write_records(place(cache), KEYS[2:], FRAMES[2:])
+    assert records(cache) == FRAMES
+
+
+@pytest.mark.parametrize("kind", ["file", "records"])
+def test_a_writer_that_is_killed_leaves_nothing_that_is_read(folder, kind):
     script = textwrap.dedent("""
         import os, signal, sys
         from pathlib import Path
-        from tests.data.test_disk_cache import RECORD, opened, place
-        os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        cache = opened(Path(sys.argv[1]))
-        cache.write(place(cache), RECORD)
+        from tests.data.test_disk_cache import *
+        cache, written = opened(Path(sys.argv[1])), []
+        def dying(file, parts, write=disk_cache._write_all):
+            written.append(file)
+            if sys.argv[2] == "records" and len(written) < 3:
+                return write(file, parts)
+            write(file, [bytes(parts[0])[:-1]])
+            os.kill(os.getpid(), signal.SIGKILL)
+        disk_cache._write_all = dying
+        if sys.argv[2] == "file":
+            cache.write(place(cache), RECORD)
+        cache.write_records(place(cache), KEYS, FRAMES)
     """)
-    assert subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", script, folder, kind], cwd=ROOT).returncode == -signal.SIGKILL
     cache = opened(folder)
-    assert list(place(cache).parent.iterdir()) and read(cache, place(cache)) is None
+    assert list(place(cache).parent.iterdir())
+    if kind == "records":
+        assert records(cache) == [*FRAMES[:2], None]
+        return
+    assert read(cache, place(cache)) is None
     cache.write(place(cache), RECORD)
     assert read(cache, place(cache)) == RECORD
 
@@ -120,12 +176,18 @@ def test_threads_share_it(folder):
     cache = opened(folder, 10**8)
 
     def write(number):
-        path = place(cache, file=f"file{number % 4}", name=str(number // 8))  # two threads, the same file
-        cache.write(path, bytes([number // 8]) * 4096)
-        return read(cache, path, 4096) == bytes([number // 8]) * 4096
+        content = bytes([number // 8]) * 4096  # two threads, the same file, and the same records of another
+        path, shared = place(cache, file=f"file{number % 4}", name=str(number // 8)), place(cache, name="records")
+        cache.write(path, content)
+        cache.write_records(shared, [(number // 8, 0.0)], [content])
+        out = bytearray(4096)
+        return cache.read_records(shared, [(number // 8, 0.0)], [out]) == [True] and read(cache, path, 4096) == content
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(write, range(200)))
+    keys, out = [(number, 0.0) for number in range(25)], [bytearray(4096) for _ in range(25)]
+    assert all(cache.read_records(place(cache, name="records"), keys, out))
+    assert out == [bytes([number]) * 4096 for number in range(25)]
 
 
 def test_one_process_at_a_time_makes_a_file(folder):
@@ -167,6 +229,7 @@ def test_a_folder_that_fails_costs_a_warning(folder, monkeypatch, caplog, fault)
         if path is not None:
             cache.write(path / name, RECORD)
             assert not cache.read(path / name, bytearray(len(RECORD)))
+            cache.write_records(path / "records", KEYS, FRAMES)
     content = cache.content("a", "file", "content")
     found = content is not None and cache.read(content / "before", bytearray(len(RECORD)))
     assert found == (fault == "full disk")

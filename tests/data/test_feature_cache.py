@@ -115,28 +115,8 @@ def test_an_episode_that_moved_in_its_video_has_no_features(roots, tmp_path):
     assert not known[(dataset == 0) & (index >= 12) & (index < 19)].any() and known[dataset == 1].all()
 
 
-def test_a_damaged_record_is_missing(roots, tmp_path):
-    store = opened(roots, tmp_path / "kept")
-    dataset, index = everything(store)
-    for file in sorted(path for path in (tmp_path / "kept").glob("*/*/*/*"))[::4]:
-        with open(file, "r+b") as data:
-            data.write(b"\1")
-    known = here(opened(roots, tmp_path / "kept"), dataset, index)
-    assert not known.all() and known.sum() > len(known) // 2
-
-
-def test_a_folder_that_was_removed_is_made_anew(roots, tmp_path):
-    store = opened(roots, tmp_path / "kept")
-    rows = np.zeros(ROWS, int), np.arange(ROWS)
-    half = tuple(column[::2] for column in rows)
-    store.write(TOP, *half, features_of(TOP, *half))
-    shutil.rmtree(tmp_path / "kept")
-    assert not here(store, *rows)[1::2].any()
-    dataset, index = everything(store)
-    assert here(store, dataset, index).all() and here(opened(roots, tmp_path / "kept"), dataset, index).all()
-
-
 def test_a_folder_that_cannot_be_used_has_nothing(roots, tmp_path, caplog):
+    """Other faults: tests/data/test_disk_cache.py."""
     (tmp_path / "kept").write_text("a file")
     store = opened(roots, tmp_path / "kept")
     dataset, index = everything(store)
@@ -147,9 +127,6 @@ def test_a_folder_that_cannot_be_used_has_nothing(roots, tmp_path, caplog):
 def test_of_more_than_fits_some_are_kept(roots, tmp_path, caplog):
     store = opened(roots, tmp_path / "kept", gb=1e-4)
     dataset, index = everything(store)
-    for first in range(0, ROWS, 4):
-        rows = np.arange(first, min(first + 4, ROWS))
-        store.write(TOP, np.zeros(len(rows), int), rows, features_of(TOP, np.zeros(len(rows), int), rows))
     known = here(store, dataset, index)
     assert known.any() and not known.all()
     np.testing.assert_array_equal(store.read(TOP, dataset, index)[0][known], features_of(TOP, dataset, index)[known])

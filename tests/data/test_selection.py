@@ -36,8 +36,7 @@ def test_what_is_left(meta, episodes, exclude, tasks, left):
 def test_an_episode_with_another_task_too_is_said(meta):
     meta = load_metadata(meta.root)
     meta.episode_tasks[1] = ("place the cube", "Pick the cube")
-    chosen, notes = choose_episodes(meta, tasks=["pick*"])
-    assert chosen.tolist() == [0, 1, 2, 3, 5]
+    _, notes = choose_episodes(meta, tasks=["pick*"])
     assert "1 of the episodes" in notes[1] and "episode 1: ['place the cube', 'Pick the cube']" in notes[1]
 
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from tests.buckets import MemoryBucket
-from tests.data.test_decode import CODECS
+from tests.data.test_decode import CODECS, write_video
 from vla_finetuning.data import disk_cache, storage, video_index
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.storage import RemoteFileSystem, StoragePolicy
 from vla_finetuning.data.video_index import RemoteVideo
-from vla_finetuning.envs.writing import writing_videos
 
 FRAMES, FPS, SIZE = 150, 30, (96, 128)
 BLOCK = 1024
@@ -24,17 +23,10 @@ BLOCK = 1024
 def content(request, tmp_path_factory):
     """A video of noise, which no codec makes small; a store's file that is larger than what FFmpeg reads at a time."""
     codec, options = CODECS[request.param if request.param in CODECS else "h264, B-frames"]
-    path = tmp_path_factory.mktemp("video") / "file.mp4"
-    rng = np.random.default_rng(0)
+    path, rng = tmp_path_factory.mktemp("video") / "file.mp4", np.random.default_rng(0)
+    noise = list(rng.integers(0, 256, (FRAMES, *SIZE, 3), np.uint8))
     flags = {"movflags": "faststart"} if request.param == "index first" else {}
-    with writing_videos(), av.open(str(path), "w", container_options=flags) as container:
-        stream = container.add_stream(codec, rate=FPS, options=options)
-        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
-        for i in range(FRAMES):
-            frame = av.VideoFrame.from_ndarray(rng.integers(0, 256, (*SIZE, 3), np.uint8), format="rgb24")
-            frame.pts = i
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+    write_video(path, noise, codec, options, container_options=flags)
     data = path.read_bytes()
     assert len(data) > 300_000 and (data.index(b"moov") < 100) == (request.param == "index first")
     return data

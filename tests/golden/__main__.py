@@ -45,9 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="NAMES", help=f"of {','.join(IN_PROCESS + WITH_RAY)}")
     parser.add_argument("--no-ray", action="store_true", help="only the runs in one process")
     parser.add_argument("--ignore", metavar="KEYS", default="", help="keys of metrics that may differ, as a,b")
-    parser.add_argument(
-        "--with-current-definitions", action="store_true", help="REV runs this tree's tests/golden, not its own"
-    )
     options = parser.parse_args(argv)
     names = options.only.split(",") if options.only else [*IN_PROCESS, *([] if options.no_ray else WITH_RAY)]
     if unknown := sorted(set(names) - {*IN_PROCESS, *WITH_RAY}):
@@ -59,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clean = not git("status", "--porcelain")
     revision = options.against or ("HEAD~1" if clean else "HEAD")
     try:
-        before = record_of(revision, names, options.with_current_definitions)
+        before = record_of(revision, names)
     except LookupError as error:
         print(error, file=sys.stderr)
         return 2
@@ -83,20 +80,18 @@ def show(before: dict[str, Any], after: dict[str, Any], names: Sequence[str], ig
     return status
 
 
-def record_of(revision: str, names: Sequence[str], current_definitions: bool) -> dict[str, Any]:
+def record_of(revision: str, names: Sequence[str]) -> dict[str, Any]:
     """The records of a revision: cached ones, and those made now in a temporary worktree.
 
     Raises:
         LookupError: it has no golden runs.
     """
-    cache = cache_of(git("rev-parse", f"{revision}^{{tree}}"), definitions() if current_definitions else "")
+    cache = cache_of(git("rev-parse", f"{revision}^{{tree}}"))
     cached = json.loads(cache.read_text()) if cache.exists() else {}
     if missing := [name for name in names if name not in cached]:
         with worktree(revision) as tree:
-            if current_definitions:
-                shutil.copytree(ROOT / HERE, tree / HERE, dirs_exist_ok=True)
-            elif not (tree / HERE).exists():
-                raise LookupError(f"{revision} has no {HERE}; --with-current-definitions runs this tree's there")
+            if not (tree / HERE).exists():
+                raise LookupError(f"{revision} has no {HERE}")
             cached |= run(tree, missing)
         keep(cache, cached)
     return cached
@@ -148,11 +143,11 @@ def worktree(revision: str) -> Iterator[Path]:
             git("worktree", "remove", "--force", str(tree))
 
 
-def cache_of(tree_hash: str, definitions: str = "") -> Path:
+def cache_of(tree_hash: str) -> Path:
     """The file with the records of a tree on machines like this one; all worktrees of a repository share it."""
     repository = Path(git("rev-parse", "--path-format=absolute", "--git-common-dir")).parent
     machine = "\n".join([cpu(), platform.python_version(), *(f"{name} {version(name)}" for name in LIBRARIES)])
-    key = hashlib.sha256(f"{machine}\n{sorted(ENVIRONMENT.items())}\n{definitions}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(f"{machine}\n{sorted(ENVIRONMENT.items())}\n".encode()).hexdigest()[:12]
     return repository / ".cache" / "golden" / f"{tree_hash[:16]}-{key}.json"
 
 
@@ -164,10 +159,6 @@ def keep(cache: Path, records: dict[str, Any]) -> None:
     partial = cache.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(known | records))
     partial.rename(cache)
-
-
-def definitions() -> str:
-    return "".join(path.read_text() for path in sorted((ROOT / HERE).glob("*.py")))
 
 
 def cpu() -> str:
