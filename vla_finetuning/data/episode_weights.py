@@ -167,7 +167,8 @@ def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str], colu
 def _of_json(value: Any, named: Callable[[str], str], column: str) -> Found:
     if not isinstance(value, Mapping):
         raise ValueError(f"found a {type(value).__name__}")
-    per_root = {named(root): episodes for root, episodes in value.items()} if _nested(value) else {"": value}
+    is_nested = bool(value) and all(isinstance(entry, Mapping) for entry in value.values())
+    per_root = {named(root): episodes for root, episodes in value.items()} if is_nested else {"": value}
     by_root = {}
     for root, episodes in per_root.items():
         values = list(episodes.values())
@@ -175,10 +176,6 @@ def _of_json(value: Any, named: Callable[[str], str], column: str) -> Found:
             raise ValueError(f"found the {column} {wrong[0]!r:.50}")
         by_root[root] = np.array([int(episode) for episode in episodes], np.int64), np.array(values, np.float64)
     return by_root
-
-
-def _nested(value: Mapping[str, Any]) -> bool:
-    return bool(value) and all(isinstance(entry, Mapping) for entry in value.values())
 
 
 def _of_table(rows: pa.Table, named: Callable[[str], str], column: str) -> Found:
