@@ -2,9 +2,9 @@
 
 Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
 uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
-read task is given a few window slices of the plan (`data/plan.py`), decodes exactly the frames they name, each video
-forward, straight into the arrays that become Arrow blocks, and emits them as fixed-shape tensors that come out of Ray
-zero-copy.
+read task is given positions of the stream of rows, looks them up in the plan (`data/plan.py`), which a node holds once,
+decodes exactly their frames, each video forward, straight into the arrays that become Arrow blocks, and emits them as
+fixed-shape tensors that come out of Ray zero-copy.
 
 Knows nothing of torch, policies or training.
 """

@@ -1,7 +1,7 @@
 """The rows of a read task: parquet columns and video frames into arrays, arrays into Arrow blocks.
 
-Every frame that is named is decoded once, each file is walked forward, and pixels go straight to their place in the
-output. Knows nothing of Ray's plans, shuffling or training.
+The plan says which rows are at some positions of the stream. Every frame of them is decoded once, each file is walked
+forward, and pixels go straight to their place in the output. Knows nothing of training.
 """
 
 from __future__ import annotations
