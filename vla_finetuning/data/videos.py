@@ -28,8 +28,8 @@ from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
 
-# To be raised with every change of what `decode` makes of a file.
-RULES = 3
+# To be raised with every change of what `decode` makes of a file, and of how its frames are cached.
+RULES = 4
 
 
 @dataclass
