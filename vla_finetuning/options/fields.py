@@ -12,6 +12,7 @@ no option, and needs no package.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import types
@@ -131,6 +132,7 @@ def option(default: Any, help: str, *, flag: str | None = "", **attributes: Any)
     return field(default=default, metadata=metadata)
 
 
+@functools.cache
 def options_of(cls: type) -> tuple[Option, ...]:
     """Return all options of a configuration, those of its groups among them."""
     return tuple(_options(cls, "", None))

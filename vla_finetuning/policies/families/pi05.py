@@ -20,9 +20,9 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 import contextlib
 import copy
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -504,13 +504,13 @@ class PI05(Family):
 
 def image_tokens(config: Any) -> int:
     """Positions that a camera's image takes: its patches."""
-    # LeRobot 0.6.1 leaves SigLIP's patches as transformers has them; the tiny policy chooses its own.
-    patch = getattr(config, "patch_size", None) or _siglip_patch()
+    patch = getattr(config, "patch_size", None) or _siglip_patch_size()  # the tiny policy chooses its own
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
 
 
-@cache
-def _siglip_patch() -> int:
+@functools.cache
+def _siglip_patch_size() -> int:
+    """Return the default of transformers, which LeRobot 0.6.1 leaves as it is."""
     return CONFIG_MAPPING["paligemma"]().vision_config.patch_size
 
 
