@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import operator
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,10 @@ import pytest
 import torch
 
 from diagnostics import audit_syncs
+from tests import in_process
 from tests.datasets import make_dataset
-from tests.tiny import make_base
 from tests.training.test_as_lerobot import resolved
 from util import DeviceMetrics, NumpyToTorchCollate, TrainableOptimizer
-from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.policies import build
@@ -28,42 +28,18 @@ from vla_finetuning.training import feed, state
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """A folder, a dataset and a tiny base policy for it."""
-    folder = tmp_path_factory.mktemp("audit")
-    root = make_dataset(folder / "dataset", episodes=(6, 5, 4))
-    meta = load_metadata(root)
-    sizes = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
-    base = make_base(folder / "base", meta, **sizes)
-    return folder, root, base
+    return in_process.make_setting(tmp_path_factory.mktemp("audit"))
 
 
 def flags(setting, **changes):
-    folder, root, base = setting
-    options = {
-        "dataset.root": root,
-        "policy.path": base,
-        "output_dir": folder / "run",
-        "batch_size": 2,
-        "grad_accum": 2,
-        "steps": 3,
-        **changes,
-    }
-    return [f"--{name}={value}" for name, value in options.items()]
+    return in_process.flags(setting, **{"scaling.use_gpu": None, "train.mode": "heads", **changes})
 
 
 @pytest.fixture(scope="module")
 def run(setting):
-    return resolve(parse_args(flags(setting, **{"train.mode": "heads"})), gpus_found=0)
+    return resolve(parse_args(flags(setting)), gpus_found=0)
 
 
 @pytest.fixture
@@ -221,139 +197,51 @@ def item(loss):
     loss.item()
 
 
-def converted(loss):
-    float(loss.detach())
+def mask(loss):
+    return torch.ones(3, dtype=torch.bool, device=loss.device)
 
 
-def formatted(loss):
-    _ = f"{loss:.3f}"
+PLANTED = {
+    "converted": lambda loss: float(loss.detach()),
+    "formatted": lambda loss: f"{loss:.3f}",
+    "as list": lambda loss: loss.expand(2, 3).tolist(),
+    "to the CPU": lambda loss: loss.cpu(),
+    "to numpy": lambda loss: loss.detach().cpu().numpy(),
+    "copied into host memory": lambda loss: torch.zeros(()).copy_(loss.detach()),
+    "branch": lambda loss: 1 if loss > 0 else 2,
+    "compared": lambda loss: torch.equal(loss, loss),
+    "nonzero": lambda loss: torch.nonzero(loss.expand(3)),
+    "masked": lambda loss: loss.expand(3)[mask(loss)].sum(),
+    "masked write": lambda loss: operator.setitem(torch.zeros(3, device=loss.device), mask(loss), loss.detach()),
+    "masked_select": lambda loss: torch.masked_select(loss.expand(3), mask(loss)),
+    "unique": lambda loss: torch.unique(loss.expand(3)),
+    "number made there": lambda loss: torch.tensor(0.5, device="cuda"),
+    "list made there": lambda loss: torch.tensor([0.5, 1.0], device=loss.device),
+    "array sent there": lambda loss: torch.as_tensor(np.ones(3), device=loss.device),
+    "pageable": lambda loss: torch.ones(1000).to("cuda"),
+    "pageable, not blocking": lambda loss: torch.ones(1000).to("cuda", non_blocking=True),
+    "pinned, blocking": lambda loss: torch.ones(1000).pin_memory().to("cuda"),
+    "index of the host": lambda loss: torch.zeros(3, device=loss.device)[torch.tensor([0, 1])],
+    "scalar of the host in where": lambda loss: torch.where(loss > 0, loss, torch.tensor(0.0)),
+    "state of a scaler": lambda loss: (scaler := torch.amp.GradScaler("cuda")).scale(loss) * scaler.get_scale(),
+    "printed": lambda loss: print(loss),
+    "synchronized": lambda loss: torch.cuda.synchronize(),
+}
 
 
-def as_list(loss):
-    loss.expand(2, 3).tolist()
+def plant_all(monkeypatch):
+    """Plant everything; return {name: how often it waits} as an audit finds it, by lines."""
+    plant(monkeypatch, lambda loss: [planted(loss) for planted in PLANTED.values()])
+    name_of = {planted.__code__.co_firstlineno: name for name, planted in PLANTED.items()}
+
+    def found(run):
+        return {name_of.get(sync.where.number, str(sync.where)): sync.times for sync in audit_syncs.audit(run).syncs}
+
+    return found
 
 
-def to_cpu(loss):
-    loss.cpu()
-
-
-def to_numpy(loss):
-    loss.detach().cpu().numpy()
-
-
-def copied_into_host(loss):
-    torch.zeros(()).copy_(loss.detach())
-
-
-def branch(loss):
-    if loss > 0:
-        pass
-
-
-def compared(loss):
-    torch.equal(loss, loss)
-
-
-def nonzero(loss):
-    torch.nonzero(loss.expand(3))
-
-
-def masked(loss):
-    loss.expand(3)[torch.ones(3, dtype=torch.bool, device=loss.device)].sum()
-
-
-def masked_write(loss):
-    torch.zeros(3, device=loss.device)[torch.ones(3, dtype=torch.bool, device=loss.device)] = loss.detach()
-
-
-def masked_select(loss):
-    torch.masked_select(loss.expand(3), loss.expand(3) > 0)
-
-
-def unique(loss):
-    torch.unique(loss.expand(3))
-
-
-def number_made_there(loss):
-    torch.tensor(0.5, device="cuda")
-
-
-def list_made_there(loss):
-    torch.tensor([0.5, 1.0], device=loss.device)
-
-
-def array_sent_there(loss):
-    torch.as_tensor(np.ones(3), device=loss.device)
-
-
-def pageable(loss):
-    torch.ones(1000).to("cuda")
-
-
-def pageable_not_blocking(loss):
-    torch.ones(1000).to("cuda", non_blocking=True)
-
-
-def pinned_blocking(loss):
-    torch.ones(1000).pin_memory().to("cuda")
-
-
-def host_index(loss):
-    torch.zeros(3, device=loss.device)[torch.tensor([0, 1])]
-
-
-def host_scalar_in_where(loss):
-    torch.where(loss > 0, loss, torch.tensor(0.0))
-
-
-def scaler_state(loss):
-    (scaler := torch.amp.GradScaler("cuda")).scale(loss), scaler.get_scale()
-
-
-def printed(loss):
-    print(loss)
-
-
-def synchronized(loss):
-    torch.cuda.synchronize()
-
-
-PLANTED = [
-    item,
-    converted,
-    formatted,
-    as_list,
-    to_cpu,
-    to_numpy,
-    copied_into_host,
-    branch,
-    compared,
-    nonzero,
-    masked,
-    masked_write,
-    masked_select,
-    unique,
-    number_made_there,
-    list_made_there,
-    array_sent_there,
-    pageable,
-    pageable_not_blocking,
-    pinned_blocking,
-    host_index,
-    host_scalar_in_where,
-    scaler_state,
-    printed,
-    synchronized,
-]
-
-
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda function: function.__name__)
-def test_a_planted_sync_is_found_with_its_line(planted, run, monkeypatch, one_step):
-    plant(monkeypatch, planted)
-    (found,) = audit_syncs.audit(run).syncs
-    line = planted.__code__.co_firstlineno + 1
-    assert found.where == (__file__, line, planted.__name__)
-    assert found.times == 2
+def test_a_planted_sync_is_found_with_its_line(run, monkeypatch, one_step):
+    assert plant_all(monkeypatch)(run) == dict.fromkeys(PLANTED, 2)
 
 
 def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monkeypatch, one_step, capsys):
@@ -365,10 +253,8 @@ def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monke
     monkeypatch.setattr(audit_syncs, "resolve", lambda config, gpus_found: run)
     assert audit_syncs.main(flags(setting)) == 2
     line = refuses.__code__.co_firstlineno + 1
-    line_at = (
-        f"last read a value from the device at tests/diagnostics/test_audit_syncs.py:{line}, `if torch.isnan(loss):`"
-    )
-    assert line_at in capsys.readouterr().err
+    place = f"at tests/diagnostics/test_audit_syncs.py:{line}, `if torch.isnan(loss):`"
+    assert f"last read a value from the device {place}" in capsys.readouterr().err
 
 
 def test_what_autograd_waits_for_by_itself_is_reported(run, monkeypatch, one_step):
@@ -429,18 +315,15 @@ def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step)
     assert places(audit_syncs.audit(without)) == {"item": 2}
 
 
-def watched_functions():
-    torchs = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream]
-    return [*torchs, DeviceMetrics.gather, state.build_model, feed.with_timeout]
-
-
 def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
-    before = watched_functions()
-    precision = torch.get_float32_matmul_precision()
+    def watched():
+        functions = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream]
+        return [*functions, DeviceMetrics.gather, state.build_model, feed.with_timeout]
+
+    before, precision = watched(), torch.get_float32_matmul_precision()
     plant(monkeypatch, item)
     audit_syncs.audit(run)
-    after = watched_functions()
-    assert after == before
+    assert watched() == before
     assert gc.isenabled() and torch.get_float32_matmul_precision() == precision
     weight = torch.ones(2, requires_grad=True)
     (weight * 2).sum().backward()
@@ -480,12 +363,8 @@ def test_our_loop_is_clean_on_the_gpu(setting, mode, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda function: function.__name__)
-def test_a_planted_sync_is_found_on_the_gpu(planted, setting, monkeypatch, one_step):
-    run = resolve(parse_args(flags(setting)), gpus_found=1)
-    plant(monkeypatch, planted)
-    found = audit_syncs.audit(run).syncs
-    assert {tuple(sync.where) for sync in found} == {(__file__, planted.__code__.co_firstlineno + 1, planted.__name__)}
+def test_a_planted_sync_is_found_on_the_gpu(setting, monkeypatch, one_step):
+    assert plant_all(monkeypatch)(resolve(parse_args(flags(setting)), gpus_found=1)).keys() == PLANTED.keys()
 
 
 def test_what_watches_leaves_compiled_code_in_use():

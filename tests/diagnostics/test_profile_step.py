@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-import util
 from diagnostics import profile_step, step_clock
 from diagnostics.profile_step import parse_options
 from diagnostics.report import page
@@ -26,32 +25,6 @@ from vla_finetuning.training import state
 from vla_finetuning.training.model import build_model, build_optimizer
 
 PHASES = Phase.__args__
-VARIABLES = (
-    "PROFILE_STEPS",
-    "PROFILE_WARMUP",
-    "PROFILE_SYNC",
-    "PROFILE_NO_OPTIM",
-    "FIND_UNUSED_PARAMS",
-    "FUSED_ADAMW",
-    "PROFILE_CHECKPOINT",
-    "PROFILE_STEP_JSON",
-    "PROFILE_TRACE",
-    "PROFILE_HTML",
-)
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +32,27 @@ def run(tmp_path_factory) -> Run:
     return in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("profile")))
 
 
-def profile_worker(settings, run, worker, **options):
-    profile_step.profile_worker(run, settings, worker, **options)
-
-
-def profile(run, tmp_path, *argv, before_batch=lambda: None):
-    """What the tool does, in this process."""
+def watched_run(run, folder, *argv):
+    """Return the settings of a command line, and the run that is profiled by them into a folder."""
     settings = Settings.of(parse_options(["--profile_warmup=1", "--profile_steps=3", *argv])[0], run)
     watched = profile_step.watched_run(run, settings)
-    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
-    in_process.train(watched, in_process.Shard(watched, before_batch), by=partial(profile_worker, settings))
-    rank = profile_step.RankProfile.model_validate_json((tmp_path / "rank-0.json").read_bytes())
+    return settings, with_config(watched, replace(watched.config, output_dir=str(folder)))
+
+
+def profile_worker(settings, watched, shard=None, **options):
+    """Profile in this process; return what the rank leaves."""
+
+    def profile(run, worker, **more):
+        profile_step.profile_worker(run, settings, worker, **more)
+
+    in_process.train(watched, shard, by=profile, **options)
+    return profile_step.RankProfile.model_validate_json((watched.job.output_dir / "rank-0.json").read_bytes())
+
+
+def profile(run, folder, *argv, before_batch=lambda: None):
+    """What the tool does, in this process."""
+    settings, watched = watched_run(run, folder, *argv)
+    rank = profile_worker(settings, watched, in_process.Shard(watched, before_batch))
     return profile_step.summarise(run, settings, [rank])
 
 
@@ -90,11 +73,7 @@ def test_phases_sum_to_the_step(report):
         assert 0 < total <= np.mean(rank.block_step_s[name]) * (1 + 1e-9)
     assert set(report.phases) == set(PHASES) - {"copy", "checkpoint", "evaluation"}
     assert sum(p.share for p in report.phases.values()) == pytest.approx(1)
-    assert {name: len(blocks) for name, blocks in rank.block_step_s.items()} == {
-        "untouched": 3,
-        "timed": 3,
-        "synchronized": 3,
-    }
+    assert {name: len(blocks) for name, blocks in rank.block_step_s.items()} == dict.fromkeys(step_clock.MEASURED, 3)
 
 
 @pytest.fixture
@@ -176,12 +155,10 @@ def test_what_the_shares_say(report):
 def test_the_spread_of_a_share_is_over_blocks(run, report):
     """Quartiles of shares over blocks of two steps, beside numpy."""
     forward, wait = [1.0, 1, 2, 2, 3, 3, 4, 4], [1.0, 3, 1, 3, 1, 3, 1, 3]
-    others = dict.fromkeys(report.ranks[0].timed.exposed, [0.0] * 8)
-    timed = report.ranks[0].timed.model_copy(update={"exposed": others | {"forward": forward, "data_wait": wait}})
+    none = dict.fromkeys(report.ranks[0].timed.exposed, [0.0] * 8)
+    timed = step_clock.Times(exposed=none | {"forward": forward, "data_wait": wait}, full=none)
     rank = report.ranks[0].model_copy(update={"timed": timed})
     of_blocks = np.array([2, 4, 6, 8]) / (np.array([2, 4, 6, 8]) + 4)
-    full = {"full": dict.fromkeys(others, [0.0] * 8)}
-    rank = rank.model_copy(update={"timed": timed.model_copy(update=full)})
     found = _summarise_phase("forward", 2, [rank])
     assert found.quartiles == pytest.approx(np.quantile(of_blocks, (0.25, 0.75))) and found.share == 20 / 36
 
@@ -194,38 +171,16 @@ def test_a_checkpoint_is_timed_apart(run, tmp_path, clock):
             calls.append(progress.step)
             clock.spend(8)
 
-    settings = Settings.of(parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
-    watched = profile_step.watched_run(run, settings)
-    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
-    in_process.train(watched, by=partial(profile_worker, settings), make_checkpoints=Writer)
-    rank = profile_step.RankProfile.model_validate_json((tmp_path / "rank-0.json").read_bytes())
+    settings, watched = watched_run(run, tmp_path, "--profile_steps=2")
+    rank = profile_worker(settings, watched, make_checkpoints=Writer)
     assert calls == [1 + 2 + 2 + 1]
     assert rank.checkpoint_s == 8
     assert "checkpoint" not in rank.timed.exposed
 
 
-def test_the_loop_and_the_step_are_those_of_training(run, tmp_path, monkeypatch):
-    """Every step, watched or not, is one call of the very function that training calls."""
-    assert state.TrainState.take_step.__globals__["train_step"] is util.train_step
-    steps, original = [], util.train_step
-
-    def spy(*args, **options):
-        steps.append(options["step"])
-        return original(*args, **options)
-
-    monkeypatch.setattr(state, "train_step", spy)
-    report = profile(run, tmp_path)
-    assert steps == list(range(1 + 3 + 3 + 1))
-    in_process.train(run)
-    assert steps[8:] == [0, 1, 2]
-    assert report.settings.checkpoint
-
-
 def test_watching_changes_nothing(run, tmp_path):
     """The same parameters to the bit, watched and not."""
-    settings = Settings.of(parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
-    watched = profile_step.watched_run(run, settings)
-    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
+    settings, watched = watched_run(run, tmp_path, "--profile_steps=2")
     clock = step_clock.StepClock(settings.passes(1), settings.block_steps, torch.device("cpu"))
 
     class AsLong(state.Callback):
@@ -246,15 +201,9 @@ def test_what_of_the_communication_is_hidden(device):
         "cuda": ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "sm90_xmma_gemm"),
     }[device]
 
-    def event(name, start, end, thread=1, device_type=kind, is_user_annotation=False):
-        span = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(
-            name=name,
-            device_type=device_type,
-            thread=thread,
-            time_range=span,
-            is_user_annotation=is_user_annotation,
-        )
+    def event(name, start, end, **more):
+        default = {"device_type": kind, "thread": 1, "is_user_annotation": False}
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **default | more)
 
     events = [
         *(event(collective, start, end, thread=2) for start, end in ((10, 12), (0, 4), (2, 6))),
@@ -290,11 +239,11 @@ def test_passes_alternate_and_take_turns_in_going_first(run):
 # --- options ----------------------------------------------------------------------------------------------
 
 
-def test_every_environment_variable_changes_what_it_should(run, monkeypatch, tmp_path):
+def test_every_environment_variable_changes_what_it_should(run, monkeypatch):
     default = Settings.of(parse_options([])[0], run)
     assert (default.steps, default.warmup, default.fused_adamw, default.checkpoint) == (100, 20, True, True)
     given = {
-        "PROFILE_STEPS": ("7", {"steps": 7}),
+        "PROFILE_STEPS": ("7", {"steps": 7, "block_steps": 1}),
         "PROFILE_WARMUP": ("23", {"warmup": 40}),
         "PROFILE_SYNC": ("true", {"sync": True}),
         "PROFILE_NO_OPTIM": ("1", {"no_optim": True, "checkpoint": False}),
@@ -307,20 +256,13 @@ def test_every_environment_variable_changes_what_it_should(run, monkeypatch, tmp
         with monkeypatch.context() as environment:
             environment.setenv(name, value)
             found = Settings.of(parse_options([])[0], run).model_dump()
-        expected = default.model_dump() | changed
-        if name == "PROFILE_STEPS":
-            expected |= {"block_steps": 1}
-        assert found == expected, name
-    for name, option in (("PROFILE_STEP_JSON", "json"), ("PROFILE_HTML", "html"), ("PROFILE_TRACE", "profile_trace")):
-        with monkeypatch.context() as environment:
-            environment.setenv(name, "out")
-            assert str(getattr(parse_options([])[0], option)) == "out"
+        assert found == default.model_dump() | changed, name
     monkeypatch.setenv("PROFILE_STEPS", "9")
     assert parse_options(["--profile_steps", "4"])[0].profile_steps == 4  # the flag wins
 
 
 @pytest.mark.parametrize(("argv", "search"), [([], None), (["--find_unused_params"], True)])
-def test_ddp_searches_where_it_is_told_to(run, monkeypatch, argv, search):
+def test_ddp_searches_where_it_is_told_to(run, tmp_path, monkeypatch, argv, search):
     class BuiltError(Exception):
         pass
 
@@ -329,9 +271,8 @@ def test_ddp_searches_where_it_is_told_to(run, monkeypatch, argv, search):
         raise BuiltError
 
     monkeypatch.setattr("vla_finetuning.training.state.spread", spread)
-    settings = Settings.of(parse_options(argv)[0], run)
     with pytest.raises(BuiltError):
-        in_process.train(profile_step.watched_run(run, settings), by=partial(profile_worker, settings))
+        profile_worker(*watched_run(run, tmp_path, *argv))
 
 
 def test_what_the_settings_do(run, tmp_path, monkeypatch):
@@ -394,12 +335,8 @@ def test_the_json_holds_everything_and_nothing_else(report, tmp_path):
     report.write(tmp_path / "a.json")
     assert StepReport.read(tmp_path / "a.json") == report
     raw = json.loads((tmp_path / "a.json").read_text())
-    assert raw["schema_version"] == 1
     assert {"cpu", "cores", "gpus", "driver", "git_revision", "versions", "date"} <= raw["environment"].keys()
-    assert raw["config"]["batch_size"] == 2
-    assert raw["phases"]["forward"]["full"].keys() == {"mean", "median", "p95"}
     forward = raw["ranks"][0]["timed"]["full"]["forward"]
-    assert len(forward) == 3
     assert raw["phases"]["forward"]["full"]["p95"] == pytest.approx(np.percentile(forward, 95))
 
     for damage in ({"schema_version": 2}, {"surprise": 1}, {"phases": {"forwards": raw["phases"]["forward"]}}):
@@ -424,9 +361,8 @@ def test_the_slowest_rank_is_named(run, report):
 def test_overlap_is_what_phases_take_beyond_what_they_add(run, report):
     (rank,) = report.ranks
     full = rank.timed.full | {"data_wait": [x + 0.05 for x in rank.timed.full["data_wait"]]}
-    hiding = profile_step.summarise(
-        run, report.settings, [rank.model_copy(update={"timed": rank.timed.model_copy(update={"full": full})})]
-    )
+    rank = rank.model_copy(update={"timed": rank.timed.model_copy(update={"full": full})})
+    hiding = profile_step.summarise(run, report.settings, [rank])
     assert hiding.hidden_s == pytest.approx(0.05)
     assert ": 50.0 ms hidden by overlap" in profile_step.table(hiding)
     assert ": 0.0 ms hidden by overlap" in profile_step.table(report)
@@ -526,11 +462,8 @@ def test_events_agree_with_synchronizing(tmp_path_factory, tmp_path):
     setting = in_process.make_setting(tmp_path_factory.mktemp("gpu"))
     run = in_process.resolved(setting, **{"scaling.use_gpu": "true", "batch_size": 4})
     options = ["--profile_steps=20", "--profile_warmup=5", "--profile_sync", "--profile_checkpoint=false"]
-    settings = Settings.of(parse_options(options)[0], run)
-    watched = profile_step.watched_run(run, settings)
-    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
-    in_process.train(watched, device=torch.device("cuda", 0), by=partial(profile_worker, settings))
-    (rank,) = [profile_step.RankProfile.model_validate_json((tmp_path / "rank-0.json").read_bytes())]
+    settings, watched = watched_run(run, tmp_path, *options)
+    rank = profile_worker(settings, watched, device=torch.device("cuda", 0))
     for phase in ("forward", "backward"):
         events, waited = (np.median(times.exposed[phase]) for times in (rank.timed, rank.synchronized))
         # A synchronize costs time, and ends what the host had prepared ahead.
