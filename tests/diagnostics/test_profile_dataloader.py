@@ -1,7 +1,6 @@
 """The rate that the data engine is said to have, and which side is the bottleneck."""
 
 import argparse
-import json
 import time
 from dataclasses import replace
 
@@ -13,17 +12,11 @@ import torch
 import util
 import vla
 from diagnostics import profile_dataloader, profile_step
-from diagnostics.profile_dataloader import PRODUCED, LoaderReport, RankFetches, StageClock, balance
+from diagnostics.profile_dataloader import PRODUCED, RankFetches, StageClock, balance
 from diagnostics.report import Environment
 from tests import in_process
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.training.worker import Worker
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    for name in ("PROFILE_BATCHES", "PROFILE_WARMUP", "AGAINST", "PROFILE_DATALOADER_JSON"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +34,19 @@ STORE = argparse.Namespace(peak_bytes=5 * 2**20, spilled_bytes=0)
 
 def options_of(*argv):
     return profile_dataloader.parse_options(argv)[0]
+
+
+def fetches(rank=0, **changes):
+    """What a worker saw of one batch."""
+    seen = {"warm_at_s": 0.0, "done_at_s": 1.0, "fetch_s": [1.0], "copy_s": None, "produced_at_s": [0.5], **changes}
+    return RankFetches(rank=rank, environment=Environment.here(), **seen)
+
+
+def summarise(run, ranks, cpus=1.0, options=None):
+    return profile_dataloader.summarise(run, options or options_of(), ranks, {"decode": 1.0}, cpus, STORE)
+
+
+TEN = ("--profile_batches=10", "--profile_warmup=3")
 
 
 def pull(run, tmp_path, produced_at_s, *argv, before_batch=lambda: None):
@@ -63,53 +69,32 @@ def clock(monkeypatch):
 
 
 def test_a_slow_source_is_seen_at_its_pace(run, tmp_path, clock):
-    rank, options = pull(
-        run,
-        tmp_path,
-        lambda _: clock.time(),
-        "--profile_batches=10",
-        "--profile_warmup=3",
-        before_batch=lambda: clock.spend(0.5),
-    )
+    rank, options = pull(run, tmp_path, lambda _: clock.time(), *TEN, before_batch=lambda: clock.spend(0.5))
     assert rank.fetch_s == [0.5] * 10
     assert rank.copy_s is None
-    report = profile_dataloader.summarise(run, options, [rank], {"decode": 1.0}, 1.0, STORE)
+    report = summarise(run, [rank], options=options)
     assert (report.rows, report.wall_s, report.rows_per_s) == (10 * 2, 5.0, 4.0)
 
 
 def test_rows_that_lay_in_buffers_do_not_count(run, tmp_path, clock):
     """Seven of ten batches had been read before the clock started."""
     start = clock.time()
-    rank, options = pull(
-        run,
-        tmp_path,
-        lambda micro: start if micro < 10 else clock.time(),
-        "--profile_batches=10",
-        "--profile_warmup=3",
-        before_batch=lambda: clock.spend(0.25),
-    )
-    report = profile_dataloader.summarise(run, options, [rank], {"decode": 1.0}, 1.0, STORE)
-    assert report.rows == 3 * 2
+
+    def produced_at_s(micro):
+        return start if micro < 10 else clock.time()
+
+    rank, options = pull(run, tmp_path, produced_at_s, *TEN, before_batch=lambda: clock.spend(0.25))
+    assert summarise(run, [rank], options=options).rows == 3 * 2
     with pytest.raises(ValueError, match="raise --profile_batches"):
-        early = rank.model_copy(update={"produced_at_s": [start] * 10})
-        profile_dataloader.summarise(run, options, [early], {"decode": 1.0}, 1.0, STORE)
+        summarise(run, [rank.model_copy(update={"produced_at_s": [start] * 10})], options=options)
 
 
 def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
-    def rank(number, warm, done, produced):
-        environment = Environment.here()
-        return RankFetches(
-            rank=number,
-            environment=environment,
-            warm_at_s=warm,
-            done_at_s=done,
-            fetch_s=[1.0],
-            copy_s=None,
-            produced_at_s=produced,
-        )
-
-    ranks = [rank(0, 100.0, 108.0, [99.0, 101.0, 103.0]), rank(1, 102.0, 112.0, [101.0, 103.0, 104.0])]
-    report = profile_dataloader.summarise(run, options_of(), ranks, {"decode": 1.0}, 2.0, STORE)
+    ranks = [
+        fetches(0, warm_at_s=100.0, done_at_s=108.0, produced_at_s=[99.0, 101.0, 103.0]),
+        fetches(1, warm_at_s=102.0, done_at_s=112.0, produced_at_s=[101.0, 103.0, 104.0]),
+    ]
+    report = summarise(run, ranks, 2.0)
     assert (report.rows, report.wall_s, report.world_size) == (3 * run.config.batch_size, 10.0, 2)
     assert sum(drawn.count("<rect") for _, drawn in profile_dataloader.charts(report)[1:]) == sum(
         len(rank.fetch_s) for rank in report.ranks
@@ -183,16 +168,7 @@ def at(step_report, step_s, wait_s):
 
 @pytest.fixture(scope="module")
 def loader_report(run):
-    rank = RankFetches(
-        rank=0,
-        environment=Environment.here(),
-        warm_at_s=0.0,
-        done_at_s=1.0,
-        fetch_s=[1.0],
-        copy_s=None,
-        produced_at_s=[0.5] * 50,
-    )
-    return profile_dataloader.summarise(run, options_of(), [rank], {"decode": 1.0}, 4.0, STORE)
+    return summarise(run, [fetches(produced_at_s=[0.5] * 50)], 4.0)
 
 
 def test_a_starved_step_and_a_slow_model_are_told_apart(step_report, loader_report):
@@ -207,36 +183,6 @@ def test_a_starved_step_and_a_slow_model_are_told_apart(step_report, loader_repo
     assert balance(loader_report, at(step_report, 0.04, 0.0))[1] == "They are balanced."
     other = at(step_report, 0.04, 0.0).model_copy(update={"config": step_report.config | {"batch_size": 64}})
     assert balance(loader_report, other)[-1] == "Beware: the two results differ in batch_size."
-
-
-def test_the_json_is_read_back(loader_report, tmp_path):
-    loader_report.write(tmp_path / "loader.json")
-    assert LoaderReport.read(tmp_path / "loader.json") == loader_report
-    raw = json.loads((tmp_path / "loader.json").read_text())
-    assert raw["tool"] == "profile_dataloader" and len(raw["ranks"][0]["produced_at_s"]) == 50
-    with pytest.raises(ValueError, match="no result of this version's profile_step"):
-        profile_step.StepReport.read(tmp_path / "loader.json")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "option"),
-    [
-        ("PROFILE_BATCHES", "7", "profile_batches"),
-        ("PROFILE_WARMUP", "3", "profile_warmup"),
-        ("AGAINST", "a.json", "against"),
-        ("PROFILE_DATALOADER_JSON", "b.json", "json"),
-        ("PROFILE_HTML", "c.html", "html"),
-    ],
-)
-def test_every_environment_variable_changes_what_it_should(run, monkeypatch, name, value, option):
-    monkeypatch.setattr(profile_dataloader.StepReport, "read", str)
-    default = vars(options_of())
-    monkeypatch.setenv(name, value)
-    changed = vars(options_of())
-    assert {key for key in default if default[key] != changed[key]} == {option}
-    assert str(changed[option]) == value
-    steps = profile_dataloader.pulled_run(run, argparse.Namespace(**changed)).job.steps
-    assert steps == changed["profile_batches"] + changed["profile_warmup"]
 
 
 def test_wrong_options_end_with_status_2(tmp_path, capsys):
