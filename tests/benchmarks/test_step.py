@@ -1,6 +1,5 @@
 """What `benchmarks/step.py` measures is what it says: the same training, and only ours reads nothing."""
 
-import contextlib
 import itertools
 from unittest import mock
 
@@ -63,21 +62,6 @@ def ours_compiled():
     with mock.patch.multiple(model, why_not=lambda device: None, Compiler=lambda: Compiler("eager")):
         ours = updates.Ours(config, "heads", CPU, bf16=False, compiled=True)
     return ours, [updates.prepared_rows(config, 2, 0)]
-
-
-def test_what_counts_host_reads_leaves_compiled_code_in_use(fresh_dynamo):
-    """Under a dispatch mode, and after it, the step runs the code that it ran before."""
-    ours, columns = ours_compiled()
-    batches = ours.feed(iter([ours.stored(columns[0])] * 3))
-    calls = []
-    for number in range(3):
-        before = ours.compiler.calls
-        with step.HostReads() if number == 1 else contextlib.nullcontext():
-            ours.step(batches, 1, number)
-        calls.append(ours.compiler.calls - before)
-    # Each function; in the first step each kind once more, to try it.
-    compiled = 2 + 2 + 3 + 1  # layers of vision, language (but the last) and actions; the last keys and values
-    assert calls == [compiled + 4, compiled, compiled]
 
 
 def test_a_compiled_cell_in_which_nothing_compiled_ran_fails(fresh_dynamo, monkeypatch):

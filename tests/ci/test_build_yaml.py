@@ -4,8 +4,6 @@ import http.server
 import json
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -40,13 +38,6 @@ def faults(project, capsys, *arguments):
     lines = capsys.readouterr().err.replace(f"{project}/", "").splitlines()
     assert status == (1 if lines else 0)
     return lines
-
-
-def test_the_projects_own_file_is_valid():
-    command = [sys.executable, "ci/validate_build_yaml.py", "--no-network"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "build.yaml: valid" in done.stdout and "not checked whether" in done.stdout
 
 
 @pytest.mark.parametrize(

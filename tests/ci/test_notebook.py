@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ci.check_notebook import PARAMETERS, problems_before
-from ci.strip_notebooks import main as strip_notebooks
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
 from vla_finetuning.options.command_line import parse_args
@@ -94,8 +93,3 @@ def test_every_figure_is_one_that_would_be_missed(book):
     for cell in code_cells(book):
         draws = "display(" in cell.source
         assert draws == ("figure" in cell.metadata.get("tags", [])), f"cell {cell.id}"
-
-
-def test_git_keeps_no_outputs(tmp_path):
-    (tmp_path / "a.ipynb").write_bytes(NOTEBOOK.read_bytes())
-    assert strip_notebooks([str(tmp_path / "a.ipynb")]) == 0

@@ -14,14 +14,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ci.check_lock import differences, direct_pins, locked, requirement_lines
+from ci.check_lock import direct_pins, locked, requirement_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP_FILES = ("Makefile", "requirements.lock", ".python-version", "ci/setup.sh")
-
-
-def test_the_lock_holds_exactly_the_pins_of_requirements():
-    assert differences() == [], "requirements.txt was edited: run `make lock`"
 
 
 def test_everything_in_the_lock_has_a_hash():
@@ -172,13 +168,3 @@ def test_help_lists_every_target(checkout):
     targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
     listed = re.findall(r"^  make ([\w-]+) ", make(checkout).stdout, flags=re.MULTILINE)
     assert sorted(listed) == sorted(targets)
-
-
-def test_the_commands_of_contributing_exist():
-    targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = re.findall(r"`make ([\w-]+)", text)
-    assert len(set(named)) > 5 and set(named) <= set(targets)
-    files = set(re.findall(r"`([\w/-]+\.(?:py|txt|yaml)|[a-z_/]+/)`", text))
-    assert {"vla_finetuning/options/", "ci/"} <= files
-    assert [name for name in files if not (ROOT / name).exists()] == []
