@@ -157,6 +157,18 @@ def faults():
 
 
 @pytest.fixture
+def googles_faults(tmp_path, monkeypatch):
+    """Serve Google's store, with an empty bucket `runs`; what is done to requests for it."""
+    from tests.loopback import Faults, GoogleStorage, Proxy, serving
+
+    (tmp_path / "runs").mkdir()
+    faults = Faults()
+    with serving(GoogleStorage("runs", tmp_path / "runs")) as endpoint, serving(Proxy(endpoint, faults)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy)
+        yield faults
+
+
+@pytest.fixture
 def bucket_url(faults, request, tmp_path, monkeypatch):
     """Return a run's address. Requests are repeated at once, and this node's disk is the test's."""
     from tests.buckets import forget

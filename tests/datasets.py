@@ -120,27 +120,15 @@ def write_dataset(
     if cameras is None:
         cameras = {"observation.images.top": (48, 64), "observation.images.wrist": (96, 80)}
     image_cameras = image_cameras or {}
-    features: dict[str, dict] = {
-        "observation.state": {
-            "dtype": "float32",
-            "shape": (state_dim,),
-            "names": [f"joint_{i}" for i in range(state_dim)],
-        },
-        "action": {
-            "dtype": "float32",
-            "shape": (action_dim,),
-            "names": [f"motor_{i}" for i in range(action_dim)],
-        },
-    }
-    features = {key: feature for key, feature in features.items() if feature["shape"] != (0,)}
+    features: dict[str, dict] = {}
+    for key, name, size in (("observation.state", "joint", state_dim), ("action", "motor", action_dim)):
+        if size:
+            names = [f"{name}_{number}" for number in range(size)]
+            features[key] = {"dtype": "float32", "shape": (size,), "names": names}
     features |= {key: {"dtype": "string", "shape": (1,), "names": None} for key in texts or ()}
     for dtype, sizes in (("video", cameras), ("image", image_cameras)):
-        for key, (height, width) in sizes.items():
-            features[key] = {
-                "dtype": dtype,
-                "shape": (height, width, 3),
-                "names": ["height", "width", "channels"],
-            }
+        for key, size in sizes.items():
+            features[key] = {"dtype": dtype, "shape": (*size, 3), "names": ["height", "width", "channels"]}
     if extra_features:
         features.update(EXTRA_FEATURES)
         if min(episodes) < 2:

@@ -10,7 +10,7 @@ from http.server import ThreadingHTTPServer
 import boto3
 import pytest
 
-from tests.loopback import Faults, GoogleStorage, Handler, Proxy, serving
+from tests.loopback import Handler, serving
 from vla_finetuning.buckets import store as store_module
 from vla_finetuning.buckets.store import PATIENCE_S, ChangedError, StorageError, Store, split_address, within
 
@@ -62,12 +62,19 @@ def test_objects_are_whole(bucket, request):
     everything_whole(bucket, request.node.name)
 
 
-def test_objects_are_whole_in_googles_store(tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    with serving(GoogleStorage("runs", tmp_path / "runs")) as endpoint:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
-        store = Store("gs", "runs")
-        everything_whole(store, "a/run")
+def test_objects_are_whole_in_googles_store(googles_faults, tmp_path, monkeypatch):
+    store = Store("gs", "runs")
+    everything_whole(store, "a/run")
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
+    file, back, key = tmp_path / "file", tmp_path / "back", "a/run/large"
+    file.write_bytes(os.urandom(12 * 2**20))
+    store.upload(file, key)
+    found = store.head(key)
+    store.download(key, found, back)
+    assert back.read_bytes() == file.read_bytes()
+    store.put(key, b"another")
+    with pytest.raises(ChangedError):  # another generation
+        store.download(key, found, back)
 
 
 def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(bucket, faults, tmp_path, monkeypatch):
@@ -120,29 +127,20 @@ def test_an_upload_that_the_store_does_not_know_is_made_again(bucket, tmp_path, 
             bucket.upload(file, "file")
 
 
-def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monkeypatch, bucket_url):
+def test_an_upload_to_googles_store_goes_on_while_it_is_answered(googles_faults, tmp_path, monkeypatch, bucket_url):
     """Piece by piece; a store that does not answer is given up in the time that was said, and nothing is there."""
-    (tmp_path / "runs").mkdir()
-    faults = Faults()
-    with serving(GoogleStorage("runs", tmp_path / "runs")) as endpoint, serving(Proxy(endpoint, faults)) as proxy:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy)
-        monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
-        file, store, key = tmp_path / "file", Store("gs", "runs"), "a/run/large file"
-        file.write_bytes(os.urandom(12 * 2**20))
-        faults.choose = lambda request: "503" if request.method == "PUT" and request.attempt == 1 else None
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 5 * 2**20)
+    file, store, key = tmp_path / "file", Store("gs", "runs"), "a/run/large file"
+    file.write_bytes(os.urandom(12 * 2**20))
+    googles_faults.choose = lambda request: "503" if request.method == "PUT" and request.attempt == 1 else None
+    store.upload(file, key)
+    assert store.get(key)[0] == file.read_bytes()
+    store.delete([key])
+    googles_faults.choose = lambda request: "stall" if "partNumber=2" in request.url else None
+    started = time.monotonic()
+    with pytest.raises(StorageError, match="the store does not answer"), within(1):
         store.upload(file, key)
-        found, back = store.head(key), tmp_path / "back"
-        store.download(key, found, back)
-        assert back.read_bytes() == file.read_bytes()
-        store.put(key, b"another")
-        with pytest.raises(ChangedError):  # another generation
-            store.download(key, found, back)
-        store.delete([key])
-        faults.choose = lambda request: "stall" if "partNumber=2" in request.url else None
-        started = time.monotonic()
-        with pytest.raises(StorageError, match="the store does not answer"), within(1):
-            store.upload(file, key)
-        assert time.monotonic() - started < 6 and not store.below("")
+    assert time.monotonic() - started < 6 and not store.below("")
 
 
 def test_folders_that_a_console_made_are_no_files(bucket):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import step
 from diagnostics import audit_syncs
 from tests import in_process
 from tests.datasets import make_dataset
@@ -26,11 +27,6 @@ from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.training import feed, state
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory):
-    return in_process.make_setting(tmp_path_factory.mktemp("audit"))
 
 
 def flags(setting, **changes):
@@ -61,10 +57,12 @@ def plant(monkeypatch, planted):
     monkeypatch.setattr(PI05Loss, "forward", forward)
 
 
-def places(found):
-    """{function: times}; all of it must be in this file."""
+def by_name(found, planted=None):
+    """{name: times}: of `planted` by its line, else of the function; all of it must be in this file."""
     assert {sync.where.file for sync in found.syncs} <= {__file__}, found.table()
-    return {sync.where.function.rsplit(".")[-1]: sync.times for sync in found.syncs}
+    name_of = {function.__code__.co_firstlineno: name for name, function in (planted or {}).items()}
+    wheres = {sync.where: sync.times for sync in found.syncs}
+    return {name_of.get(where.number, where.function.rsplit(".")[-1]): times for where, times in wheres.items()}
 
 
 # --- our loop ---------------------------------------------------------------------------------------------
@@ -100,23 +98,13 @@ def test_callbacks_wait_for_nothing(tmp_path):
 
 
 def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
-    def beside_noise(args, drawn):
-        drawn[0].sum().item()
-
-    def beside_copies(args, batch):
-        batch["action"].sum().item()
-
-    def beside_images(args, batch):
-        batch["observation.images.top"].sum().item()
-
-    def beside_forward(args, loss):
-        loss.item()
-
-    def beside_optimizer(args, result):
-        result[0].item()
-
-    def beside_window(args, _):
-        args[1].loss.item()
+    looks = {
+        "noise": (pi05, "sample_noise_and_time", lambda args, drawn: drawn[0].sum().item()),
+        "images": (DeviceHalf, "forward", lambda args, batch: batch["observation.images.top"].sum().item()),
+        "forward": (PI05Loss, "forward", lambda args, loss: loss.item()),
+        "optimizer": (TrainableOptimizer, "step", lambda args, result: result[0].item()),
+        "window": (DeviceMetrics, "add_step", lambda args, _: args[1].loss.item()),
+    }
 
     class Identity(torch.autograd.Function):
         @staticmethod
@@ -128,38 +116,24 @@ def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
             gradient.item()
             return gradient
 
-    def beside(owner, name, look):
-        original = getattr(owner, name)
-
+    def beside(name, original, look):
         def replacement(*args, **options):
             result = original(*args, **options)
             look((*args, *options.values()), result)
-            return Identity.apply(result) if look is beside_forward else result
+            return Identity.apply(result) if name == "forward" else result
 
-        monkeypatch.setattr(owner, name, replacement)
+        return replacement
 
-    prefetcher = feed.cuda_prefetcher
-
-    def prefetched(batches, device, *rest):
+    def copies(batches, device, *rest, prefetcher=feed.cuda_prefetcher):
         for batch in prefetcher(batches, device, *rest):
-            beside_copies((), batch)
+            batch["action"].sum().item()
             yield batch
 
-    monkeypatch.setattr(feed, "cuda_prefetcher", prefetched)
-    beside(pi05, "sample_noise_and_time", beside_noise)
-    beside(DeviceHalf, "forward", beside_images)
-    beside(PI05Loss, "forward", beside_forward)
-    beside(TrainableOptimizer, "step", beside_optimizer)
-    beside(DeviceMetrics, "add_step", beside_window)
-    assert places(audit_syncs.audit(run)) == {
-        "beside_noise": 1,
-        "beside_copies": 2,
-        "beside_images": 2,
-        "beside_forward": 2,
-        "backward": 2,
-        "beside_optimizer": 1,
-        "beside_window": 1,
-    }
+    monkeypatch.setattr(feed, "cuda_prefetcher", copies)
+    for name, (owner, attribute, look) in looks.items():
+        monkeypatch.setattr(owner, attribute, beside(name, getattr(owner, attribute), look))
+    times = {"noise": 1, "copies": 2, "images": 2, "forward": 2, "backward": 2, "optimizer": 1, "window": 1}
+    assert by_name(audit_syncs.audit(run), {name: look for name, (_, _, look) in looks.items()}) == times
 
 
 def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
@@ -230,18 +204,12 @@ PLANTED = {
 
 
 def plant_all(monkeypatch):
-    """Plant everything; return {name: how often it waits} as an audit finds it, by lines."""
     plant(monkeypatch, lambda loss: [planted(loss) for planted in PLANTED.values()])
-    name_of = {planted.__code__.co_firstlineno: name for name, planted in PLANTED.items()}
-
-    def found(run):
-        return {name_of.get(sync.where.number, str(sync.where)): sync.times for sync in audit_syncs.audit(run).syncs}
-
-    return found
 
 
 def test_a_planted_sync_is_found_with_its_line(run, monkeypatch, one_step):
-    assert plant_all(monkeypatch)(run) == dict.fromkeys(PLANTED, 2)
+    plant_all(monkeypatch)
+    assert by_name(audit_syncs.audit(run), PLANTED) == dict.fromkeys(PLANTED, 2)
 
 
 def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monkeypatch, one_step, capsys):
@@ -312,7 +280,7 @@ def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step)
     missing = {"action": {"q01"}, "observation.state": {"q01"}}
     policy = run.policy.select_robot(replace(run.robots[0], stats={}, missing_stats=missing))
     without = replace(run, rows=replace(run.rows, metas=metas), policy=policy)
-    assert places(audit_syncs.audit(without)) == {"item": 2}
+    assert by_name(audit_syncs.audit(without)) == {"item": 2}
 
 
 def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
@@ -349,7 +317,7 @@ def test_warnings_of_cuda_become_lines(run, monkeypatch, one_step, tmp_path):
     plant(monkeypatch, waits)
     with pytest.warns(UserWarning, match="something else"):
         found = audit_syncs._audit_on(audit_syncs._shortened(run, str(tmp_path)), CPU)
-    assert places(found) == {"synchronise": 2}
+    assert by_name(found) == {"synchronise": 2}
     assert modes == ["warn", 0]
 
 
@@ -364,16 +332,19 @@ def test_our_loop_is_clean_on_the_gpu(setting, mode, capsys):
 
 @pytest.mark.gpu
 def test_a_planted_sync_is_found_on_the_gpu(setting, monkeypatch, one_step):
-    assert plant_all(monkeypatch)(resolve(parse_args(flags(setting)), gpus_found=1)).keys() == PLANTED.keys()
+    plant_all(monkeypatch)
+    run = resolve(parse_args(flags(setting)), gpus_found=1)
+    assert by_name(audit_syncs.audit(run), PLANTED).keys() == PLANTED.keys()
 
 
-def test_what_watches_leaves_compiled_code_in_use():
+@pytest.mark.parametrize("watching", [audit_syncs._CudaWatch("cpu"), step.HostReads()], ids=["audit", "reads"])
+def test_what_watches_leaves_compiled_code_in_use(watching):
     """Under the watch, and after it, compiled code is called as before."""
     torch._dynamo.reset()
     compiler, calls = Compiler("eager"), []
     layer = compiler(lambda layer, values: layer(values).sum())
     with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
-        for watch in (None, audit_syncs._CudaWatch("cpu"), None):
+        for watch in (None, watching, None):
             before = compiler.calls
             with watch or contextlib.nullcontext():
                 layer(torch.nn.Linear(2, 2), torch.ones(1, 2)).backward()

@@ -2,18 +2,11 @@
 
 from dataclasses import replace
 
-import pytest
-
 from diagnostics import compare_strategies
 from diagnostics.compare_strategies import Spreading, StrategiesReport
 from diagnostics.report import Environment
 from tests import in_process
 from vla_finetuning.training.memory import GIB, StepMemory
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("compare")))
 
 
 def test_a_strategy_that_does_not_fit_by_its_plan_is_left_out(run, monkeypatch):

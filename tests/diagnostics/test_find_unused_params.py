@@ -13,16 +13,6 @@ from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
 
 
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory):
-    return in_process.make_setting(tmp_path_factory.mktemp("unused"))
-
-
-@pytest.fixture(scope="module")
-def run(setting):
-    return in_process.resolved(setting)
-
-
 def names(report, fate):
     return {parameter.name for parameter in report.of(fate)}
 

@@ -18,17 +18,6 @@ from tests import in_process
 from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.training.worker import Worker
 
-
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory):
-    return in_process.make_setting(tmp_path_factory.mktemp("loader"))
-
-
-@pytest.fixture(scope="module")
-def run(setting):
-    return in_process.resolved(setting)
-
-
 STORE = argparse.Namespace(peak_bytes=5 * 2**20, spilled_bytes=0)
 
 

@@ -18,18 +18,13 @@ from diagnostics.step_report import Settings, StepReport, _summarise_phase, advi
 from tests import in_process
 from tests.pages import check_page
 from util import DeviceMetrics, Phase, TrainableOptimizer
-from vla_finetuning.plan.resolve import Run, with_config
+from vla_finetuning.plan.resolve import with_config
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.report import figures
 from vla_finetuning.training import state
 from vla_finetuning.training.model import build_model, build_optimizer
 
 PHASES = Phase.__args__
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Run:
-    return in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("profile")))
 
 
 def watched_run(run, folder, *argv):

@@ -20,16 +20,6 @@ from vla_finetuning.training.stream import RankSchedule
 MASK = "observation.language.attention_mask"
 
 
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory):
-    return in_process.make_setting(tmp_path_factory.mktemp("tool"))
-
-
-@pytest.fixture(scope="module")
-def run(setting):
-    return in_process.resolved(setting)
-
-
 def test_gpus_are_those_of_the_clusters_nodes(setting, monkeypatch, capsys):
     """A driver on a head node has none. What steps in the driver's own process is refused there before it loads."""
     asked, found = [], []
