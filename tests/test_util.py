@@ -443,25 +443,16 @@ def test_prefetched_batches_arrive_whole_on_the_gpu():
         assert (product == i * 1024).all().item()
 
 
-@pytest.mark.parametrize(
-    "name, tera",
-    [
-        ("NVIDIA L4", 121),
-        ("L4", 121),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.5),
-        ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA L40", None),
-        ("NVIDIA RTX A1000", None),
-        ("Tesla V100-SXM2-16GB", None),
-    ],
-)
+# In teraFLOP/s; None: not known.
+PEAKS = {
+    **{"NVIDIA L4": 121, "L4": 121, "NVIDIA L40S": 362.05, "NVIDIA A10G": 70, "NVIDIA A100-SXM4-80GB": 312},
+    **{"NVIDIA H100 80GB HBM3": 989.5, "NVIDIA H100 PCIe": 756.5, "NVIDIA H100 NVL": 835.5},
+    **{"NVIDIA H200": 989.5, "NVIDIA H200 NVL": 835.5, "NVIDIA B200": 2250},
+    **dict.fromkeys(("NVIDIA L40", "NVIDIA RTX A1000", "Tesla V100-SXM2-16GB")),
+}
+
+
+@pytest.mark.parametrize(("name", "tera"), PEAKS.items())
 def test_peak_rates_go_by_the_whole_name(name, tera, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))

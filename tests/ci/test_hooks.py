@@ -56,14 +56,6 @@ def notebook(path):
     return book
 
 
-def test_a_clean_notebook_is_left_alone(tmp_path):
-    path = tmp_path / "a.ipynb"
-    notebook(path)
-    before = path.read_bytes()
-    assert strip_notebooks([str(path)]) == 0
-    assert path.read_bytes() == before
-
-
 def test_what_a_run_leaves_in_a_notebook_is_taken_out(tmp_path, capsys):
     path = tmp_path / "a.ipynb"
     clean = notebook(path)
@@ -78,7 +70,8 @@ def test_what_a_run_leaves_in_a_notebook_is_taken_out(tmp_path, capsys):
     for cell, original in zip(left.cells, clean.cells, strict=True):
         assert {k: v for k, v in cell.items() if k != "id"} == {k: v for k, v in original.items() if k != "id"}
     assert left.metadata == clean.metadata
-    assert strip_notebooks([str(path)]) == 0
+    before = path.read_bytes()
+    assert strip_notebooks([str(path)]) == 0 and path.read_bytes() == before, "a clean one is left alone"
 
 
 def test_what_is_no_notebook_is_refused(tmp_path, capsys):
