@@ -170,7 +170,7 @@ def check(config: Any) -> None:
 
     Each group is checked by its own `check(config)`, and by those of the groups that it inherits from.
     """
-    listed = options_of(type(config))
+    listed = options_of(type(config))  # type: ignore[arg-type]  # that a type is hashable is unknown to mypy
     options = {option.name or option.path: option for option in listed}
     for group in _groups(config):
         for cls in type(group).__mro__:
