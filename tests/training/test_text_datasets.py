@@ -14,6 +14,7 @@ from lerobot.processor import create_transition
 
 from diagnostics import check_rows, show_dataset
 from tests import in_process
+from tests.data.test_metadata_v2 import as_v2
 from tests.datasets import all_rows, make_dataset
 from tests.in_process import Rank, RunRows, alone
 from tests.tiny import make_base
@@ -41,6 +42,12 @@ TOP, WRIST = "observation.images.top", "observation.images.wrist"
 TOKENS_OF_PROMPT, MASK_OF_PROMPT = "observation.language.tokens", "observation.language.attention_mask"
 SUBTASKS = ["reach the red bin", "", "go on"]
 QUESTIONS, ANSWERS = ("what_is red", "where is\nthe bin"), ["the red bin", "to the red", "on", "where it is", "red"]
+PICTURES = {"cameras": {TOP: (40, 40)}, "action_dim": 0, "tasks": QUESTIONS}
+
+
+def make_answers(root, **options):
+    columns = {"state_dim": 0, "texts": {"answer": ANSWERS}}
+    return make_dataset(root, episodes=(1, 1, 4, 1, 2), fps=4, seed=5, **PICTURES, **columns, **options)
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +56,8 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     root = make_dataset(folder / "robot", episodes=(12, 9, 10), texts={"subtask": SUBTASKS})
     make_dataset(folder / "second", episodes=(8, 6), texts={"subtask": SUBTASKS}, seed=2)
-    one_camera = {"cameras": {TOP: (40, 40)}, "action_dim": 0, "tasks": QUESTIONS}
-    make_dataset(
-        folder / "answers",
-        episodes=(1, 1, 4, 1, 2),
-        **one_camera,
-        state_dim=0,
-        fps=4,
-        texts={"answer": ANSWERS},
-        seed=5,
-    )
-    make_dataset(folder / "videos", episodes=(5, 4), **one_camera, texts={"subtask": ["go to the red bin"]}, seed=6)
+    make_answers(folder / "answers")
+    make_dataset(folder / "videos", episodes=(5, 4), **PICTURES, texts={"subtask": ["go to the red bin"]}, seed=6)
     meta = load_metadata(root)
     tasks = [
         *meta.tasks.values(),
@@ -142,6 +140,21 @@ def test_rows_without_actions_write_their_text_and_say_no_state(setting):
     for index, position in zip(raw["index"][texts].tolist()[:3], np.flatnonzero(texts).tolist()[:3], strict=True):
         frame = frames[index]
         assert (frame["task"], frame["answer"]) == (raw["task"][position], raw["subtask"][position])
+
+
+def test_rows_of_v21_without_actions_are_those_of_v30(setting, tmp_path):
+    v30 = make_answers(tmp_path / "v3.0", data_files_size_in_mb=1e-6, video_files_size_in_mb=1e-6)
+    found = []
+    for root in (v30, as_v2(v30, tmp_path / "v2.1")):
+        mixture = {str(setting[1]): 1, str(root): {"rename_map": {"answer": "subtask"}}}
+        run = resolved(setting, root.name, **{"dataset.root": None, "dataset.mixture": json.dumps(mixture)})
+        assert [meta.codebase_version for meta in run.rows.metas] == ["v3.0", root.name]
+        raw, columns = read(run, 40)
+        assert set(written(run, columns)) >= set(ANSWERS)
+        found.append({**raw, **columns})
+    expected, found = found
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values, err_msg=key)
 
 
 def test_rows_with_actions_are_those_of_a_run_without_texts(setting):
