@@ -450,17 +450,37 @@ def writer(labelled, monkeypatch):
     return labelled, texts, prompts
 
 
-def test_a_policy_acts_on_the_text_that_it_writes(writer, instructions):
+def test_a_policy_acts_on_the_text_that_it_writes(writer, instructions, monkeypatch):
     labelled, texts, prompts = writer
     found = chunks(labelled, instructions, subtask=True)
     said = list(map(with_text, instructions, texts))
-    np.testing.assert_array_equal(found, chunks(labelled, said))
-    assert not np.array_equal(found, chunks(labelled, instructions))
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(found, chunks(labelled, said), **near)
+    assert not np.allclose(found, chunks(labelled, instructions), **near)
     (alone,) = prompts
     assert not any("subtask" in prompt for prompt in alone)
     # The label stays the last, as in training.
-    both = chunks(labelled, instructions, subtask=True, advantage="positive")
-    np.testing.assert_array_equal(both, chunks(labelled, [f"{text}{ADVANTAGE[True]}" for text in said]))
+    both = {"advantage": "positive", "guidance": 1.5}
+    expected = chunks(labelled, said, **both)
+    embedded, embed = [], PI05Loss._embed_images
+    monkeypatch.setattr(PI05Loss, "_embed_images", lambda self, images: embedded.append(images) or embed(self, images))
+    np.testing.assert_allclose(chunks(labelled, instructions, subtask=True, **both), expected, **near)
+    assert len(embedded) == 1  # for the text, the actions, and those without the label
+
+
+@pytest.mark.parametrize("controller", ["chunk", "select_action", "rtc"])
+def test_what_a_policy_writes_is_there_for_each_row(writer, instructions, controller):
+    labelled, texts, _ = writer
+    keys = [(7, "two_bins", episode, 0) for episode in range(6)]
+    player = Player(*labelled, Acting(env=ENV, subtask=True, controller=controller))
+    if controller == "rtc":
+        player.act_late(observed(), instructions, keys, 1, None)
+    else:
+        player(observed(), instructions, keys)
+    assert player.written == texts
+    player = Player(*labelled, Acting(env=ENV, controller=controller))
+    player.act_late(observed(), instructions, keys, 1, None)
+    assert player.written == []
 
 
 def test_guidance_needs_a_label_and_a_velocity(pi05):

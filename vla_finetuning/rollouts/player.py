@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -34,7 +34,7 @@ from vla_finetuning.options.policy import ROBOT_NAME, WRITES
 from vla_finetuning.options.programs import EvaluateConfig, ServeConfig
 from vla_finetuning.options.recap import ADVANTAGE, without_label
 from vla_finetuning.policies.family import MAX_DELAY
-from vla_finetuning.policies.flow import FlowLoss, continue_chunk, guided_chunk
+from vla_finetuning.policies.flow import continue_chunk, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors, tokenizer_step
 from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
@@ -157,7 +157,12 @@ class PolicySource(Acting):
 
 
 class Player:
-    """A policy with its processors and the environment's."""
+    """A policy with its processors and the environment's.
+
+    Attributes:
+        written: the text that it wrote of each row of the last call, None of one that needed no chunk; empty without
+            `Acting.subtask`.
+    """
 
     def __init__(self, policy: PreTrainedPolicy, preprocessor: Any, postprocessor: Any, acting: Acting) -> None:
         config: Any = policy.config
@@ -168,18 +173,18 @@ class Player:
         # By episode, where each step decides: the chunk that it is in.
         self._chunks: dict[tuple[int, str, int], torch.Tensor] = {}
         self._rtc: RTCConfig | None = None
-        self._trained: FlowLoss | None = None
+        self._continues = False
         if acting.controller == "rtc":  # as lerobot-rollout
             config.rtc_config = self._rtc = rtc_options(config)
             if hasattr(policy, "init_rtc_processor"):
                 policy.init_rtc_processor()
             if max_delay := getattr(config, MAX_DELAY, 0):
-                self._rtc.execution_horizon = max_delay
-                self._trained = cast(FlowLoss, family.make_loss(policy).eval())
+                self._rtc.execution_horizon, self._continues = max_delay, True
         self._words = "" if acting.advantage is None else ADVANTAGE[acting.advantage == "positive"]
-        # `check_advantage` refuses policies that cannot be guided.
-        self._guided = cast(FlowLoss, family.make_loss(policy).eval()) if acting.guidance != 1.0 else None
-        self._writer: Any = family.make_loss(policy).eval() if acting.subtask else None
+        self._loss: Any = None
+        self.written: Sequence[str | None] = []
+        if acting.subtask or self._continues or acting.guidance != 1.0:
+            self._loss = family.make_loss(policy).eval()
         relative = (step for step in preprocessor.steps if isinstance(step, RelativeActionsProcessorStep))
         self._relative = next((step for step in relative if step.enabled), None)
         self._env_pre: Any = dict
@@ -252,11 +257,13 @@ class Player:
         return list(executed), remaining
 
     def _act_by_steps(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
-        steps = self._policy.config.n_action_steps
+        steps, self.written = self._policy.config.n_action_steps, []
         if begin := [row for row, key in enumerate(keys) if key[3] % steps == 0]:
             chunk_keys = [(*keys[row][:3], keys[row][3] // steps) for row in begin]
             chunks = self._chunk(select_rows(observation, begin), [instructions[row] for row in begin], chunk_keys)
             self._chunks |= {key[:3]: chunk for key, chunk in zip(chunk_keys, chunks, strict=True)}
+            if texts := dict(zip(begin, self.written, strict=False)):
+                self.written = [texts.get(row) for row in range(len(keys))]
         if any(key[:3] not in self._chunks for key in keys):
             raise RuntimeError(
                 "a policy process died, and with it the chunks that its episodes were in; start the evaluation again, "
@@ -274,17 +281,27 @@ class Player:
         left: Sequence[LeftOver] | None = None,
     ) -> torch.Tensor:
         """Predict a normalised chunk for each row, (N, T, A); delay, left: as for `act_late`."""
-        with torch.no_grad():
-            texts = self.write(observation, instructions) if self._writer is not None else ()
-            batch = self.prepare(observation, instructions, self._words, texts)
+        use_amp = self._policy.config.use_amp and self._rtc is None  # as lerobot-eval and lerobot-rollout
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=use_amp):
+            batch, texts = self.prepare(observation, instructions, self._words), list[str]()
+            if self._acting.subtask or self._acting.guidance != 1.0:
+                # Several prompts, of images that are prepared and embedded once. What the language model makes of an
+                # image follows from the prompt, which it attends to.
+                features = self._loss.features(self._loss.images(batch))
+                observation = {key: value for key, value in observation.items() if key != "pixels"}
+                if self._acting.subtask:
+                    texts = self._write(batch | features)
+                    batch |= self.prepare(observation, instructions, self._words, texts)
+                if self._rtc is None or self._continues:  # else LeRobot predicts, of images
+                    batch |= features
+            self.written = texts
             if self._rtc is not None:
                 prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
                 return self._continue(batch, keys, prefix, delay)
-            if self._guided is not None:
-                plain = self.prepare(observation, instructions, texts=texts)
-                return guided_chunk(self._guided, batch, plain, self._noise(keys), self._acting.guidance)
-            with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):  # as lerobot-eval
-                return self._predict(batch, keys)
+            if self._acting.guidance != 1.0:
+                plain = batch | self.prepare(observation, instructions, texts=texts)
+                return guided_chunk(self._loss, batch, plain, self._noise(keys), self._acting.guidance)
+            return continue_chunk(self._loss, batch, self._noise(keys)) if texts else self._predict(batch, keys)
 
     def _prefix(self, left: Sequence[LeftOver], horizon: int) -> torch.Tensor:
         """Return what is left of the last chunks as the policy predicts it now, (N, horizon, A), like LeRobot."""
@@ -301,9 +318,9 @@ class Player:
     ) -> torch.Tensor:
         """Predict chunks (N, T, A) that go on from normalised actions, of which `delay` are executed meanwhile."""
         delay = 0 if prefix is None else delay
-        if self._trained is not None:
+        if self._continues:
             given = None if prefix is None else prefix[:, :delay]
-            return continue_chunk(self._trained, batch, self._noise(keys), given)
+            return continue_chunk(self._loss, batch, self._noise(keys), given)
         return self._predict(batch, keys, inference_delay=delay, prev_chunk_left_over=prefix)
 
     def share_weights(self, other: Player) -> None:
@@ -315,13 +332,11 @@ class Player:
         }
         self._policy.load_state_dict(weights, assign=True)
 
-    def write(self, observation: Observation, instructions: Sequence[str]) -> list[str]:
+    def _write(self, batch: dict[str, Any]) -> list[str]:
         """Return the text that the policy writes of each row, of those that it learned to write."""
         tokenizer = tokenizer_step(self._pre).input_tokenizer
         begin, end = ends_of_text(tokenizer)
-        batch = self.prepare(observation, instructions, self._words)
-        with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):
-            texts = self._writer.write(batch, begin, end, TEXT_COLUMNS).tolist()
+        texts = self._loss.write(batch, begin, end, TEXT_COLUMNS).tolist()
         words = [[*itertools.takewhile(lambda word: word != end, text)] for text in texts]
         return [tokenizer.decode(text, skip_special_tokens=True).strip() for text in words]
 

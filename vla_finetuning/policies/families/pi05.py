@@ -169,18 +169,13 @@ class PI05Loss(LayeredLoss):
         vlm = self.policy.model.paligemma_with_expert
         language_model = vlm.paligemma.model.language_model
         cameras = [key for key in self.policy.config.image_features if key in batch]
-        # Those present come first; LeRobot appends blank images for the others.
-        images = self.policy._preprocess_images(batch)[0][: len(cameras)]
-        rows = len(images[0])
-        # One call for all cameras: the vision tower sees them as one batch of C*B images.
-        embedded = self._embed_images(torch.cat(images))
-        embedded = embedded.unflatten(0, (len(cameras), rows)).transpose(0, 1).flatten(1, 2)
+        embedded = {key: batch[key] for key in cameras if batch[key].ndim == 3} or self.features(batch)
         words = vlm.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
-        hidden = torch.cat([embedded, words], dim=1)
+        hidden = torch.cat([*(embedded[key] for key in cameras), words], dim=1)
         hidden = hidden.to(self._prefix_dtype or hidden.dtype)
 
-        counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (embedded.shape[1], 0), value=True)
-        mask_absent(counts, batch, dict.fromkeys(cameras, embedded.shape[1] // len(cameras)))
+        counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (hidden.shape[1] - words.shape[1], 0), value=True)
+        mask_absent(counts, batch, {key: embedded[key].shape[1] for key in cameras})
         bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
         rotation = self._rotation(hidden, torch.cumsum(counts, dim=1) - 1)
         keys_values, again = [], not self._checkpointing
@@ -189,6 +184,15 @@ class PI05Loss(LayeredLoss):
             keys_values.append((key, value))
         keys_values.append(self._call(self._last_keys_values, language_model.layers[-1], hidden, rotation))
         return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
+
+    def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute images as the language model takes them: out of the vision tower and the projector."""
+        cameras = [key for key in self.policy.config.image_features if key in batch]
+        # Those present come first; LeRobot appends blank images for the others.
+        images = self.policy._preprocess_images(batch)[0][: len(cameras)]
+        # One call for all cameras: the vision tower sees them as one batch of C*B images.
+        embedded = self._embed_images(torch.cat(images)).split(len(images[0]))
+        return dict(zip(cameras, embedded, strict=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
         """LeRobot's `embed_image`, layer by layer: float32 (N, 3, H, W) to (N, tokens, width)."""
