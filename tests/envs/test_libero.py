@@ -116,6 +116,7 @@ class Feeling:
             assert all(image.std() > 10 for images in seen["pixels"].values() for image in images)
             return np.stack([actions_of(row) for row in rows])
 
+        decide.written = ()
         return decide
 
 

@@ -86,10 +86,14 @@ class Experts:
     weights_bytes = 0
 
     def load(self, threads):
-        self_experts = {task: expert(task) for task in self.tasks}
-        return lambda seen, _, keys: np.stack(
-            [self_experts[key[1]](state)[None] for key, state in zip(keys, seen["environment_state"], strict=True)]
-        )
+        experts = {task: expert(task) for task in self.tasks}
+
+        def decide(seen, _, keys):
+            rows = zip(keys, seen["environment_state"], strict=True)
+            return np.stack([experts[key[1]](state)[None] for key, state in rows])
+
+        decide.written = ()
+        return decide
 
 
 def plain_loop(task, seeds):

@@ -27,7 +27,7 @@ def folder(tmp_path):
     score = {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2}
     score |= {"successes_at_end": 54, "interval_at_end": [0.8, 0.95], "scenes": 30, "went_where_told": 59}
     films = [
-        {**film, "title": "trained", "file": "a.webp", "success": True},
+        {**film, "title": "trained", "file": "a.webp", "success": True, "texts": ["go", "go", HOSTILE]},
         {**film, "title": "deaf", "file": "../../b.webp", "success": False},
         {**film, "title": "gone", "file": "c.webp", "success": False},
         {**film, "title": "odd", "file": None, "success": False, "problem": "ended in another state"},
@@ -47,7 +47,8 @@ def test_the_table_and_the_pictures_are_the_evaluations(folder):
     images = [image for image in page.all("img") if image.get("class") == "film"]
     # Of the files in its own folder: a folder's index names no others.
     assert [base64.b64decode(image["src"].removeprefix("data:image/webp;base64,")) for image in images] == [WEBP, WEBP]
-    assert images[0]["alt"] == f"“{HOSTILE}”, seed 1003, 14 steps"
+    assert images[0]["alt"] == f"“{HOSTILE}”, seed 1003, 14 steps; the policy wrote “go”, then “{HOSTILE}”"
+    assert "wrote" not in images[1]["alt"]
     assert "trained success" in page.text and "deaf no success" in page.text
     assert "c.webp is gone" in page.text and "not shown. ended in another state" in page.text
 

@@ -18,7 +18,7 @@ from vla_finetuning.rollouts.episodes import LeftOver, noise
 EXECUTED = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Seeing:
     """A source of a player that looks where the bins are and goes to one of them, more or less.
 
@@ -27,14 +27,16 @@ class Seeing:
         notes: a folder in which it notes the size of each batch.
         dies: a file; where there is none, the player makes it and ends its process. "always": no such file is made.
         dies_after: only once an episode in its batch has had so many decisions.
+        writes: a text at each decision, the episode's number and the decision's.
     """
 
     scatter_cm: float = 11.0
     notes: str | None = None
     dies: str | None = None
     dies_after: int = 0
+    writes: bool = False
 
-    weights_bytes = 0
+    weights_bytes, written = 0, ()
 
     def load(self, threads):
         return self
@@ -47,6 +49,7 @@ class Seeing:
         if self.notes:
             with open(self.notes, "a") as file:
                 file.write(f"{len(keys)}\n")
+        self.written = [f"{key[2]} {key[3]}" for key in keys] if self.writes else ()
         chunks = []
         for image, position, instruction, key in zip(
             observation["pixels"]["top"], observation["agent_pos"], instructions, keys, strict=True

@@ -74,6 +74,7 @@ def test_what_a_stage_held_when_it_hung_is_played_again(ray_cluster, episodes, e
     assert len(acted) == len(episodes)
     with gymnasium.make(two_bins.GYM_ID) as env:
         for line, actions in acted:
+            assert "texts" not in line
             env.reset(seed=line["seed"])
             assert len(actions) == line["steps"]
             *_, (_, reward, over, _, _) = [env.step(action) for action in actions]
@@ -93,7 +94,9 @@ def test_policy_servers_that_die_again_and_again_end_the_play(ray_cluster, episo
 
 
 def test_late_chunks_are_those_of_a_plain_loop_whatever_dies(ray_cluster, tmp_path):
-    """Of a stage and a policy server, beside others that are not late: what is left of a chunk survives them."""
+    """Of a stage and a policy server, beside others that are not late: what is left of a chunk survives them, and so
+    does what the policy wrote.
+    """
     late = episode_list(["plain", "late"], ["two_bins"], 8, seed=1000)
     expected = {
         episode: plain_loop(episode.seed, key, delay=DELAY if episode.condition == "late" else None)
@@ -101,8 +104,10 @@ def test_late_chunks_are_those_of_a_plain_loop_whatever_dies(ray_cluster, tmp_pa
         for key in [(SEED, episode.task, episode.episode)]
     }
     gym = (FAULTY_ID, {"seed": 1005, "how": "dies", "marker": str(tmp_path / "stage")})
-    sources = {"policy": Seeing(dies=str(tmp_path / "server"), dies_after=3)}
-    assert played(late, gym, sources, env_actors=2, policy_actors=2, batch_size=3) == expected
+    sources, acted = {"policy": Seeing(dies=str(tmp_path / "server"), dies_after=3, writes=True)}, []
+    assert played(late, gym, sources, acted=acted, env_actors=2, policy_actors=2, batch_size=3) == expected
+    for line, _ in acted:
+        assert line["texts"] == [f"{line['episode']} {decision}" for decision in range(line["decisions"])]
     assert (tmp_path / "stage").exists() and (tmp_path / "server").exists()
     assert {line[3] for episode, line in expected.items() if episode.condition == "late"} != {
         line[3] for episode, line in expected.items() if episode.condition == "plain"
@@ -130,7 +135,7 @@ class Echo:
     def __init__(self, name):
         self.name = name
 
-    weights_bytes = 0
+    weights_bytes, written = 0, ()
 
     def load(self, threads):
         return self
@@ -150,9 +155,9 @@ def test_a_server_gives_each_row_its_own(exact):
         for first, n in ((1, 3), (2, 2))
     ]
     rows = [Row("ab"[i % 2], "x" * i, i in (1, 4), (0, "t", 100 + i, 0)) for i in range(5)]
-    chunks, left = server.act(rows, *seen)
+    chunks, left, texts = server.act(rows, *seen)
     actions = np.stack(chunks)
-    assert left == [None] * 5
+    assert left == texts == [None] * 5
     xs = [10, 11, 12, 20, 21]
     assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
     assert all(part["pixels"]["top"].all() for part in seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
     for film in films:
         steps = f"{film['steps']} step{'s' * (film['steps'] != 1)}"
         text = f"“{plain(film['instruction'], 120)}”, " if film["instruction"] else ""
+        changes = ", then ".join(f"“{written}”" for written, _ in itertools.groupby(film.get("texts", ())))
+        wrote = f"; the policy wrote {plain(changes, 300)}" if changes else ""
         uri, problem = None, film["problem"]
         if film["file"]:
             path = folder / FILMS / Path(film["file"]).name
@@ -109,7 +112,7 @@ def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
         entries.append(
             {
                 **{"title": plain(film["title"], 120), "success": film["success"], "uri": uri},
-                **{"text": f"{text}seed {film['seed']}, {steps}", "problem": plain(problem or "", 300)},
+                **{"text": f"{text}seed {film['seed']}, {steps}{wrote}", "problem": plain(problem or "", 300)},
             }
         )
     return entries

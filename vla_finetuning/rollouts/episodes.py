@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -79,6 +79,7 @@ class Playing:
         bootstraps: what is seen when its time is over is shown to the policy too, as a decision that is not executed.
         left: of its last chunk, where chunks are late.
         is_suspect: it is played alone, since it may be what made processes fail.
+        texts: that the policy wrote, one a decision (`Player.written`).
     """
 
     number: int
@@ -87,6 +88,7 @@ class Playing:
     failures: int = 0
     bootstraps: bool = False
     left: LeftOver | None = None
+    texts: list[str] = field(default_factory=list)
 
     @property
     def is_suspect(self) -> bool:
@@ -155,11 +157,17 @@ def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Ge
     return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
 
 
-def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions: int) -> Line:
-    """Return an episode's line. One that could not be played to its end has an `error`, and null for the unknown."""
+def line_of(
+    episode: Episode, ended: Ended | None, error: str | None, decisions: int, texts: Sequence[str] = ()
+) -> Line:
+    """Return an episode's line, with `texts` if the policy wrote any.
+
+    One that could not be played to its end has an `error`, and null for the unknown.
+    """
     outcome = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
     outcome.pop("number")
-    return {**asdict(episode), **outcome, "decisions": decisions, "error": error}
+    written = {"texts": list(texts)} if texts else {}
+    return {**asdict(episode), **outcome, "decisions": decisions, **written, "error": error}
 
 
 def name_of(line: Mapping[str, Any]) -> tuple[Any, ...]:

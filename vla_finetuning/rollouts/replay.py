@@ -143,7 +143,8 @@ def make_films(
     Args:
         makers: of each task's environment. chosen: (title, line, actions) of each.
     Returns:
-        Of each: `{"title", "file", "instruction", "seed", "success", "steps", "problem": why there is no file}`.
+        Of each: `{"title", "file", "instruction", "seed", "success", "steps", "texts": that the policy wrote, "problem":
+        why there is no file}`.
     """
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
     task = ray.remote(num_cpus=FILM_CPUS, max_retries=0)(film)
@@ -161,5 +162,6 @@ def make_films(
             except Exception as error:  # whatever an environment may end with
                 problem = root_cause(error)
         shown = {key: line[key] for key in ("instruction", "seed", "steps")} | {"success": line["success_once"]}
+        shown["texts"] = line.get("texts", [])
         films.append({"title": title, "file": None if problem else file, "problem": problem, **shown})
     return films

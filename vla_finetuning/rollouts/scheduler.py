@@ -283,7 +283,7 @@ class Scheduler:
 
     def _end(self, playing: Playing, ended: Ended | None, error: str | None = None) -> None:
         self._left.discard(playing.number)
-        line = line_of(playing.episode, ended, error, len(playing.chunks))
+        line = line_of(playing.episode, ended, error, len(playing.chunks), playing.texts)
         self._on_end(playing.number, line, None if ended is None else np.concatenate(playing.chunks)[: ended.steps])
 
     def _check_capacity(self) -> None:

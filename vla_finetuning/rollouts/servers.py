@@ -68,12 +68,17 @@ class PolicyServer:
         if not self._players:
             self._players = {name: source.load(self._threads) for name, source in self._sources.items()}
 
-    def act(self, rows: Sequence[Row], *observations: Observation) -> tuple[list[np.ndarray], list[LeftOver | None]]:
-        """Return actions (T, A) of all rows, those of the first observation first, and what is left of late chunks."""
+    def act(
+        self, rows: Sequence[Row], *observations: Observation
+    ) -> tuple[list[np.ndarray], list[LeftOver | None], list[str | None]]:
+        """Return actions (T, A) of all rows, those of the first observation first, what is left of late chunks, and the
+        texts that policies wrote.
+        """
         self.load()
         seen = _blacked_out(concatenate(observations), rows)
         chunks: dict[int, np.ndarray] = {}
         left: dict[int, LeftOver] = {}
+        texts: dict[int, str | None] = {}
         # A network is called for rows of one delay that all have a chunk before them, or none.
         groups: dict[tuple[str, int | None, bool], list[int]] = {}
         for i, row in enumerate(rows):
@@ -82,14 +87,17 @@ class PolicyServer:
             for batch in itertools.batched(numbers, self._batch_size):
                 padded = [*batch, *[batch[-1]] * (self._batch_size - len(batch))] if self._exact else batch
                 shown = select_rows(seen, padded), [rows[i].instruction for i in padded], [rows[i].key for i in padded]
+                player = self._players[policy]
                 if delay is None:
-                    chunks |= dict(zip(batch, self._players[policy](*shown), strict=False))
-                    continue
-                before = None if is_first else [last for i in padded if (last := rows[i].left) is not None]
-                executed, remaining = self._players[policy].act_late(*shown, delay, before)
-                chunks |= dict(zip(batch, executed, strict=False))
-                left |= dict(zip(batch, remaining, strict=False))
-        return [chunks[i] for i in range(len(rows))], [left.get(i) for i in range(len(rows))]
+                    chunks |= dict(zip(batch, player(*shown), strict=False))
+                else:
+                    before = None if is_first else [last for i in padded if (last := rows[i].left) is not None]
+                    executed, remaining = player.act_late(*shown, delay, before)
+                    chunks |= dict(zip(batch, executed, strict=False))
+                    left |= dict(zip(batch, remaining, strict=False))
+                texts |= dict(zip(batch, player.written, strict=False))
+        order = range(len(rows))
+        return [chunks[i] for i in order], [left.get(i) for i in order], [texts.get(i) for i in order]
 
 
 def _blacked_out(observation: Observation, rows: Sequence[Row]) -> Observation:
@@ -160,9 +168,11 @@ class PolicyServers(Policy):
                 continue
             self.lacks = None
             if batch:
-                chunks, left = decided
-                for playing, remaining in zip((p for seat in batch for p in seat.playing), left, strict=True):
+                chunks, left, texts = decided
+                waited = (playing for seat in batch for playing in seat.playing)
+                for playing, remaining, text in zip(waited, left, texts, strict=True):
                     playing.left = remaining
+                    playing.texts += [] if text is None else [text]
                 yield batch, chunks
         waiting = sorted((seat for seat in seats if seat.since is not None), key=lambda seat: seat.since or 0.0)
         while self._free and waiting:
