@@ -85,24 +85,31 @@ def apart(found, expected):
     return max(((found[name] - expected[name]).norm() / (1 + expected[name].norm())).item() for name in names)
 
 
+@pytest.fixture(scope="module")
+def whole(setting):
+    """The weights of a run of one worker and one micro-batch a step, by whether text is trained, and a file of them."""
+    weights = {text: trained(resolved(setting, f"whole-{text}", text=text)) for text in (False, True)}
+    torch.save(weights, file := setting[0] / "whole.pt")
+    return weights, file
+
+
 @pytest.mark.parametrize("text", [False, True])
-def test_two_micro_batches_with_unequal_tokens_are_one(setting, text):
-    whole = trained(resolved(setting, f"whole-{text}", text=text))
+def test_two_micro_batches_with_unequal_tokens_are_one(setting, whole, text):
     halves = resolved(setting, f"halves-{text}", text=text, batch_size=2, grad_accum=2)
-    assert apart(trained(halves), whole) < 5e-6
+    assert apart(trained(halves), whole[0][text]) < 5e-6
 
 
-def both(rank, world, setting):
-    alone = {text: trained(resolved(setting, f"{rank}-alone-{text}", text=text)) for text in (False, True)}
-    found = {}
+def in_rank(rank, world, setting, file):
+    expected, found = torch.load(file), {}
     for strategy, text in STRATEGIES.items():
         options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy, "text": text}
-        found[strategy] = apart(trained(resolved(setting, f"{rank}-{strategy}", **options), rank, world), alone[text])
+        weights = trained(resolved(setting, f"{rank}-{strategy}", **options), rank, world)
+        found[strategy] = apart(weights, expected[text])
     return found
 
 
-def test_two_workers_with_unequal_tokens_equal_one(setting):
-    for found in in_process.in_ranks(both, setting, world=2):
+def test_two_workers_with_unequal_tokens_equal_one(setting, whole):
+    for found in in_process.in_ranks(in_rank, setting, whole[1], world=2):
         assert found.keys() == STRATEGIES.keys() and max(found.values()) < 5e-6, found
 
 
@@ -119,6 +126,17 @@ def test_the_plan_counts_the_work_and_rows_carry_tokens(setting):
     assert row[TOKENS][0, :count].tolist() == [*tokenizer.encode(row["action"])[0], tokenizer.vocabulary]
 
 
+def written(run, columns):
+    """The texts that rows are to write."""
+    preprocessor, _ = run.policy.processors()
+    tokenizer, texts = tokenizer_step(preprocessor).input_tokenizer, []
+    for tokens, mask in zip(columns[TEXT], columns[TEXT_MASK], strict=True):
+        ids = tokens[1:][mask]
+        assert not len(ids) or (tokens[0], ids[-1]) == ends_of_text(tokenizer)
+        texts.append(tokenizer.decode(ids[:-1]))
+    return texts
+
+
 def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write_it(setting):
     run, silent = resolved(setting, "texts", text=True), resolved(setting, "silent")
     assert "(--train.mode full, insulated, writes subtask)" in describe(run)
@@ -126,23 +144,13 @@ def test_prompts_of_every_second_row_say_the_subtask_and_the_others_are_to_write
     longest = max(run.policy.prompts)
     assert robot_facts(run)[""]["writes"] == "subtask" and "writes" not in robot_facts(silent)[""]
     assert run.policy.flops_by_prompt[longest] > silent.policy.flops_by_prompt[longest]
-    preprocessor, _ = run.policy.processors()
-    tokenizer = tokenizer_step(preprocessor).input_tokenizer
     prepare = make_prepare(run.policy, run.rows)
     (rows,) = run.rows.in_stored_order().read_rows(range(6), 6)
     texts = ["", "reach the red bin", "go on"] * 2
     assert [" ".join(text.replace("_", " ").split()) for text in rows["subtask"]] == texts
     unplaced, placed = prepare(rows), prepare({**rows, "position": np.arange(6)})
-
-    def written(columns):
-        lines = []
-        for tokens, mask in zip(columns[TEXT], columns[TEXT_MASK], strict=True):
-            ids = tokens[1:][mask]
-            assert not len(ids) or (tokens[0], ids[-1]) == ends_of_text(tokenizer)
-            lines.append(tokenizer.decode(ids[:-1]))
-        return lines
-
-    assert written(unplaced) == texts and written(placed) == ["", "", "go on", "", "reach the red bin", ""]
+    assert written(run, unplaced) == texts
+    assert written(run, placed) == ["", "", "go on", "", "reach the red bin", ""]
     plain = make_prepare(silent.policy, silent.rows)
     instructions = [with_text(task, text) for task, text in zip(rows["task"], texts, strict=True)]
     saying = plain({**rows, "task": np.array(instructions, object)})["observation.language.tokens"]

@@ -18,7 +18,7 @@ from tests.data.test_metadata_v2 import as_v2
 from tests.datasets import all_rows, make_dataset
 from tests.in_process import Rank, RunRows, alone
 from tests.tiny import make_base
-from tests.training.test_insulated_run import apart
+from tests.training.test_insulated_run import apart, written
 from util import full_tensor
 from vla_finetuning.columns import IS_PRESENT, ROBOT
 from vla_finetuning.data.metadata import load_metadata
@@ -31,7 +31,6 @@ from vla_finetuning.policies.action_tokens import ActionTokenizer
 from vla_finetuning.policies.families.insulation import TOKENS_MASK
 from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.text_targets import TEXT, TEXT_MASK
 from vla_finetuning.run.folder import CONFIG_NAME, attempts
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.chunks import read_chunks, sample_chunks
@@ -95,15 +94,6 @@ def read(run, rows):
     """The first rows of a run's stream, as they are read and as they are prepared."""
     (raw,) = run.rows.source().read_rows(range(rows), rows)
     return raw, make_prepare(run.policy, run.rows)(raw)
-
-
-def written(run, columns):
-    """The texts that rows are to write."""
-    preprocessor, _ = run.policy.processors()
-    tokenizer = tokenizer_step(preprocessor).input_tokenizer
-    return [
-        tokenizer.decode(tokens[1:][mask][:-1]) for tokens, mask in zip(columns[TEXT], columns[TEXT_MASK], strict=True)
-    ]
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
@@ -249,8 +239,8 @@ def test_no_episode_without_actions_is_held_out_and_none_is_idle(setting):
 
 
 def test_two_workers_with_uneven_texts_equal_one(setting):
-    torch.save(trained_rows(resolved(setting, "one worker", BOTH)), setting[0] / "one worker.pt")
-    for found in in_process.in_ranks(both, setting, world=2):
+    torch.save(trained_rows(resolved(setting, "one worker", BOTH)), file := setting[0] / "one worker.pt")
+    for found in in_process.in_ranks(in_rank, setting, file, world=2):
         assert found.keys() == {"ddp", "fsdp2"} and max(found.values()) < 5e-6, found
 
 
@@ -259,8 +249,8 @@ def trained_rows(run, rank=0, world=1):
     return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
-def both(rank, world, setting):
-    expected, found = torch.load(setting[0] / "one worker.pt"), {}
+def in_rank(rank, world, setting, file):
+    expected, found = torch.load(file), {}
     for strategy in ("ddp", "fsdp2"):
         options = {"batch_size": 2, "scaling.num_workers": world, "scaling.strategy": strategy}
         run = resolved(setting, f"{rank}-{strategy}", BOTH, **options)

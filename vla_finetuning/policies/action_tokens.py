@@ -61,13 +61,13 @@ class ActionTokenizer:
 
     @classmethod
     def fit(cls, chunks: np.ndarray, vocabulary: int, scale: float = SCALE) -> ActionTokenizer:
-        """Learn an encoding of chunks, float (N, T, A). The same chunks in the same order give the same one.
+        """Learn an encoding of chunks, float (N, T, A), in at least LEAST_VOCABULARY tokens.
+
+        The same chunks in the same order give the same one.
 
         Raises:
-            ValueError: a vocabulary of fewer tokens than there are bytes; no chunk, or values that are not finite.
+            ValueError: no chunk, or values that are not finite.
         """
-        if vocabulary < LEAST_VOCABULARY:
-            raise ValueError(f"an action tokenizer of {vocabulary} tokens: at least {LEAST_VOCABULARY} are needed")
         if not len(chunks) or not np.isfinite(chunks).all():
             raise ValueError(
                 f"an action tokenizer is fitted to finite chunks, not to {len(chunks)} with NaN or infinity"
@@ -137,22 +137,18 @@ def fetch_tokenizer(name: str) -> Path:
     Raises:
         ValueError: neither a folder nor a repository with these files, or one that takes too long to load.
     """
-    if not (folder := Path(name).expanduser()).is_dir():
-        folder = _download_tokenizer(name)
+    folder, files = Path(name).expanduser(), (MODEL_FILE, SETTINGS_FILE)
+    if not folder.is_dir():
+        try:
+            commit = resolve_commit(name, None, repo_type="model")
+            folder = Path(download_snapshot(name, commit, repo_type="model", allow_patterns=files))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--train.action_tokenizer={name}: no folder, and the Hub gives none of that name ({error}); give fit, "
+                "a folder or physical-intelligence/fast"
+            ) from error
     check_tokenizer(folder / MODEL_FILE)
     return folder
-
-
-def _download_tokenizer(name: str) -> Path:
-    try:
-        commit = resolve_commit(name, None, repo_type="model")
-        files = (MODEL_FILE, SETTINGS_FILE)
-        return Path(download_snapshot(name, commit, repo_type="model", allow_patterns=files))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--train.action_tokenizer={name}: no folder, and the Hub gives none of that name ({error}); give fit, a "
-            "folder or physical-intelligence/fast"
-        ) from error
 
 
 def _coefficients(chunks: np.ndarray, scale: float) -> np.ndarray:

@@ -62,10 +62,8 @@ class WithText:
         ]
         prepared = self.prepare({**batch, TASK: np.array(task, object)})
         begin, end = ends_of_text(self.tokenizer)
-        tokens, mask = (
-            np.full((len(texts), TEXT_COLUMNS + 1), end, np.int64),
-            np.zeros((len(texts), TEXT_COLUMNS), bool),
-        )
+        tokens = np.full((len(texts), TEXT_COLUMNS + 1), end, np.int64)
+        mask = np.zeros((len(texts), TEXT_COLUMNS), bool)
         for row, text in enumerate(texts):
             if not text or says[row]:
                 continue

@@ -55,7 +55,7 @@ FAMILIES = ()
 
 # Columns of a row: its action tokens, and which of them there are.
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
-# Which rows of a batch have an action: those with a ROBOT of at least 0.
+# Which rows of a batch have an action, once ROBOT says of each the robot as whose row it is computed.
 HAS_ACTION = "has_action"
 # PaliGemma's last words are of image segments; LeRobot's PI0-FAST leaves them alone, too.
 LAST_WORDS = 128
@@ -66,10 +66,11 @@ VOCABULARY = 1024
 class InsulatedLoss(PI05Loss):
     """Cross-entropy of actions and text as tokens, plus `flow_weight` times PI0.5's loss, which ends at the expert.
 
-    The cross-entropy is a mean over the tokens of the batch, or over those of the whole step with MEAN_COUNT. Logits
-    of action tokens are of the words that stand for them alone, those of text of all words; the head is tied to the
-    embedding of words, as in PaliGemma. The flow's loss is a mean over rows that have an action: in batches with ROBOT
-    those where it is not -1.
+    The cross-entropy is a mean over the tokens of the batch, the flow's loss one over its rows that have an action (in
+    batches with ROBOT those where it is not -1); with MEAN_COUNT over those of the whole step. Logits of action tokens
+    are of the words that stand for them alone. Those of text are of all words, as `write` chooses among all, and of
+    tokens without a loss too, on which neither a step's time nor the peak of its memory depends. The head is tied to
+    the embedding of words, as in PaliGemma.
 
     Args: as for `PI05Loss`. vocabulary: number of action tokens. flow_weight: see above. text: whether batches have it.
         fewest_cameras: of a row without an action; None: there are none.
@@ -94,15 +95,11 @@ class InsulatedLoss(PI05Loss):
         return replace(prefix, keys_values=[(key.detach(), value.detach()) for key, value in prefix.keys_values])
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        batch = super().inputs(batch)
-        if ROBOT not in batch:
-            return batch
-        return {**batch, HAS_ACTION: batch[ROBOT] >= 0, ROBOT: batch[ROBOT].clamp_min(0)}
+        robot = {ROBOT: batch[ROBOT].clamp_min(0)} if ROBOT in batch else {}
+        return {**super().inputs(batch), HAS_ACTION: _has_action(batch), **robot}
 
     def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
         """Compute the flow's loss; by row, that without an action is NaN, which no mean by robot counts."""
-        if HAS_ACTION not in batch:
-            return super().reduce(losses, batch, draws, per_row)
         absent = ~repeat_rows(batch[HAS_ACTION], draws)[:, None, None]
         reduced = super().reduce(losses.masked_fill(absent, math.nan if per_row else 0.0), batch, draws, per_row)
         return reduced if per_row else reduced * (len(batch[HAS_ACTION]) / self._mean_count(batch)[1].to(reduced.dtype))
@@ -118,20 +115,15 @@ class InsulatedLoss(PI05Loss):
             by_token = by_token * batch[factor][:, None]
         if per_row:
             counts = _all_counted(batch).sum(dim=1).clamp_min(1)
-            if HAS_ACTION in batch:
-                flow = flow.masked_fill(~repeat_rows(batch[HAS_ACTION], draws), 0.0)
+            flow = flow.masked_fill(~repeat_rows(batch[HAS_ACTION], draws), 0.0)
             return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
-        count = self._mean_count(batch)
-        cross_entropy = by_token.sum() / (count[0] if HAS_ACTION in batch else count)
+        cross_entropy = by_token.sum() / self._mean_count(batch)[0]
         self.note({"flow_loss": flow, "token_loss": cross_entropy, **metrics})
         return cross_entropy + self._flow_weight * flow
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Count the tokens of a micro-batch, 0-d; in batches with ROBOT these and the rows with an action, (2,)."""
-        tokens = _all_counted(batch).sum()
-        if ROBOT not in batch:
-            return tokens
-        return torch.stack([tokens, batch.get(HAS_ACTION, batch[ROBOT] >= 0).sum()])
+        """Count the tokens of a micro-batch, and its rows with an action: (2,)."""
+        return torch.stack([_all_counted(batch).sum(), _has_action(batch).sum()])
 
     def _mean_count(self, batch: Mapping[str, Tensor]) -> Tensor:
         return batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
@@ -141,14 +133,11 @@ class InsulatedLoss(PI05Loss):
         targets = batch[TOKENS]
         embedding = self._language_model.embed_tokens
         # Behind the tokens: that of the end, which is a target, and that of the beginning, which is not.
-        words = (
-            embedding.num_embeddings
-            - 1
-            - last_words(self.policy.config)
-            - torch.arange(self._end + 1, device=targets.device)
-        )
+        unused = LAST_WORDS if spare_words(self.policy.config) is None else 0
+        first = embedding.num_embeddings - 1 - unused
+        words = first - torch.arange(self._end + 1, device=targets.device)
         inputs = torch.cat([targets.new_full((len(targets), 1), self._end + 1), targets[:, :-1]], dim=1)
-        hidden = self._after(prefix, embedding(words[0] - inputs))
+        hidden = self._after(prefix, embedding(first - inputs))
         head = embedding(words) / embedding.embed_scale
         return _losses(hidden, head, targets, _counted(batch, TOKENS_MASK))
 
@@ -157,10 +146,6 @@ class InsulatedLoss(PI05Loss):
         embedding = self._language_model.embed_tokens
         hidden = self._after(prefix, embedding(batch[TEXT][:, :-1]))
         return _losses(hidden, embedding.weight, batch[TEXT][:, 1:], _counted(batch, TEXT_MASK))
-
-    @property
-    def _language_model(self) -> Any:
-        return self.policy.model.paligemma_with_expert.paligemma.model.language_model
 
     def _after(self, prefix: Prefix, hidden: Tensor) -> Tensor:
         """Run the language model over tokens after the prefix, each of which sees those before it: (B, N, width)."""
@@ -180,7 +165,7 @@ class InsulatedLoss(PI05Loss):
 
     def attentions(self, cameras: int, prompts: Any) -> list[tuple[nn.Module, Shape]]:
         prompts = tuple(prompts)
-        language = self.policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0]
+        language = self._language_model.layers[0]
         images = cameras * image_tokens(self.policy.config)
         shapes = [
             Shape(name, tokens, images, prompt, tokens, backward=True, causal=True)
@@ -202,6 +187,13 @@ def _losses(hidden: Tensor, head: Tensor, targets: Tensor, counts: Tensor) -> Te
     logits = F.linear(hidden, head.to(hidden.dtype)).float()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets).masked_fill(~counts, 0.0)
+
+
+def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return which rows have an action, bool (B,)."""
+    if HAS_ACTION in batch:
+        return batch[HAS_ACTION]
+    return batch[ROBOT] >= 0 if ROBOT in batch else torch.ones_like(batch[TOKENS_MASK][:, 0])
 
 
 def _counted(batch: Mapping[str, Tensor], mask: str) -> Tensor:
@@ -275,16 +267,6 @@ class InsulatedPI05(PI05):
         fewest = min((len(dataset.cameras) for dataset in self.text_datasets), default=None)
         return InsulatedLoss(policy, fewest_cameras=fewest, **options)
 
-    def _token_inputs(self, config: Any, rows: int, device: torch.device | str) -> dict[str, Tensor]:
-        shapes = {(TOKENS, TOKENS_MASK): (token_columns(config), token_columns(config))}
-        if self.text is not None:
-            shapes[TEXT, TEXT_MASK] = TEXT_COLUMNS + 1, TEXT_COLUMNS
-        inputs = {}
-        for (tokens, mask), (columns, masked) in shapes.items():
-            inputs[tokens] = torch.empty(rows, columns, dtype=torch.int64, device=device)
-            inputs[mask] = torch.empty(rows, masked, dtype=torch.bool, device=device)
-        return inputs
-
     def prepared(
         self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
     ) -> Callable[[Columns], Columns]:
@@ -321,9 +303,7 @@ class InsulatedPI05(PI05):
     def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]]) -> list[str]:
         sample = chunks()
         lines = describe_tokens(self._tokenizer_for(sample), sample)
-        fitted = (
-            "             by a tokenizer that is fitted to these; before the first step one is fitted to more of them"
-        )
+        fitted = " " * 13 + "by a tokenizer fitted to these; before the first step one is fitted to more of them"
         return lines if self.action_tokenizer else [*lines, fitted]
 
     def _tokenizer_for(self, sample: Sequence[Chunks]) -> ActionTokenizer:
@@ -340,7 +320,13 @@ class InsulatedPI05(PI05):
         self, config: Any, rows: int, draws: int, device: torch.device | str
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         batch, noise, time = super().empty_inputs(config, rows, draws, device)
-        return batch | self._token_inputs(config, rows, device), noise, time
+        shapes = {(TOKENS, TOKENS_MASK): (token_columns(config), token_columns(config))}
+        if self.text is not None:
+            shapes[TEXT, TEXT_MASK] = TEXT_COLUMNS + 1, TEXT_COLUMNS
+        for (tokens, mask), (columns, masked) in shapes.items():
+            batch[tokens] = torch.empty(rows, columns, dtype=torch.int64, device=device)
+            batch[mask] = torch.empty(rows, masked, dtype=torch.bool, device=device)
+        return batch, noise, time
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
         text = 0 if self.text is None else TEXT_COLUMNS
@@ -499,8 +485,3 @@ def spare_words(config: PreTrainedConfig) -> int | None:
     """Return how many words of a policy's own vocabulary stand for action tokens; None of PaliGemma's."""
     own = getattr(config, "vocabulary", None)
     return None if own is None else sum(word.startswith(SPARE_WORD) for word in own)
-
-
-def last_words(config: PreTrainedConfig) -> int:
-    """Return how many words at the end of the vocabulary are left alone."""
-    return LAST_WORDS if spare_words(config) is None else 0

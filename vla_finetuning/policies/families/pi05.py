@@ -100,6 +100,10 @@ class PI05Loss(LayeredLoss):
         with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
             return self._run_prefix(batch)
 
+    @property
+    def _language_model(self) -> Any:
+        return self.policy.model.paligemma_with_expert.paligemma.model.language_model
+
     @torch.no_grad()
     def write(self, batch: Mapping[str, Tensor], begin: int, end: int, most: int) -> Tensor:
         """Write a text for each row of a batch, word by word the likeliest: int64 (B, N), N at most `most`.
@@ -110,7 +114,7 @@ class PI05Loss(LayeredLoss):
         Args:
             begin: the token before a text. end: the one after it, and all that follow in a row whose text has ended.
         """
-        language_model = self.policy.model.paligemma_with_expert.paligemma.model.language_model
+        language_model = self._language_model
         embedding = language_model.embed_tokens
         prefix = self.prefix(self.images(batch))
         keys_values, bias = prefix.keys_values, prefix.bias
@@ -136,23 +140,20 @@ class PI05Loss(LayeredLoss):
         return prefix.keys_values, prefix.bias
 
     def value_layers(self) -> list[tuple[int, int]]:
-        layers = self.policy.model.paligemma_with_expert.paligemma.model.language_model.layers
-        return [
-            (layer.self_attn.k_proj.out_features // layer.self_attn.head_dim, layer.self_attn.head_dim)
-            for layer in layers
-        ]
+        attentions = [layer.self_attn for layer in self._language_model.layers]
+        return [(module.k_proj.out_features // module.head_dim, module.head_dim) for module in attentions]
 
     def layers(self) -> Iterable[nn.Module]:
         vlm = self.policy.model.paligemma_with_expert
         return (
             *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
-            *vlm.paligemma.model.language_model.layers[:-1],  # of the last one only keys and values are computed
+            *self._language_model.layers[:-1],  # of the last one only keys and values are computed
             *vlm.gemma_expert.model.layers,
         )
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         vlm = self.policy.model.paligemma_with_expert
-        language, expert = vlm.paligemma.model.language_model.layers[0], vlm.gemma_expert.model.layers[0]
+        language, expert = self._language_model.layers[0], vlm.gemma_expert.model.layers[0]
         before = self.before_actions
         images, steps = cameras * image_tokens(self.policy.config), before + self.policy.config.chunk_size
         return [
@@ -166,11 +167,9 @@ class PI05Loss(LayeredLoss):
 
     def _run_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
         """Compute images and language: of padded tokens LeRobot also masks the rows, which nothing reads."""
-        vlm = self.policy.model.paligemma_with_expert
-        language_model = vlm.paligemma.model.language_model
         cameras = [key for key in self.policy.config.image_features if key in batch]
         embedded = {key: batch[key] for key in cameras if batch[key].ndim == 3} or self.features(batch)
-        words = vlm.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
+        words = self.policy.model.paligemma_with_expert.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
         hidden = torch.cat([*(embedded[key] for key in cameras), words], dim=1)
         hidden = hidden.to(self._prefix_dtype or hidden.dtype)
 
@@ -179,10 +178,11 @@ class PI05Loss(LayeredLoss):
         bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
         rotation = self._rotation(hidden, torch.cumsum(counts, dim=1) - 1)
         keys_values, again = [], not self._checkpointing
-        for layer in language_model.layers[:-1]:
+        *layers, last = self._language_model.layers
+        for layer in layers:
             hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention, again)
             keys_values.append((key, value))
-        keys_values.append(self._call(self._last_keys_values, language_model.layers[-1], hidden, rotation))
+        keys_values.append(self._call(self._last_keys_values, last, hidden, rotation))
         return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ class PI05Loss(LayeredLoss):
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary embedding for queries and keys made of `hidden`: cosines and sines (B, 1, tokens, head_dim)."""
         dtype = _autocast_dtype(hidden) or hidden.dtype
-        rotary = self.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
+        rotary = self._language_model.rotary_emb
         # Gemma's own multiplies them as matrices, which `set_float32_matmul_precision("high")` has done in TF32: wrong
         # by 0.2 rad at position 900 (transformers 5.5, #48428).
         angles = positions[:, None, :, None].float() * rotary.inv_freq.float()
