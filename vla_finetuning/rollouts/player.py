@@ -296,8 +296,7 @@ class Player:
                     batch |= features
             self.written = texts
             if self._rtc is not None:
-                prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
-                return self._continue(batch, keys, prefix, delay)
+                return self._continue(batch, keys, delay, left)
             if self._acting.guidance != 1.0:
                 plain = batch | self.prepare(observation, instructions, texts=texts)
                 return guided_chunk(self._loss, batch, plain, self._noise(keys), self._acting.guidance)
@@ -314,13 +313,15 @@ class Player:
         return F.pad(prefix, (0, 0, 0, horizon - prefix.shape[1]))
 
     def _continue(
-        self, batch: dict[str, Any], keys: Sequence[Key], prefix: torch.Tensor | None, delay: int
+        self, batch: dict[str, Any], keys: Sequence[Key], delay: int, left: Sequence[LeftOver] | None
     ) -> torch.Tensor:
-        """Predict chunks (N, T, A) that go on from normalised actions, of which `delay` are executed meanwhile."""
-        delay = 0 if prefix is None else delay
+        """Predict chunks (N, T, A) that go on from what is left of others; delay, left: as for `act_late`."""
+        assert self._rtc is not None
+        prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
         if self._continues:
             given = None if prefix is None else prefix[:, :delay]
             return continue_chunk(self._loss, batch, self._noise(keys), given)
+        delay = 0 if prefix is None else delay
         return self._predict(batch, keys, inference_delay=delay, prev_chunk_left_over=prefix)
 
     def share_weights(self, other: Player) -> None:

@@ -143,8 +143,8 @@ def make_films(
     Args:
         makers: of each task's environment. chosen: (title, line, actions) of each.
     Returns:
-        Of each: `{"title", "file", "instruction", "seed", "success", "steps", "texts": that the policy wrote, "problem":
-        why there is no file}`.
+        Of each: `{"title", "file", "instruction", "seed", "success", "steps", "texts": what the policy wrote,
+        "problem": why there is no file}`.
     """
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
     task = ray.remote(num_cpus=FILM_CPUS, max_retries=0)(film)
