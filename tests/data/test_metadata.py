@@ -20,7 +20,6 @@ from vla_finetuning.data.dataset import Feature, select_episodes
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.metadata import dimension_names, key_frame_rows, load_metadata
 from vla_finetuning.data.options import Features, Selection
-from vla_finetuning.data.safe_parquet import open_parquet
 from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.data.statistics import complete_stats
 
@@ -140,17 +139,6 @@ def test_the_test_datasets_roll_over_where_they_should(original):
     assert len(list((original / "meta/episodes").rglob("*.parquet"))) > 1
 
 
-def test_rows_of_an_episode_are_where_it_says(original):
-    meta = load_metadata(original)
-    for episode, first in enumerate(meta.episode_data_row):
-        path = f"{meta.base}/{meta.data_files[meta.episode_data_file[episode]]}"
-        with open_parquet(meta.fs, path) as file:
-            table = file.read(columns=["episode_index", "index"]).slice(first, meta.episode_length[episode])
-        assert set(table["episode_index"].to_pylist()) == {episode}
-        start = meta.episode_start[episode]
-        assert table["index"].to_pylist() == list(range(start, start + EPISODES[episode]))
-
-
 @pytest.mark.parametrize("form", ["index named task", "unnamed index", "plain column"])
 def test_tasks_in_every_form_and_any_order(root, form):
     """LeRobot looks tasks up by their place in the file, which is wrong once rows are reordered."""
@@ -170,24 +158,19 @@ def test_tasks_in_every_form_and_any_order(root, form):
     assert load_metadata(root).tasks == tasks
 
 
-def test_stored_order_of_episodes_does_not_matter(root):
+def test_stored_order_of_episodes_and_their_stored_rows_do_not_matter(root):
+    """Some tools count `dataset_from_index` from the start of each file."""
     before = load_metadata(root)
     for path in (root / "meta/episodes").rglob("*.parquet"):
         edit_parquet(path, lambda table: table.take(list(range(table.num_rows))[::-1]))
+        edit_parquet(path, set_value("dataset_from_index", 0, 12345))
     after = load_metadata(root)
+    assert after.episode_start.tolist() == (np.cumsum(EPISODES) - EPISODES).tolist()
     assert after.episode_length.tolist() == before.episode_length.tolist()
     assert after.episode_tasks == before.episode_tasks
-    assert [after.data_files[i] for i in after.episode_data_file] == [
-        before.data_files[i] for i in before.episode_data_file
-    ]
+    files = [[meta.data_files[file] for file in meta.episode_data_file] for meta in (before, after)]
+    assert files[0] == files[1]
     assert after.episode_video_start_s[TOP].tolist() == before.episode_video_start_s[TOP].tolist()
-
-
-def test_start_is_cumulative_and_not_what_is_stored(root):
-    """Some tools count `dataset_from_index` from the start of each file."""
-    for path in (root / "meta/episodes").rglob("*.parquet"):
-        edit_parquet(path, set_value("dataset_from_index", 0, 12345))
-    assert load_metadata(root).episode_start.tolist() == (np.cumsum(EPISODES) - EPISODES).tolist()
 
 
 def test_whole_numbers_stored_as_floats(root):
@@ -212,27 +195,21 @@ def test_templates_may_name_the_episode(root):
     assert meta.episode_data_row.tolist() == [0] * len(EPISODES)
 
 
-def test_depth_and_forms_of_names(root):
+def test_depth_is_known_by_any_of_lerobots_entries(root):
     edit_feature(root, TOP, info={"is_depth_map": True})
     edit_feature(root, WRIST, info=None, video_info={"video.is_depth_map": True})
-    edit_feature(root, "action", names={"motors": ["a", "b", "c"]})
     features = load_metadata(root).features
     assert [features[key].is_depth for key in (TOP, WRIST, SIDE)] == [True, True, False]
-    assert features["action"].names == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ([["a", "b", "c"]], ["a", "b", "c"]),
         (functools.reduce(lambda deep, _: [deep], range(400), ["a", "b", "c"]), ["a", "b", "c"]),
         ({"motors": {"a": 0, "b": 1, "c": 2}}, ["a", "b", "c"]),
-        ({"a": None, "b": None, "c": None}, ["a", "b", "c"]),
         ([{"x": ["a", "b"]}, "c"], ["a", "b", "c"]),
         ([0, 1, 2], ["0", "1", "2"]),
         (None, ["action[0]", "action[1]", "action[2]"]),
-        ([], ["action[0]", "action[1]", "action[2]"]),
-        (["motors"], ["action[0]", "action[1]", "action[2]"]),
         ([["a", "b", "c", "d"]], ["action[0]", "action[1]", "action[2]"]),
     ],
 )
@@ -249,7 +226,8 @@ def test_features_of_unknown_types_are_left_out(root):
     (root / "meta/info.json").write_text(json.dumps(info))
     meta = load_metadata(root)
     assert meta.features == before
-    assert meta.not_read == ("'observation.audio.wrist': a feature of dtype 'audio'",)
+    (line,) = meta.not_read
+    assert line == "meta/info.json: feature 'observation.audio.wrist': dtype is 'audio', which is not read here"
 
 
 @pytest.mark.parametrize(
@@ -274,8 +252,6 @@ def test_local_paths_and_urls(original, as_url):
     [
         ("hf://datasets/user/name", "hf:// is not read: --dataset.repo_id USER/NAME downloads"),
         ("abfs://container@account.dfs.core.windows.net/arm", "abfs:// is not read: copy or mount the dataset"),
-        ("https://example.org/arm", "https:// is not read"),
-        ("nosuch://x", "nosuch:// is not read"),
     ],
 )
 def test_stores_that_are_not_promised_are_refused(root, message):
@@ -331,8 +307,6 @@ def test_a_place_that_may_not_be_read(root, monkeypatch):
     ("version", "message"),
     [
         ("v4.0", "'v4.0'; v3.0, v2.1 and v2.0 are read"),
-        ("v3.1", "'v3.1'; v3.0, v2.1 and v2.0 are read"),
-        ("v1.6", "'v1.6'; v3.0, v2.1 and v2.0 are read"),
         (3.0, "codebase_version is 3.0"),
         (None, "codebase_version is None"),
     ],
@@ -350,8 +324,8 @@ def test_missing_metadata(root, name):
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "text", "middle"])
-@pytest.mark.parametrize("name", ["meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"])
-def test_corrupt_parquet(root, name, damage):
+def test_corrupt_parquet(root, damage):
+    name = "meta/episodes/chunk-000/file-000.parquet"
     content = (root / name).read_bytes()
     damaged = {
         "empty": b"",
@@ -368,13 +342,10 @@ def test_corrupt_parquet(root, name, damage):
     ("content", "message"),
     [
         (b"", "is not valid JSON"),
-        (b'{"fps": ', "is not valid JSON"),
-        (b"\xff\xfe", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b"[]", "expected a JSON object, found list"),
-        (b"null", "expected a JSON object, found NoneType"),
     ],
-    ids=["empty", "truncated", "binary", "deep", "list", "null"],
+    ids=["empty", "deep", "list"],
 )
 def test_corrupt_json(root, name, content, message):
     (root / name).write_bytes(content)
@@ -388,18 +359,13 @@ def test_corrupt_json(root, name, content, message):
     ("changes", "message"),
     [
         ({"fps": 0}, "fps is 0"),
-        ({"fps": -1}, "fps is -1"),
         ({"fps": 29.97}, "fps is 29.97"),
-        ({"fps": True}, "fps is True"),
         ({"fps": "30"}, "fps is '30'"),
         ({"fps": 10**9}, "fps is 10"),
-        ({"features": []}, r"features is \[\]"),
         ({"features": {}}, r"features lacks \['timestamp'"),
         ({"total_episodes": 99}, "total_episodes is 99, but meta/episodes holds 12"),
         ({"total_frames": 61}, "total_frames is 61, but meta/episodes holds 60"),
-        ({"total_frames": None}, "total_frames is None"),
         ({"data_path": None}, "data_path is None, expected a path template"),
-        ({"video_path": None}, "video_path is None, expected a path template"),
         ({"video_path": "videos/{chunk_index}/{file_index}.mp4"}, "video_path .* gives two cameras the same file"),
         ({"data_path": "data/{chunk_index}.parquet"}, "data_path .* gives different files the same path"),
         ({"data_path": "{episode_chunk}", "chunks_size": 0}, "chunks_size is 0"),
@@ -414,13 +380,8 @@ def test_info(root, changes, message):
     ("key", "changes", "message"),
     [
         ("action", {"dtype": ["float32"]}, "dtype is"),
-        ("action", {"shape": []}, r"shape is \[\]"),
         ("action", {"shape": [0]}, r"shape is \[0\]"),
-        ("action", {"shape": [-3]}, r"shape is \[-3\]"),
         ("action", {"shape": [3.0]}, r"shape is \[3.0\]"),
-        ("action", {"shape": [True]}, r"shape is \[True\]"),
-        ("action", {"shape": [10**12]}, "shape is"),
-        ("action", {"shape": [99999, 99999]}, "shape is"),
         ("action", {"shape": 3}, "shape is 3"),
         ("action", {"names": 3}, "names is 3"),
         (TOP, {"shape": [48, 64]}, "expected three numbers for a camera"),
@@ -436,35 +397,24 @@ def test_features(root, key, changes, message):
     "template",
     [
         "/etc/passwd",
-        "//host/share",
         "../{chunk_index}/{file_index}",
         "data/../../{chunk_index}/{file_index}",
-        "data/./{chunk_index}/{file_index}",
         "data//{chunk_index}/{file_index}",
-        "data/{chunk_index}/{file_index}/",
         "",
         "s3://bucket/{chunk_index}/{file_index}",
-        "memory::{chunk_index}/{file_index}",
         "data\\{chunk_index}\\{file_index}",
         "data/{chunk_index}/{file_index}\0.parquet",
-        "data/{chunk_index}/{file_index}\n.parquet",
-        "data/{chunk_index.__class__}/{file_index}",
         "data/{chunk_index.__class__.__init__.__globals__}/{file_index}",
         "data/{chunk_index[0]}/{file_index}",
         "data/{chunk_index!r}/{file_index}",
         "data/{chunk_index:0999999999d}/{file_index}",
-        "data/{chunk_index:010d}/{file_index}",
-        "data/{chunk_index:>9}/{file_index}",
         "data/{chunk_index:x}/{file_index}",
         "data/{chunk_index:{file_index}}/{file_index}",
         "data/{}/{file_index}",
-        "data/{0}/{file_index}",
         "data/{root}/{file_index}",
         "data/{video_key}/{chunk_index}/{file_index}",
-        "data/{chunk_index}/{file_index",
         "data/{chunk_index}/file_index}",
         7,
-        ["data"],
     ],
 )
 def test_templates_that_lead_elsewhere(root, template):
@@ -479,7 +429,7 @@ def test_video_templates_are_checked_too(root):
     refuses(root, "video_path leads to '../")
 
 
-@pytest.mark.parametrize("value", ["high", None, [[1.0], [1.0, 2.0]], [1.0, "x"], [1.0, None], [], {"a": 1}])
+@pytest.mark.parametrize("value", ["high", [[1.0], [1.0, 2.0]], [1.0, None], []])
 def test_statistics_that_are_no_numbers_count_as_missing(root, value):
     stats, before = json.loads((root / "meta/stats.json").read_text()), load_metadata(root).stats
     stats["action"]["mean"] = value
@@ -492,12 +442,12 @@ def test_statistics_that_are_no_numbers_count_as_missing(root, value):
     assert "meta/stats.json: 'mean' of 'action', which is" in told and "'observation.state', which is [1, 2]" in told
 
 
-@pytest.mark.parametrize("key", ["a/b", "..", "a\0b", "", "a\\b"])
+@pytest.mark.parametrize("key", ["a/b", "..", "a\0b"])
 def test_a_feature_whose_name_is_no_name_is_not_read(root, key):
     before = load_metadata(root)
     edit_feature(root, key, dtype="float32", shape=[1])
     meta = load_metadata(root)
-    assert meta.features == before.features and any("whose name is not printable" in line for line in meta.not_read)
+    assert meta.features == before.features and any("its name is not printable" in line for line in meta.not_read)
 
 
 def test_what_no_policy_is_given_by_itself_may_be_anything(root):
@@ -514,7 +464,6 @@ def test_what_no_policy_is_given_by_itself_may_be_anything(root):
     ("table", "message"),
     [
         ({"task": ["a", "b"]}, r"expected the columns task_index and task.*found \['task'\]"),
-        ({"task_index": [0, 1]}, "expected the columns task_index and task"),
         ({"task_index": [0, 0], "task": ["a", "b"]}, "task_index 0 is both 'a' and 'b'"),
         ({"task_index": [0, -1], "task": ["a", "b"]}, "task_index is -1"),
         ({"task_index": [0, None], "task": ["a", "b"]}, "task_index has 1 empty values"),
@@ -597,12 +546,10 @@ def test_episodes(root, column, value, message):
     ("column", "value", "message"),
     [
         ("data/file_index", -1, "has -1 as data/file_index"),
-        ("data/chunk_index", 10**9, "has 1000000000 as data/chunk_index"),
         ("data/chunk_index", None, "has empty as data/chunk_index"),
         (f"videos/{TOP}/file_index", None, "has empty as videos/observation.images.top/file_index"),
         (f"videos/{TOP}/from_timestamp", -0.5, "has -0.5 as videos/observation.images.top/from_timestamp"),
         (f"videos/{TOP}/from_timestamp", float("nan"), "has nan as videos/observation.images.top/from_timestamp"),
-        (f"videos/{TOP}/from_timestamp", float("inf"), "has inf as"),
     ],
 )
 def test_a_broken_episode_is_named_and_may_be_left_out(root, column, value, message):
@@ -622,7 +569,7 @@ def test_a_broken_episode_is_named_and_may_be_left_out(root, column, value, mess
         LeRobotDatasource([meta], features=cameras)
 
 
-@pytest.mark.parametrize("gone", [[0, 1], [3], [3, 7, 8], [11]])
+@pytest.mark.parametrize("gone", [[0, 1], [3, 7, 8], [11]])
 def test_numbering_with_holes(root, gone):
     """Rows of what is there are those of the whole dataset; a beginning that is not 0 needs no flag."""
     whole = load_metadata(root)
@@ -653,7 +600,7 @@ def test_numbering_with_holes(root, gone):
         np.testing.assert_array_equal(found["action"][name], expected["action"][name])
 
 
-@pytest.mark.parametrize("column", ["length", "data/chunk_index", f"videos/{WRIST}/from_timestamp"])
+@pytest.mark.parametrize("column", ["length", f"videos/{WRIST}/from_timestamp"])
 def test_missing_episode_columns(root, column):
     edit_parquet(episodes_file(root), lambda table: table.drop_columns([column]))
     refuses(root, rf"meta/episodes/\S+ lacks the columns \[{re.escape(column)}\]|: lacks the columns \[{column}\]")
@@ -673,7 +620,7 @@ def test_no_episode_recorded_yet(root):
 # --- links and parquet types ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["meta/info.json", "meta/stats.json", "meta/tasks.parquet", "data/chunk-000"])
+@pytest.mark.parametrize("name", ["meta/info.json", "meta/tasks.parquet", "data/chunk-000"])
 def test_links_to_the_outside(root, original, name):
     path = root / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -61,7 +61,7 @@ def test_extension_types_are_never_deserialised(root):
             pq.write_table(plain.append_column("extra", extra), path)
             assert load_metadata(root).tasks == tasks
             with open_parquet(LocalFileSystem(), str(path)) as file:
-                found = read_columns(file, ["extra"], Budget("rows", None, 10_000), name="a file")["extra"]
+                found = read_columns(file, ["extra"], Budget("rows", 10_000), name="a file")["extra"]
             assert "test.spy" not in str(found.type) and len(found) == len(tasks)
             assert calls == []
             pq.read_schema(path)
@@ -71,20 +71,6 @@ def test_extension_types_are_never_deserialised(root):
         pa.unregister_extension_type("test.spy")
 
 
-def test_extension_types_that_lerobot_writes(tmp_path):
-    root = make_dataset(tmp_path / "d", episodes=(2, 3), cameras={}, extra_features=True)
-    meta = load_metadata(root)
-    assert b"ARROW:schema" in (root / meta.data_files[0]).read_bytes()
-    with open_parquet(meta.fs, f"{meta.base}/{meta.data_files[0]}") as file:
-        assert file.read().num_rows == 5
-    # The language columns of LeRobot 0.6 hold JSON texts in lists of structs.
-    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "[]"]))
-    path = tmp_path / "language.parquet"
-    pq.write_table(pa.table({"language_events": pa.ListArray.from_arrays([0, 1, 2], texts)}), path)
-    with open_parquet(meta.fs, str(path)) as file:
-        assert file.read()["language_events"].to_pylist() == [["{}"], ["[]"]]
-
-
 def test_a_disk_that_does_not_answer_is_no_damaged_file(root, monkeypatch):
     def refused(file):
         raise OSError(errno.EIO, "Input/output error")
@@ -92,26 +78,6 @@ def test_a_disk_that_does_not_answer_is_no_damaged_file(root, monkeypatch):
     monkeypatch.setattr(safe_parquet, "_read_footer", refused)
     with pytest.raises(StorageError, match="tasks.parquet: .*Input/output error"):
         load_metadata(root)
-
-
-def test_every_byte_of_a_footer_may_be_wrong(root):
-    """A damaged footer ends in an error that names the file, or in an unharmed read; in nothing else."""
-    path = root / "meta/tasks.parquet"
-    content = path.read_bytes()
-    start = content.index(b"ARROW:schema") - 300
-    rng = np.random.default_rng(0)
-    outcomes = set()
-    for at in range(start, start + 700, 3):
-        damaged = bytearray(content)
-        damaged[at] = rng.integers(256)
-        path.write_bytes(damaged)
-        try:
-            load_metadata(root)
-            outcomes.add("read")
-        except ValueError as error:
-            assert "meta/tasks.parquet" in str(error)
-            outcomes.add("refused")
-    assert outcomes == {"read", "refused"}
 
 
 # ---- no more than fits --------------------------------------------------------------------------------
@@ -141,15 +107,15 @@ def read(path, columns, budget, **options):
 
 def test_texts_of_every_form_come_out_as_they_are(tmp_path):
     expected = write_forms(tmp_path / "forms.parquet")
-    table = read(tmp_path / "forms.parquet", list(reversed(expected)), Budget("rows", 5, 10_000))
+    table = read(tmp_path / "forms.parquet", list(reversed(expected)), Budget("rows", 10_000))
     assert table.column_names == list(reversed(expected))
     assert table.to_pydict() == expected
     assert table.schema.field("text").type == pa.string()
-    some = read(tmp_path / "forms.parquet", ["text"], Budget("rows", 3, 10_000), groups=[0, 2])
+    some = read(tmp_path / "forms.parquet", ["text"], Budget("rows", 10_000), groups=[0, 2])
     assert some["text"].to_pylist() == ["go", "go", "go"]
 
 
-@pytest.mark.parametrize("column", ["text", "list", "image", "language", "events"])
+@pytest.mark.parametrize("column", ["text", "image", "language"])
 def test_texts_count_as_often_as_they_are_there(tmp_path, column):
     """A text of 1000 letters, 900 times: in the file it is there once."""
     write_forms(tmp_path / "forms.parquet")
@@ -157,18 +123,15 @@ def test_texts_count_as_often_as_they_are_there(tmp_path, column):
     every = pa.array(range(901), pa.int32())
     values = {
         "text": long,
-        "list": pa.ListArray.from_arrays(every, long),
         "image": pa.StructArray.from_arrays([long, long.slice(0, 900)], ["bytes", "path"]),
         "language": pa.ListArray.from_arrays(every, pa.StructArray.from_arrays([long], ["content"])),
-        "events": pa.ListArray.from_arrays(every, long.cast(pa.string()).cast(pa.json_())),
     }
     path = tmp_path / "long.parquet"
     pq.write_table(pa.table({column: values[column]}), path)
     assert path.stat().st_size < 20_000
-    budget = Budget("texts", None, 800_000)
-    with pytest.raises(ValueError, match="a file: texts that unpack to 1 MiB, more than the 1 MiB|unpack to 2 MiB"):
-        read(path, [column], budget)
-    assert budget.bytes_taken == 0
+    assert read(path, [column], Budget("texts", 2**21)).num_rows == 900
+    with pytest.raises(ValueError, match="a file: texts that unpack to 1 MiB or more, and 1 MiB are read at once"):
+        read(path, [column], Budget("texts", 800_000))
 
 
 def test_numbers_count_as_often_as_they_are_there(tmp_path):
@@ -177,8 +140,10 @@ def test_numbers_count_as_often_as_they_are_there(tmp_path):
     pq.write_table(pa.table({"zero": np.zeros(10**6)}), path)
     with pq.ParquetFile(path) as file:
         assert file.metadata.row_group(0).column(0).total_uncompressed_size < 10_000
-    with pytest.raises(ValueError, match="a file: rows that unpack to 8 MiB, more than the 4 MiB"):
-        read(path, ["zero"], Budget("rows", None, 4 * 2**20))
+    budget = Budget("rows", 12 * 2**20)  # of all files together
+    read(path, ["zero"], budget)
+    with pytest.raises(ValueError, match="a file: rows that unpack to 15 MiB or more, and 12 MiB are read at once"):
+        read(path, ["zero"], budget)
 
 
 def test_a_footer_whose_numbers_make_no_sense():
@@ -187,10 +152,11 @@ def test_a_footer_whose_numbers_make_no_sense():
     def declared(num_columns=1, **changes):
         chunk = SimpleNamespace(**{"num_values": 5, "total_uncompressed_size": 40, **changes})
         group = SimpleNamespace(num_rows=5, num_columns=num_columns, column=lambda i: chunk)
-        metadata = SimpleNamespace(num_columns=1, row_group=lambda number: group)
-        return safe_parquet._declared(metadata, 0, [(0, "a", 8)])
+        schema = SimpleNamespace(column=lambda i: SimpleNamespace(physical_type="DOUBLE", length=0))
+        metadata = SimpleNamespace(num_columns=1, row_group=lambda number: group, schema=schema)
+        return safe_parquet._declared_bytes(metadata, 0, [0])
 
-    assert declared() == (5, {"a": 40})
+    assert declared() == 40
     with pytest.raises(OSError, match="row group 0 has a negative size"):
         declared(total_uncompressed_size=-(10**12))
     with pytest.raises(OSError, match="row group 0 has 0 columns, its schema 1"):

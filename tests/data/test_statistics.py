@@ -68,13 +68,6 @@ def test_two_dimensional_features_equal_lerobots(tmp_path):
         np.testing.assert_array_equal(computed["observation.grid"][name], meta.stats["observation.grid"][name])
 
 
-def test_whoever_may_read_the_run_may_read_them(root, tmp_path, assert_usual_permissions):
-    edit_stats(root, drop_quantiles)
-    complete_stats(load_metadata(root), {"action": {"q01"}}, cache_dir=tmp_path / "stats")
-    assert len(list((tmp_path / "stats").iterdir())) == 1
-    assert_usual_permissions(tmp_path / "stats")
-
-
 def test_missing_statistics_come_back_and_are_computed_once(original, root, tmp_path, monkeypatch):
     edit_stats(root, drop_quantiles)
     expected, calls = load_metadata(original).stats, []

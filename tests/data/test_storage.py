@@ -201,15 +201,3 @@ def test_statistics_of_a_bucket_are_known_by_its_objects_content():
         found.append(_listing(SimpleNamespace(fs=fs, base="memory", data_files=["data/file-000.parquet"])))
     (before,), (after,) = found
     assert before[:2] == after[:2] == ["memory/data/file-000.parquet", str(len(DATA))] and before != after
-
-
-def test_a_cache_that_fails_costs_a_warning_and_the_cache(tmp_path, caplog):
-    """Whatever fails: tests/data/test_disk_cache.py."""
-    folder, bucket = tmp_path / "cache", MemoryBucket()
-    bucket.put("whole", DATA)
-    folder.write_text("no folder")
-    for _ in range(3):
-        with RemoteFileSystem(bucket, StoragePolicy(cache_dir=str(folder))).open("memory/whole") as file:
-            assert file.read() == DATA
-    (warning,) = caplog.messages
-    assert f"cache folder {folder} fails" in warning and "choose another --dataset.cache_dir" in warning

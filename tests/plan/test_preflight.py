@@ -350,8 +350,10 @@ def test_what_a_run_does_not_read_is_said(setting, tmp_path):
     path.write_text(json.dumps(info))
     text = describe(run_of(setting, **{"dataset.root": root}))  # no column of theirs is in the parquet files
     assert "not read: language_persistent, language_events, subtask" in text
-    assert "not read: 'observation.sound': a feature of dtype 'audio'" in text
+    assert "not read: meta/info.json: feature 'observation.sound': dtype is 'audio'" in text
     info["features"]["action"]["dtype"] = "object"
     path.write_text(json.dumps(info))
-    with pytest.raises(ValueError, match="no feature is called action.*not read of the dataset: 'action': a feature"):
+    with pytest.raises(
+        ValueError, match="no feature is called action.*not read of the dataset: .* 'action': dtype is 'object'"
+    ):
         run_of(setting, **{"dataset.root": root})

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vla_finetuning.data.limits import MAX_INSTRUCTION
+
 
 @dataclass
 class EpisodeTable:
@@ -37,3 +39,13 @@ class EpisodeTable:
         if without := sum(not texts for texts in tasks):
             not_read.append(f"{path}: tasks of {without} of {len(tasks)} episodes, which it does not name")
         return tasks
+
+
+def check_instruction(label: str, text: str) -> None:
+    """Raise ValueError for a text that no one would tell a robot: every row of it is tokenised."""
+    if "\0" in text:
+        raise ValueError(f"{label} holds a NUL character: {text!r:.100}")
+    if len(text) > MAX_INSTRUCTION:
+        raise ValueError(
+            f"{label} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: {text!r:.100}"
+        )

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data import metadata_v2
 from vla_finetuning.data.dataset import DatasetMetadata
-from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES
+from vla_finetuning.data.limits import MAX_EPISODES_BYTES
 from vla_finetuning.data.metadata_v3 import episode_files
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
@@ -104,7 +104,7 @@ def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
         weight[index] = weight_of
         return weight
     numbers, values = [], []
-    budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
+    budget = Budget("episodes", MAX_EPISODES_BYTES)
     for path in episode_files(meta.fs, meta.base):
         label = f"dataset {meta.root}: {path}"
         with open_parquet(meta.fs, f"{meta.base}/{path}", name=label) as file:
@@ -147,7 +147,7 @@ def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str], colu
         elif path.suffix == ".csv":
             by_root = _of_table(pyarrow.csv.read_csv(path), named, column)
         elif path.suffix == ".parquet":
-            budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
+            budget = Budget("episodes", MAX_EPISODES_BYTES)
             with open_parquet(LocalFileSystem(), str(path)) as file:
                 columns = [c for c in ("episode_index", column, "dataset") if c in file.schema_arrow.names]
                 by_root = _of_table(read_columns(file, columns, budget, name=str(path)), named, column)

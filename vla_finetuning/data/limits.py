@@ -6,12 +6,9 @@ below what hurts the machine that looks. They hold for what a header, a footer o
 
 from __future__ import annotations
 
-# The largest sensors of cameras on the market are read out as DCI 8K; a frame of it is 106 MB of RGB.
-MAX_FRAME_PIXELS = 8192 * 4320
-# Of all cameras of a row together, 212 MB of RGB: 34 of 1080x1920, 8 of 2160x3840. A read task holds 32 rows or more.
-MAX_ROW_PIXELS = 2 * MAX_FRAME_PIXELS
-# Numbers in one row of a feature that is no camera, 64 MB as float32. A point cloud of a depth camera has 2 million.
-MAX_ROW_NUMBERS = 2**24
+# Of frames as RGB, and of numbers. Two of the largest sensors on the market, DCI 8K, take 212 MB; so do 34 cameras of
+# 1080x1920, or 8 of 2160x3840. A read task holds 32 rows or more.
+MAX_ROW_BYTES = 256 * 2**20
 
 # info.json lists features, some 200 bytes each, and their dimensions' names; stats.json has ten or so statistics for
 # each dimension. Both are a few kilobytes. Python's objects take up to 25 times the bytes of the text.
@@ -20,16 +17,13 @@ MAX_STATS_BYTES = 16 * 2**20
 
 # Open X-Embodiment, the largest collection, has 2.4 million episodes; instructions are far fewer.
 MAX_EPISODES = 5_000_000
-MAX_TASKS = 1_000_000
-# The columns that are read of those tables, texts unpacked: 200 bytes for each of so many rows.
+# The columns that are read of the tables of episodes and tasks, texts unpacked: 200 bytes a row.
 MAX_EPISODES_BYTES = MAX_EPISODES * 200
-MAX_TASKS_BYTES = MAX_TASKS * 200
+MAX_TASKS_BYTES = 1_000_000 * 200
 # Characters of an instruction; a tokenizer cuts it after some hundred.
 MAX_INSTRUCTION = 20_000
 # A line of JSON in `meta/` of v2.0 and v2.1. An episode's statistics are 11 kB for DROID's 40 features.
 MAX_LINE_BYTES = MAX_STATS_BYTES
-# Statistics of episodes that are held before they are joined.
-JOINED_STATS_BYTES = 16 * 2**20
 
 # What is unpacked of a data file at once: its row groups that hold wanted rows. LeRobot's files have 100 MB, those of
 # its converter in a single row group, and numbers of a robot pack ten to one at the very best.
@@ -39,6 +33,5 @@ MAX_DATA_BYTES = 2 * 2**30
 MAX_FOOTER_BYTES = 128 * 2**20
 # Footers that a process remembers, as they are in the files; in memory they take ten times as much.
 KEPT_FOOTER_BYTES = 16 * 2**20
-# Headers of pages, dictionaries and the like beside the values of a column in a row group, and of an encoded image.
-ROW_GROUP_OVERHEAD_BYTES = 64 * 2**10
+# Headers and the like beside the pixels of an encoded image.
 IMAGE_OVERHEAD_BYTES = 64 * 2**10

@@ -32,14 +32,7 @@ from vla_finetuning.data.dataset import (
     Feature,
     shorten,
 )
-from vla_finetuning.data.limits import (
-    MAX_EPISODES,
-    MAX_FRAME_PIXELS,
-    MAX_INFO_BYTES,
-    MAX_ROW_NUMBERS,
-    MAX_ROW_PIXELS,
-    MAX_STATS_BYTES,
-)
+from vla_finetuning.data.limits import MAX_EPISODES, MAX_INFO_BYTES, MAX_ROW_BYTES, MAX_STATS_BYTES
 from vla_finetuning.data.paths import INFO_PATH, assign_files, check_inside, first_row_in_file, read_whole
 from vla_finetuning.data.safe_parquet import open_parquet
 from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect
@@ -290,10 +283,11 @@ def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
     Raises:
         ValueError, OSError: as `load_metadata`.
     """
-    fs, base, root = _open_root(meta.root, None, StoragePolicy())
     path = f"meta/{ENVIRONMENT_NAME}"
-    with _naming_dataset(root):
-        rendering = _read_json(fs, base, path, MAX_INFO_BYTES).get("drawn") if fs.exists(f"{base}/{path}") else {}
+    with _naming_dataset(meta.root):
+        if not meta.fs.exists(f"{meta.base}/{path}"):
+            return {}
+        rendering = _read_json(meta.fs, meta.base, path, MAX_INFO_BYTES).get("drawn")
         if not isinstance(rendering, dict):
             raise ValueError(f"{path}: drawn is {rendering!r:.100}, expected a JSON object")
     return rendering
@@ -331,28 +325,24 @@ def _open_root(
 ) -> tuple[fsspec.AbstractFileSystem, str, str]:
     root = str(root).rstrip("/") or "/"
     refuse_credentials(root, "dataset root")
-    try:
-        file_system, base = connect(root, policy, storage_options)
-    except ValueError as error:
-        raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or az://") from error
-    base = base.rstrip("/")
-    fs = file_system.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(file_system, RemoteFileSystem) else file_system
-    try:
+    with _naming_dataset(root):
+        try:
+            file_system, base = connect(root, policy, storage_options)
+        except ValueError as error:
+            raise ValueError(f"{error}; expected a local folder, s3://, gs:// or az://") from error
+        base = base.rstrip("/")
+        fs = file_system.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(file_system, RemoteFileSystem) else file_system
         if not fs.exists(f"{base}/{INFO_PATH}"):
             if not fs.exists(base):
                 place = "path" if isinstance(fs, LocalFileSystem) else "bucket, the path and the endpoint"
-                raise FileNotFoundError(f"dataset {root}: no such folder; check the {place}")
+                raise FileNotFoundError(f"no such folder; check the {place}")
             if not fs.isdir(base):
-                raise FileNotFoundError(f"dataset {root}: is a file; give the folder that holds meta/, data/, …")
+                raise FileNotFoundError("is a file; give the folder that holds meta/, data/, …")
             names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))
             raise FileNotFoundError(
-                f"dataset {root}: not a LeRobot dataset: {INFO_PATH} is missing (found {shorten(names)}); "
-                "give the folder that holds meta/, data/ and videos/"
+                f"not a LeRobot dataset: {INFO_PATH} is missing (found {shorten(names)}); give the folder that holds "
+                "meta/, data/ and videos/"
             )
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise unreachable(root, error) from error
     return file_system, base, root
 
 
@@ -413,19 +403,8 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]
     raw = info.get("features")
     if not isinstance(raw, dict):
         raise ValueError(f"{INFO_PATH}: features is {raw!r:.50}, expected an object of features")
-    unsupported = {
-        key: value["dtype"]
-        for key, value in raw.items()
-        if isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] not in DTYPES
-    }
-    not_read = [f"{key!r:.100}: a feature of dtype {dtype!r:.50}" for key, dtype in unsupported.items()]
-    features = {}
+    features, not_read = {}, []
     for key, value in raw.items():
-        if key in unsupported:
-            continue
-        if not _is_name(key):
-            not_read.append(f"{key!r:.100}: a feature whose name is not printable or has slashes")
-            continue
         try:
             features[key] = _parse_feature(key, value)
         except ValueError as error:
@@ -439,14 +418,22 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]
             "where the data files have the column, else write the dataset again with LeRobot"
         )
     features |= {key: Feature(key, "int64", (1,), None, False, {}, counted=True) for key in absent}
-    cameras = [feature for feature in features.values() if feature.dtype in CAMERA_DTYPES]
-    pixels = sum(math.prod(camera.shape) // (1 if camera.is_depth else 3) for camera in cameras)
-    if pixels > MAX_ROW_PIXELS:
+    size = {key: _row_bytes(feature) for key, feature in features.items()}
+    if sum(size.values()) > MAX_ROW_BYTES:
+        largest = max(size, key=lambda key: size[key])
         raise ValueError(
-            f"{INFO_PATH}: the frames of its {len(cameras)} cameras have {pixels / 1e6:.1f} megapixels together, more "
-            f"than the {MAX_ROW_PIXELS / 1e6:.1f} that a row may have; repair the shapes, or remove cameras"
+            f"{INFO_PATH}: a row of its features has {sum(size.values()) / 2**20:,.0f} MiB, more than the "
+            f"{MAX_ROW_BYTES / 2**20:,.0f} MiB that it may have; the largest is {largest!r:.100} of shape "
+            f"{features[largest].shape}: repair the shapes, or remove features"
         )
     return features, not_read
+
+
+def _row_bytes(feature: Feature) -> int:
+    """Return how much memory a row of a feature takes: frames as they are decoded, numbers as they are stored."""
+    if feature.dtype in CAMERA_DTYPES:
+        return math.prod(feature.shape) * (4 if feature.is_depth else 1)
+    return math.prod(feature.shape) * (np.dtype(feature.dtype).itemsize if feature.dtype in NUMERIC_DTYPES else 1)
 
 
 def _subtasks(
@@ -472,18 +459,25 @@ def _is_name(key: str) -> bool:
 
 
 def _is_essential(key: str, raw: Any) -> bool:
-    """Return whether a policy may be given the feature without its being named: cameras, LeRobot's own names."""
-    camera = isinstance(raw, dict) and raw.get("dtype") in CAMERA_DTYPES
-    return camera or key in (*FRAME_FEATURES, "action") or key.startswith("observation.")
+    """Return whether a policy may be given the feature without its being named: cameras, LeRobot's own names.
+
+    A later LeRobot may write others, of types that are not known here.
+    """
+    dtype = raw.get("dtype") if isinstance(raw, dict) else None
+    if not _is_name(key) or isinstance(dtype, str) and dtype not in DTYPES:
+        return False
+    return dtype in CAMERA_DTYPES or key in (*FRAME_FEATURES, "action") or key.startswith("observation.")
 
 
 def _parse_feature(key: str, raw: Any) -> Feature:
     label = f"{INFO_PATH}: feature {key!r:.100}"
+    if not _is_name(key):
+        raise ValueError(f"{label}: its name is not printable or has slashes")
     if not isinstance(raw, dict):
         raise ValueError(f"{label} is {raw!r:.50}, expected an object")
     dtype, shape, info = raw.get("dtype"), raw.get("shape"), raw.get("info")
     if dtype not in DTYPES:
-        raise ValueError(f"{label}: dtype is {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"{label}: dtype is {dtype!r:.50}, which is not read here")
     if not isinstance(shape, list) or not 1 <= len(shape) <= 5 or any(type(n) is not int or n < 1 for n in shape):
         raise ValueError(f"{label}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
     if dtype in CAMERA_DTYPES and len(shape) != 3:
@@ -493,25 +487,7 @@ def _parse_feature(key: str, raw: Any) -> Feature:
         raise ValueError(f"{label}: info is {info or video_info!r:.50}, expected an object")
     flags = [(info or {}).get("is_depth_map"), (info or {}).get("video.is_depth_map")]
     flags.append((video_info or {}).get("video.is_depth_map"))
-    _check_size(label, dtype, shape, any(flags))
     return Feature(key, dtype, tuple(shape), _parse_names(label, raw.get("names")), any(flags), info or {})
-
-
-def _check_size(label: str, dtype: str, shape: Sequence[int], is_depth: bool) -> None:
-    """Refuse a feature if a single row of it would be out of all proportion."""
-    size = "x".join(map(str, shape))
-    if dtype not in CAMERA_DTYPES:
-        if math.prod(shape) > MAX_ROW_NUMBERS:
-            raise ValueError(
-                f"{label}: shape is {size:.100}, more than the {MAX_ROW_NUMBERS:,} numbers that a row may have; "
-                "repair the shape, or remove the feature"
-            )
-    elif math.prod(shape) > MAX_FRAME_PIXELS * (1 if is_depth else 3):
-        raise ValueError(
-            f"{label}: this camera's frames are {size:.100}, more than the {MAX_FRAME_PIXELS / 1e6:.1f} megapixels "
-            "that a frame may have (8192x4320, an 8K camera); repair the shape, or convert the dataset with smaller "
-            "frames"
-        )
 
 
 def _parse_names(label: str, names: Any) -> tuple[str, ...] | None:

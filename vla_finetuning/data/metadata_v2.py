@@ -10,6 +10,7 @@ Read as they are, into what `metadata` makes of v3.0. Layout: LeRobot 0.3, `lero
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +19,8 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from vla_finetuning.data.episode_table import EpisodeTable
-from vla_finetuning.data.limits import (
-    JOINED_STATS_BYTES,
-    MAX_EPISODES,
-    MAX_EPISODES_BYTES,
-    MAX_INSTRUCTION,
-    MAX_LINE_BYTES,
-    MAX_TASKS,
-    MAX_TASKS_BYTES,
-)
+from vla_finetuning.data.episode_table import EpisodeTable, check_instruction
+from vla_finetuning.data.limits import MAX_EPISODES_BYTES, MAX_LINE_BYTES, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, read_lines
 
 VERSIONS = ("v2.0", "v2.1")
@@ -38,18 +31,19 @@ TEMPLATES = {
     "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
 }
 Stats = dict[str, dict[str, np.ndarray]]
+# Whose statistics are joined at a time.
+JOINED_EPISODES = 64
 
 
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     """Instructions by their numbers. Raises ValueError, FileNotFoundError."""
     tasks: dict[int, str] = {}
-    for label, line in _lines(fs, base, TASKS_PATH, MAX_TASKS, MAX_TASKS_BYTES):
+    for label, line in _lines(fs, base, TASKS_PATH, MAX_TASKS_BYTES):
         index = _whole_number(label, line, "task_index", 0)
         text = line.get("task")
-        if not isinstance(text, str) or "\0" in text or len(text) > MAX_INSTRUCTION:
-            raise ValueError(
-                f"{label}: task is {text!r:.100}, expected a text of at most {MAX_INSTRUCTION:,} characters"
-            )
+        if not isinstance(text, str):
+            raise ValueError(f"{label}: task is {text!r:.100}, expected a text")
+        check_instruction(f"{label}: task {index}", text)
         if tasks.setdefault(index, text) != text:
             raise ValueError(f"{label}: task_index {index} is both {tasks[index]!r:.100} and {text!r:.100}")
     return tasks
@@ -63,7 +57,7 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence
     """
     index, length, tasks = [], [], []
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
+    for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES_BYTES):
         index.append(_whole_number(label, line, "episode_index", 0))
         length.append(_whole_number(label, line, "length", 1))
         listed = line.get("tasks")
@@ -88,49 +82,32 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
     Args:
         parsed: makes arrays of the JSON of an episode's statistics, given the words for where it is.
     """
-    episode_stats: dict[str, list[dict[str, np.ndarray]]] = {}
+    joined: Stats = {}
     counts: Counter[str] = Counter()
-    total_bytes = episodes = 0
-
-    def joined() -> Stats:
-        stats = {}
-        for key, values in episode_stats.items():
+    episodes = 0
+    # A few at a time: a dataset may have a gigabyte of them.
+    for lines in itertools.batched(_lines(fs, base, STATS_PATH, None), JOINED_EPISODES):
+        episodes += len(lines)
+        # What is joined is the statistics of so many rows, as an episode's are.
+        group = {key: [values] for key, values in joined.items()}
+        for label, line in lines:
+            if not isinstance(stats := line.get("stats"), dict):
+                raise ValueError(f"{label}: stats is {stats!r:.50}, expected an object")
+            for key, values in parsed(stats, label).items():
+                if {"min", "max", "mean", "std", "count"} <= values.keys() and counts[key] >= 0:
+                    group.setdefault(key, []).append(values)
+                    counts[key] += 1
+        for key, values_of_episodes in group.items():
             try:
-                stats[key] = _joined(key, values)
+                joined[key] = _joined(key, values_of_episodes)
             except ValueError as error:
-                counts[key] = -episodes - 1  # no further episode makes it complete
                 not_read.append(str(error))
-        return stats
-
-    for label, line in _lines(fs, base, STATS_PATH, MAX_EPISODES, None):
-        stats, episodes = line.get("stats"), episodes + 1
-        if not isinstance(stats, dict):
-            raise ValueError(f"{label}: stats is {stats!r:.50}, expected an object")
-        for key, values in parsed(stats, label).items():
-            if {"min", "max", "mean", "std", "count"} <= values.keys():
-                episode_stats.setdefault(key, []).append(values)
-                counts[key] += 1
-                total_bytes += _held_bytes(values)
-        if total_bytes > JOINED_STATS_BYTES:
-            # What is joined is the statistics of so many rows, as an episode's are.
-            episode_stats = {key: [values] for key, values in joined().items()}
-            total_bytes = sum(_held_bytes(values) for (values,) in episode_stats.values())
-            if total_bytes > JOINED_STATS_BYTES:
-                raise ValueError(
-                    f"{label}: statistics of {len(episode_stats):,} features so far, more than the "
-                    f"{JOINED_STATS_BYTES / 2**20:,.0f} MiB that they may have together: the file is damaged; "
-                    "restore it, or remove it to have them computed again"
-                )
-    dataset_stats = joined()
-    for key in [key for key in dataset_stats if counts[key] < episodes]:
+                joined.pop(key, None)
+                counts[key] = -1
+    for key in [key for key in joined if counts[key] < episodes]:
         not_read.append(f"{STATS_PATH}: statistics of {key!r:.100}, which not all of {episodes} episodes have")
-        del dataset_stats[key]
-    return dataset_stats
-
-
-def _held_bytes(values: Mapping[str, np.ndarray]) -> int:
-    """Memory of arrays, about: each is an object, too."""
-    return sum(array.nbytes + 128 for array in values.values())
+        del joined[key]
+    return joined
 
 
 def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -140,7 +117,7 @@ def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np
         ValueError: it says no number of one of them.
     """
     index, values = [], []
-    for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
+    for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES_BYTES):
         value = line.get(name)
         if not isinstance(value, (int, float)):
             usable = sorted(key for key, entry in line.items() if isinstance(entry, (int, float)))
@@ -166,12 +143,10 @@ def _joined(key: str, episode_stats: Sequence[Mapping[str, np.ndarray]]) -> dict
 
 
 def _lines(
-    fs: fsspec.AbstractFileSystem, base: str, path: str, most: int, most_bytes: int | None
+    fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, each with the words by which errors call it."""
+    """Yield the objects of a file of JSON lines, each with the words by which errors call it."""
     for number, line in enumerate(read_lines(fs, base, path, most_bytes, MAX_LINE_BYTES), 1):
-        if number > most:
-            raise ValueError(f"{path}: more than {most:,} lines: it is damaged or made to exhaust the memory")
         label = f"{path}, line {number}"
         if not line.strip():
             continue

@@ -5,9 +5,9 @@ Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`. Every value is ch
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import fsspec
 import numpy as np
@@ -17,8 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.columns import SUBTASK
 from vla_finetuning.data.dataset import shorten
-from vla_finetuning.data.episode_table import EpisodeTable
-from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES, MAX_INSTRUCTION, MAX_TASKS, MAX_TASKS_BYTES
+from vla_finetuning.data.episode_table import EpisodeTable, check_instruction
+from vla_finetuning.data.limits import MAX_EPISODES_BYTES, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, check_inside
 from vla_finetuning.data.safe_parquet import Budget, freeing_footers, open_parquet, read_columns
 
@@ -52,8 +52,7 @@ def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) 
             raise ValueError(
                 f"{path}: expected the columns {number} and {kind} (or an index of texts), found {names!s:.200}"
             )
-        budget = Budget(f"{kind}s", MAX_TASKS, MAX_TASKS_BYTES)
-        table = read_columns(file, [number, text_column], budget, name=path)
+        table = read_columns(file, [number, text_column], Budget(f"{kind}s", MAX_TASKS_BYTES), name=path)
     indices = _int_column(table, number, path, low=0).tolist()
     texts = table[text_column]
     if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
@@ -64,19 +63,8 @@ def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) 
             continue  # a row of this task is refused where it is read
         if by_number.setdefault(index, text) != text:
             raise ValueError(f"{path}: {number} {index} is both {by_number[index]!r:.100} and {text!r:.100}")
-        _check_instruction(path, index, text)
+        check_instruction(f"{path}: task {index}", text)
     return by_number
-
-
-def _check_instruction(path: str, index: int, text: str) -> None:
-    """Raises ValueError for a text that no one would tell a robot: every row of it is tokenised."""
-    if "\0" in text:
-        raise ValueError(f"{path}: task {index} holds a NUL character: {text!r:.100}")
-    if len(text) > MAX_INSTRUCTION:
-        raise ValueError(
-            f"{path}: task {index} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: "
-            f"{text!r:.100}"
-        )
 
 
 def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
@@ -115,10 +103,10 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str
     tasks: list[tuple[str, ...]] = []
     broken: dict[str, dict[int, str]] = {}
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
-    budget, texts_budget = (Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES) for _ in range(2))
+    budget = Budget("episodes", MAX_EPISODES_BYTES)
     with freeing_footers() as free:
         for path in paths:
-            part, texts = _read_file(fs, base, path, names, budget, texts_budget)
+            part = _read_file(fs, base, path, names, budget)
             free()
             for name in ("episode_index", "length"):
                 parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
@@ -129,24 +117,19 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str
                 parts[name].append(_place_column(part, name, path, index, broken))
             for episode in index[length < 1].tolist():
                 broken.setdefault("data", {})[episode] = f"has length 0 in {path}"
-            tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, len(index)))
+            tasks += (same.setdefault(t, t) for t in _episode_tasks(part))
 
     # A column at a time, so that there are never two of all.
     return EpisodeTable({name: np.concatenate(parts.pop(name)) for name in names}, tasks, broken)
 
 
-def _read_file(
-    fs: fsspec.AbstractFileSystem, base: str, path: str, names: list[str], budget: Budget, texts_budget: Budget
-) -> tuple[pa.Table, pa.ChunkedArray | None]:
-    """Return columns of numbers of a file of `meta/episodes`, and that of its tasks, if it has one."""
+def _read_file(fs: fsspec.AbstractFileSystem, base: str, path: str, names: list[str], budget: Budget) -> pa.Table:
+    """Read columns of a file of `meta/episodes`, and that of its tasks, if it has one."""
     with open_parquet(fs, f"{base}/{path}", name=path) as file:
-        missing = sorted(set(names) - set(file.schema_arrow.names))
-        if missing:
+        stored = file.schema_arrow.names
+        if missing := sorted(set(names) - set(stored)):
             raise ValueError(f"{path}: lacks the columns {shorten(missing)}")
-        part = read_columns(file, names, budget, name=path)
-        if "tasks" not in file.schema_arrow.names:
-            return part, None
-        return part, read_columns(file, ["tasks"], texts_budget, name=path)["tasks"]
+        return read_columns(file, [*names, *(["tasks"] if "tasks" in stored else [])], budget, name=path)
 
 
 def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 2**62) -> np.ndarray:
@@ -188,21 +171,15 @@ def _place_column(
     return np.where(good[before], values[before], 0.0)
 
 
-def _episode_tasks(column: pa.ChunkedArray | None, count: int) -> Iterator[tuple[str, ...]]:
+def _episode_tasks(table: pa.Table) -> Iterator[tuple[str, ...]]:
     """Yield the texts of each episode of a file: of a list of texts, or of one; none of anything else."""
-    column_type: Any = pa.null() if column is None else column.type
-    if column is not None and (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
-        for text in column.to_pylist():
-            yield () if text is None else (text,)
-        return
-    if column is None or not pa.types.is_list(column_type) or not pa.types.is_string(column_type.value_type):
-        yield from [()] * count
-        return
-    lists = column.cast(pa.large_list(pa.large_string())).combine_chunks()
-    texts = pc.dictionary_encode(lists.flatten())
-    values = texts.dictionary.to_pylist()
-    flat = [None if position is None else values[position] for position in texts.indices.to_pylist()]
-    begin = 0
-    for length in pc.fill_null(pc.list_value_length(lists), 0).to_pylist():
-        yield tuple(text for text in flat[begin : begin + length] if text is not None)
-        begin += length
+    column = table["tasks"] if "tasks" in table.column_names else pa.chunked_array([pa.nulls(len(table))])
+    in_lists = pa.types.is_list(column.type) and pa.types.is_string(column.type.value_type)
+    for chunk in column.chunks:
+        if in_lists:
+            texts, counts = chunk.flatten(), pc.fill_null(pc.list_value_length(chunk), 0).to_pylist()
+        else:
+            texts, counts = chunk if pa.types.is_string(column.type) else pa.nulls(len(chunk)), [1] * len(chunk)
+        following = iter(texts.to_pylist())
+        for count in counts:
+            yield tuple(text for text in itertools.islice(following, count) if text is not None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,12 +54,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: its name in the file, and what it is in a row. `row_bytes`: the most it takes there."""
+    """A column of numbers: its name in the file, and what it is in a row."""
 
     key: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    row_bytes: int
 
 
 @dataclass(frozen=True)
@@ -78,19 +77,16 @@ class Groups:
         return int(self.table_row[group]) + row - int(self.file_row[group])
 
 
-def read_groups(
-    file: DataFile, row_bytes: Mapping[str, int | None], spans: Sequence[Span] | None, identity: str | None
-) -> Groups:
-    """The row groups that hold the spans; all of them for None.
+def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None, identity: str | None) -> Groups:
+    """Read columns of the row groups that hold the spans; of all of them for None.
 
     Args:
-        row_bytes: the columns, with the most that a row of each may take; None: anything.
         identity: of the file's content, whose footer is then parsed once.
     Raises:
         ValueError: columns or rows that are not there, or more bytes than are read at once; as `open_parquet`.
     """
     with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
-        missing = [k for k in row_bytes if k not in parquet.schema_arrow.names]
+        missing = [column for column in columns if column not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(f"{file.name}: columns {missing} are missing; meta/info.json promises them")
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
@@ -105,25 +101,19 @@ def read_groups(
             first = np.searchsorted(group_first, span.first, "right") - 1
             selected[first : np.searchsorted(group_first, span.last, "left")] = True
         groups = np.flatnonzero(selected)
-        table = read_columns(
-            parquet,
-            list(row_bytes),
-            Budget("rows of the row groups that hold what is wanted", None, MAX_DATA_BYTES),
-            name=file.name,
-            groups=groups.tolist(),
-            row_bytes={key: size for key, size in row_bytes.items() if size is not None},
-        )
+        budget = Budget("rows of the row groups that hold what is wanted", MAX_DATA_BYTES)
+        table = read_columns(parquet, columns, budget, name=file.name, groups=groups.tolist())
         skipped = np.concatenate([[0], np.cumsum(np.where(selected, 0, sizes))])
         return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
 
 
 def read_values(
-    file: DataFile, key: str, row_bytes: int | None, rows: np.ndarray, identity: str | None
+    file: DataFile, key: str, rows: np.ndarray, identity: str | None
 ) -> Iterator[tuple[np.ndarray, pa.ChunkedArray]]:
-    """Values of one column in some rows of the file, a row group at a time: no more than one is in memory.
+    """Read values of one column in some rows of the file, a row group at a time: no more than one is in memory.
 
     Args:
-        rows: int64 (N,), in any order. row_bytes, identity: as of `read_groups`.
+        rows: int64 (N,), in any order. identity: as of `read_groups`.
     Returns:
         For each row group with wanted rows, their positions in `rows`, int64 (n,), and their values.
     Raises:
@@ -131,7 +121,7 @@ def read_values(
     """
     for group in groups_with(file, rows, identity):
         inside = np.flatnonzero((rows >= group.first) & (rows < group.last))
-        contents = read_groups(file, {key: row_bytes}, [group], identity)
+        contents = read_groups(file, [key], [group], identity)
         yield inside, contents.table.column(key).take(pa.array(rows[inside] - group.first))
 
 
@@ -215,16 +205,14 @@ def read_numbers(
     Raises:
         ValueError: as `read_groups` and `numbers`, when the rows are unpacked for the first time.
     """
-    row_bytes: dict[str, int | None] = {}
-    for column in columns:
-        row_bytes[column.key] = max(column.row_bytes, row_bytes.get(column.key) or 0)
+    keys = list(dict.fromkeys(column.key for column in columns))
 
     def unpacked(groups: Groups) -> list[np.ndarray]:
         table = groups.table
         return [numbers(table.column(c.key), c.dtype, c.shape, f"{file.name}: column {c.key}") for c in columns]
 
     def whole() -> pa.RecordBatch:
-        return _to_arrow(unpacked(read_groups(file, row_bytes, None, identity)))
+        return _to_arrow(unpacked(read_groups(file, keys, None, identity)))
 
     kinds = [(c.key, c.dtype.str, c.shape) for c in columns]
     # An error may be of other rows, which nobody wants.
@@ -233,7 +221,7 @@ def read_numbers(
         if copy is not None and all(span.last <= len(copy) for span in spans):
             arrays = [_from_arrow(copy.column(i), c) for i, c in enumerate(columns)]
             return [np.concatenate([array[span.first : span.last] for span in spans]) for array in arrays]
-    groups = read_groups(file, row_bytes, spans, identity)
+    groups = read_groups(file, keys, spans, identity)
     places = [(groups.at(span.first), len(span)) for span in spans]
     return [np.concatenate([array[at : at + rows] for at, rows in places]) for array in unpacked(groups)]
 
@@ -309,12 +297,12 @@ def _as_declared(array: pa.Array, dtype: np.dtype, label: str) -> pa.Array:
 
 
 def read_images(
-    file: DataFile, key: str, row_bytes: int, rows: np.ndarray, identity: str | None
+    file: DataFile, key: str, rows: np.ndarray, identity: str | None
 ) -> Iterator[tuple[int, bytes | str | None]]:
-    """The encoded images of a column in some rows of the file; at most one row group is in memory.
+    """Read the encoded images of a column in some rows of the file; at most one row group is in memory.
 
     Args:
-        row_bytes: the most that an image takes. rows: int64 (N,), in any order.
+        rows: int64 (N,), in any order.
         identity: of the file's content, the key of the cache on this node's disk; None: no cache.
     Returns:
         Positions in `rows`, each once, in any order, with the image there, or with the path of its file; None where the
@@ -326,7 +314,7 @@ def read_images(
         inside = np.flatnonzero((rows >= group.first) & (rows < group.last))
 
         def unpack(fs: fsspec.AbstractFileSystem, group: Span = group) -> pa.RecordBatch:
-            table = read_groups(replace(file, fs=fs), {key: row_bytes}, [group], identity).table
+            table = read_groups(replace(file, fs=fs), [key], [group], identity).table
             forms = _stored_forms(table.column(key).combine_chunks(), f"{file.name}: {key}")
             return pa.record_batch(list(forms), names=["bytes", "path"])
 

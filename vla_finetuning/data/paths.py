@@ -23,8 +23,6 @@ from vla_finetuning.data.dataset import naming_file
 from vla_finetuning.files import refuse_pointer
 
 INFO_PATH = "meta/info.json"
-# Of one kind, of a camera or of numbers: v2.1 has one for each episode, v3.0 one for dozens.
-MAX_FILES = 2_000_000
 MAX_INDEX = 10**9  # of files and their chunks, and therefore the widest number in a path
 # LeRobot's values for an info.json that does not state them.
 DEFAULT_TEMPLATES = {
@@ -32,8 +30,6 @@ DEFAULT_TEMPLATES = {
     "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
 }
 DEFAULT_CHUNKS_SIZE = 1000
-# Of a file that is read in pieces.
-PIECE_BYTES = 4 * 2**20
 
 
 def assign_files(
@@ -68,8 +64,6 @@ def assign_files(
     else:
         identity = columns["chunk_index"].astype(np.int64) * MAX_INDEX + columns["file_index"]
     _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
-    if len(first) > MAX_FILES:
-        raise ValueError(f"{label}: {len(first):,} files, more than the {MAX_FILES:,} that a dataset may have")
     by_first_use = np.argsort(first)
     rank = np.empty_like(by_first_use)
     rank[by_first_use] = np.arange(len(first))
@@ -152,7 +146,7 @@ def read_lines(
         size = fs.size(f"{base}/{path}")
         _check_bytes(path, size, size if most_bytes is None else most_bytes)
         with fs.open(f"{base}/{path}", "rb") as opened:
-            file = io.BufferedReader(opened, PIECE_BYTES)
+            file = io.BufferedReader(opened, 2**20)
             for number, line in enumerate(iter(lambda: file.readline(line_bytes + 1), b""), 1):
                 if len(line) > line_bytes:
                     raise ValueError(

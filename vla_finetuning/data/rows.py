@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -274,7 +273,7 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
         identity = file_identity(reader.fs, data_file.path)
 
     needed = {
-        ("", key): Column(key, np.dtype(dtype), (1,), _row_bytes((1,)))
+        ("", key): Column(key, np.dtype(dtype), (1,))
         for key, dtype in BOOKKEEPING.items()
         if not reader.features[key].counted
     }
@@ -320,12 +319,7 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
 
 
 def _column(feature: Feature) -> Column:
-    return Column(feature.key, row_dtype(feature), feature.shape, _row_bytes(feature.shape))
-
-
-def _row_bytes(shape: tuple[int, ...]) -> int:
-    # 8 bytes a number, and as many where a dictionary says the same again or lists say where they begin.
-    return math.prod(shape) * 16
+    return Column(feature.key, row_dtype(feature), feature.shape)
 
 
 def _check_rows(e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray) -> None:
@@ -401,7 +395,7 @@ def _fill_texts(
     position = np.concatenate([e.position for e in members])
     rows = np.concatenate([e.data_row + e.frame for e in members])
     seconds = np.concatenate([e.timestamps[e.frame - e.first] for e in members])
-    for inside, column in read_values(file, feature.key, None, rows, identity):
+    for inside, column in read_values(file, feature.key, rows, identity):
         label = f"{file.name}: column {feature.key}"
         if feature.texts:
             picked = [feature.texts.get(n, "") for n in numbers(column, np.int64, (1,), label).ravel().tolist()]

@@ -4,80 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.data.dataset import naming_file
-from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
+from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES
 from vla_finetuning.files import refuse_pointer
 
 # The entry of a footer that Arrow makes a schema of, with its extension types; one as long, that it ignores.
 _ARROW_SCHEMA, _NO_SCHEMA = b"ARROW:schema", b"no-one:reads"
-# Bytes of a value in memory. Texts and bytes are read as numbers of the distinct ones.
+# Bytes of a value in memory; of a text, where it ends.
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 
 
-# Row groups of numbers are read together up to so many bytes.
-READ_TOGETHER_BYTES = 4 * 2**20
+# Rows that are unpacked at once, of numbers; of texts fewer, where one may be long.
+BATCH_ROWS = 2**16
 
 
 @dataclass
 class Budget:
-    """What may be read of a table, in one file or several: `read_columns` takes from it, and refuses what exceeds it.
-
-    Attributes:
-        noun: what it is of, for errors ("episodes").
-        rows, bytes: the most that there may be of it in all; rows None: any number.
-    """
+    """The bytes that may be unpacked of a table, in one file or several; `noun` is what errors call it ("episodes")."""
 
     noun: str
-    rows: int | None
     bytes: int
-    rows_taken: int = 0
-    bytes_taken: int = 0
+    taken: int = 0
 
-    def check(self, name: str, rows: int, size: int) -> None:
-        """Refuse a file `name` that has, or claims, so many rows and bytes beyond what was taken before."""
-        rows, size = rows + self.rows_taken, size + self.bytes_taken
-        if self.rows is not None and rows > self.rows:
+    def check(self, name: str, size: int) -> None:
+        """Refuse a file `name` that has, or claims, so many bytes beyond what was taken before."""
+        if self.taken + size > self.bytes:
             raise ValueError(
-                f"{name}: {rows:,} {self.noun}, more than the {self.rows:,} that a dataset may have: it is damaged or "
-                "made to exhaust the memory; copy it again, or split the dataset"
+                f"{name}: {self.noun} that unpack to {(self.taken + size) / 2**20:,.0f} MiB or more, and "
+                f"{self.bytes / 2**20:,.0f} MiB are read at once: it is damaged or made to exhaust the memory; copy it "
+                "again, or write it in smaller row groups and files"
             )
-        if size > self.bytes:
-            raise ValueError(
-                f"{name}: {self.noun} that unpack to {size / 2**20:,.0f} MiB, more than the "
-                f"{self.bytes / 2**20:,.0f} MiB that are read at once: it is damaged or made to exhaust the memory; "
-                "copy it again, or write it in smaller row groups and files"
-            )
+
+    def take(self, name: str, size: int) -> None:
+        self.check(name, size)
+        self.taken += size
 
 
 class OpenedParquet(pq.ParquetFile):
-    """A parquet file that is safe to read; of one in a store, what will be read can be asked for beforehand."""
+    """A parquet file that is safe to read; of one in a store, what will be read can be requested beforehand."""
 
     def __init__(self, file: Any, **options: Any):
         super().__init__(file, **options)
         self._file = file
 
-    def unpack(self, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]) -> pa.Table:
-        """Some columns of some row groups, in the file's order. `read_row_groups` also takes what begins alike."""
-        return self.reader.read_row_groups(list(groups), column_indices=[leaf for leaf, *_ in leaves])
-
-    def expect(self, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]) -> None:
-        """Have the chunks of some columns in some row groups fetched side by side, while other things are done."""
+    def prefetch(self, groups: Sequence[int], leaves: Sequence[int]) -> None:
+        """Fetch the chunks of some columns in some row groups side by side, in the background."""
         if hasattr(self._file, "ask"):
-            chunks = [self.metadata.row_group(group).column(leaf) for group in groups for leaf, *_ in leaves]
+            chunks = [self.metadata.row_group(group).column(leaf) for group in groups for leaf in leaves]
             starts = [min(filter(None, (c.dictionary_page_offset, c.data_page_offset))) for c in chunks]
             self._file.ask([(at, at + c.total_compressed_size) for at, c in zip(starts, chunks, strict=True)])
 
@@ -92,7 +76,7 @@ def open_parquet(
     (CVE-2026-41486, closed in Ray 2.55; an environment variable opens it again). So Arrow never gets to see the schema
     that names them: columns have the types that parquet itself gives them, extension arrays those they are stored as.
 
-    Read it with `read_columns`, which unpacks no more than its budget: texts come out of Arrow as dictionaries.
+    Read it with `read_columns`, which unpacks no more than its budget.
 
     Args:
         path: inside `fs`.
@@ -106,22 +90,11 @@ def open_parquet(
     """
     name = name or path
     try:
-        with naming_file(name):
-            file = fs.open(path, "rb")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{name} is missing; copy it again") from error
-    except StorageError:
-        raise
-    except OSError as error:  # links in a circle, no permission
-        raise StorageError(f"{name}: {error}") from error
-    try:
-        with file, naming_file(name):
+        with naming_file(name), fs.open(path, "rb") as file:
             metadata = _footer_of(file, identity)
-            leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
-            texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
             file.seek(0)
             # With its extension types Arrow would read LeRobot's JSON texts as plain ones.
-            yield OpenedParquet(file, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False)
+            yield OpenedParquet(file, metadata=metadata, arrow_extensions_enabled=False)
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -179,124 +152,58 @@ def _footer_of(file: Any, identity: str | None) -> pq.FileMetaData:
 
 
 def read_columns(
-    file: OpenedParquet,
-    columns: Collection[str],
-    budget: Budget,
-    *,
-    name: str,
-    groups: Sequence[int] | None = None,
-    row_bytes: Mapping[str, int] | None = None,
+    file: OpenedParquet, columns: Collection[str], budget: Budget, *, name: str, groups: Sequence[int] | None = None
 ) -> pa.Table:
-    """Read columns of a file that `open_parquet` opened, if the footer says that they fit the budget. Call it inside.
+    """Read columns of a file that `open_parquet` opened. Call it inside.
 
-    A page can repeat one value millions of times in a few bytes. So values count, and not only packed bytes; and texts
-    are unpacked when it is known how long they are together.
+    A page can repeat one value millions of times in a few bytes. So the footer's numbers of values count, and texts are
+    unpacked a few rows at a time, until they exceed the budget.
 
     Args:
         columns: their names in the schema. budget: is taken from.
         name: what errors call the file.
         groups: numbers of the row groups to read; None for all.
-        row_bytes: the most that a row of a column takes by what the dataset says of it; columns left out: anything.
     Raises:
-        ValueError: more than the budget or than `row_bytes`, or texts in a form whose length cannot be known.
+        ValueError: a column is missing or there twice; more than the budget.
     """
-    if doubled := [column for column in columns if file.schema_arrow.names.count(column) != 1]:
-        raise ValueError(f"{name}: columns {doubled} must be there once; {len(file.schema_arrow.names)} columns found")
+    names = file.schema_arrow.names
+    if doubled := [column for column in columns if names.count(column) != 1]:
+        raise ValueError(f"{name}: columns {doubled} must be there once; {len(names)} columns found")
     groups = range(file.metadata.num_row_groups) if groups is None else groups
-    leaves = _leaves(file, columns)
-    total_rows = total_bytes = 0
-    for group in groups:
-        rows, sizes = _declared(file.metadata, group, leaves)
-        for column, most in (row_bytes or {}).items():
-            if sizes[column] > rows * most + ROW_GROUP_OVERHEAD_BYTES:
-                raise ValueError(
-                    f"{name}: column {column} claims {sizes[column]:,} bytes in row group {group} of {rows:,} rows, "
-                    f"more than the {most:,} a row that its shape in meta/info.json allows: the file is damaged or "
-                    "belongs to another dataset; copy it again"
-                )
-        total_rows, total_bytes = total_rows + rows, total_bytes + sum(sizes.values())
-    budget.check(name, total_rows, total_bytes)
-    parts = [file.unpack([], leaves).select(columns)]
-    batches = _batches(file.metadata, groups, leaves)
-    for number, batch in enumerate(batches):
-        # While one is unpacked the next is fetched.
-        file.expect(list(itertools.chain(*batches[number : number + 2])), leaves)
-        part = file.unpack(batch, leaves).select(columns)
-        size = part.nbytes + sum(_text_bytes(chunk, name) for column in part.columns for chunk in column.chunks)
-        budget.check(name, part.num_rows, size)
-        budget.rows_taken += part.num_rows
-        budget.bytes_taken += size
-        parts.append(part)
-    schema = pa.schema([field.with_type(_plain(field.type)) for field in parts[0].schema])
-    # A cast copies texts that are what they should be, too.
-    return pa.concat_tables([part if part.schema.equals(schema) else part.cast(schema) for part in parts])
-
-
-def _leaves(file: OpenedParquet, columns: Collection[str]) -> list[tuple[int, str, int]]:
-    """The parquet columns that some columns of the schema consist of: number, whose it is, bytes of a value."""
-    leaves = []
     # A path's first part is the column's name, dots and all: DROID has `action` beside `action.joint_position`.
-    for i, (name, *_) in enumerate(file.reader.column_paths):
-        if name in columns:
-            leaf = file.metadata.schema.column(i)
-            leaves.append((i, name, _WIDTHS.get(leaf.physical_type, leaf.length)))
-    return leaves
+    leaves = [i for i, (column, *_) in enumerate(file.reader.column_paths) if column in columns]
+    budget.check(name, sum(_declared_bytes(file.metadata, group, leaves) for group in groups))
+    file.prefetch(groups, leaves)
+    rows, batches = _batch_rows(file.metadata, groups, leaves, budget), []
+    for batch in file.reader.iter_batches(rows, groups, leaves):
+        budget.take(name, batch.nbytes)
+        batches.append(batch)
+    schema = pa.schema([field for field in file.schema_arrow if field.name in columns])
+    return pa.Table.from_batches(batches, schema).select(list(columns))
 
 
-def _batches(
-    metadata: pq.FileMetaData, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]
-) -> list[Sequence[int]]:
-    """Row groups that are read together: of numbers as many as are small, LeRobot writes one for ten episodes.
-
-    Texts one by one: Arrow 26 cannot read nested dictionaries of several row groups at once.
-    """
-    if any(metadata.schema.column(i).physical_type == "BYTE_ARRAY" for i, *_ in leaves):
-        return [[group] for group in groups]
-    ends = np.cumsum([sum(_declared(metadata, group, leaves)[1].values()) for group in groups]) // READ_TOGETHER_BYTES
-    return [list(batch) for batch in np.split(np.asarray(groups), np.flatnonzero(np.diff(ends)) + 1) if len(batch)]
-
-
-def _declared(
-    metadata: pq.FileMetaData, number: int, leaves: Sequence[tuple[int, str, int]]
-) -> tuple[int, dict[str, int]]:
-    """Rows of a row group, and bytes of each column in memory before its texts are unpacked, as the footer has it."""
-    group = metadata.row_group(number)
+def _declared_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int]) -> int:
+    """Return the bytes of a row group's columns in memory, texts packed, by what the footer says."""
+    group, size = metadata.row_group(number), 0
     if group.num_columns != metadata.num_columns:
         raise OSError(f"its row group {number} has {group.num_columns} columns, its schema {metadata.num_columns}")
-    sizes: dict[str, int] = {}
-    for i, column, width in leaves:
-        chunk = group.column(i)
+    for i in leaves:
+        chunk, leaf = group.column(i), metadata.schema.column(i)
         if min(chunk.num_values, group.num_rows, chunk.total_uncompressed_size) < 0:
             raise OSError(f"its row group {number} has a negative size")
-        size = max(chunk.total_uncompressed_size, max(chunk.num_values, group.num_rows) * width)
-        sizes[column] = sizes.get(column, 0) + size
-    return group.num_rows, sizes
+        width = _WIDTHS.get(leaf.physical_type, leaf.length)
+        size += max(chunk.total_uncompressed_size, max(chunk.num_values, group.num_rows) * width)
+    return size
 
 
-def _text_bytes(array: pa.Array, name: str) -> int:
-    """Bytes of the texts in an array, nested ones included, when they are no longer dictionaries."""
-    dtype = array.type
-    if pa.types.is_dictionary(dtype):
-        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
-        return pc.sum(lengths.take(array.indices)).as_py() or 0
-    if pa.types.is_struct(dtype):
-        return sum(_text_bytes(field, name) for field in array.flatten())
-    if pa.types.is_list(dtype):
-        return _text_bytes(array.flatten(), name)
-    if pa.types.is_primitive(dtype) or pa.types.is_null(dtype):
-        return 0
-    raise ValueError(f"{name}: holds {dtype}, which LeRobot does not write; write numbers, texts, lists and structs")
-
-
-def _plain(dtype: pa.DataType) -> pa.DataType:
-    """A type without dictionaries in it."""
-    if pa.types.is_dictionary(dtype):
-        return dtype.value_type
-    if pa.types.is_struct(dtype):
-        return pa.struct([field.with_type(_plain(field.type)) for field in dtype])
-    if pa.types.is_list(dtype):
-        return pa.list_(dtype.value_field.with_type(_plain(dtype.value_type)))
-    return dtype
+def _batch_rows(metadata: pq.FileMetaData, groups: Sequence[int], leaves: Sequence[int], budget: Budget) -> int:
+    """Return how many rows are unpacked at once: of texts a quarter of the budget, were each as long as its pages."""
+    texts = [i for i in leaves if metadata.schema.column(i).physical_type == "BYTE_ARRAY"]
+    longest = max(
+        (sum(metadata.row_group(group).column(i).total_uncompressed_size for i in texts) for group in groups),
+        default=0,
+    )
+    return max(1, min(BATCH_ROWS, budget.bytes // (4 * max(1, longest))))
 
 
 def _read_footer(file: Any) -> bytes:

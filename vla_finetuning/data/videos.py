@@ -165,14 +165,14 @@ class CameraFile:
         height, width = height_width(feature)
         file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset)
         # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
-        row_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
+        most_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
         rows = np.concatenate([w.times_s for w in self.requests]).astype(np.int64)
         places = [(w, n) for w in self.requests for n in range(len(w.times_s))]
-        for i, data in read_images(file, feature.key, row_bytes, rows, file_identity(self.reader.fs, path)):
+        for i, data in read_images(file, feature.key, rows, file_identity(self.reader.fs, path)):
             w, n = places[i]
             name = f"{self.name(w.episode)}, row {rows[i]}"
             if isinstance(data, str):
-                data = self._read_image(data, row_bytes, name)
+                data = self._read_image(data, most_bytes, name)
             if feature.is_depth:
                 unit = feature.info.get("depth_unit")
                 w.put(n, decode_depth_image(data, unit, name=name, height=height, width=width))

@@ -58,7 +58,7 @@ def row_weights(
             f"are {len(metas)}; name one dataset, or weigh episodes of all by --dataset.episode_weights"
         )
     path = _fetched(config, metas[0])
-    budget, column = Budget("frames", None, MAX_DATA_BYTES), f"progress_{options.head_mode}"
+    budget, column = Budget("frames", MAX_DATA_BYTES), f"progress_{options.head_mode}"
     with open_parquet(LocalFileSystem(), str(path)) as file:
         names = ["index", "episode_index", column]
         if lacking := sorted(set(names) - set(file.schema_arrow.names)):
