@@ -139,7 +139,8 @@ def _wait_for(work: Future[Any], demand: Wanted) -> Any:
 
 def _poll(demand: Wanted) -> Iterator[None]:
     """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
-    since, limit_s = None, Timeouts.from_environment().nodes
+    limit_s = Timeouts.from_environment().nodes
+    since = None
     while True:
         lacking = demand.beyond(ray.cluster_resources()) or _without_capacity(demand)
         if lacking is None:
