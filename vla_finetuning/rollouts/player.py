@@ -119,7 +119,7 @@ class PolicySource(Acting):
     def of_export(
         cls, folder: Path, config: PreTrainedConfig, options: EvaluateConfig | ServeConfig, **acting: Any
     ) -> PolicySource:
-        """Return an exported policy that acts as a program's options say, Raises ValueError if it cannot."""
+        """Return an exported policy that acts as a program's options say. Raises ValueError if it cannot."""
         check_advantage(config, options.advantage, options.guidance)
         check_writes(folder, config, options.subtask)
         use_gpu = find_gpus("--use_gpu") > 0 if options.use_gpu is None else options.use_gpu
