@@ -152,7 +152,7 @@ def record_dataset(
     """
     partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
     folders = [partial_folder / str(number) for number in range(len(shares))]
-    task = ray.remote(num_cpus=1)(write_share)
+    task: Any = ray.remote(write_share).options(num_cpus=1)
     pending = [
         task.remote(folder, {name: makers[name] for name, _ in share}, play, share, form)
         for folder, share in zip(folders, shares, strict=True)
