@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,7 +20,7 @@ from lerobot.utils.constants import ACTION_TOKEN_MASK, OBS_STATE, OPENPI_ATTENTI
 from torch import Tensor
 
 from vla_finetuning.policies.families.pi05 import PI05, PI05Loss, Prefix
-from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss
+from vla_finetuning.policies.family import MEAN_COUNT, Family, LossClass, PolicyLoss
 from vla_finetuning.policies.flow import repeat_rows
 
 
@@ -55,7 +55,7 @@ class PI0Loss(PI05Loss):
 class PI0(PI05):
     """PI0 and types that derive from it."""
 
-    own_loss = PI0Loss
+    own_loss: ClassVar[LossClass] = PI0Loss
     heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
     before_actions = 1
     # An action chunk's probability, values and guidance would need the state beside images and prompt.

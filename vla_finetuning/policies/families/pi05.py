@@ -44,7 +44,7 @@ from transformers import CONFIG_MAPPING
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, PolicyLoss, parts_by_prefix
+from vla_finetuning.policies.family import MAX_DELAY, UNUSED, Family, LossClass, PolicyLoss, parts_by_prefix
 from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -390,7 +390,7 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 class PI05(Family):
     """PI0.5, and the demo's tiny one: every feature is supported."""
 
-    own_loss = PI05Loss
+    own_loss: ClassVar[LossClass] = PI05Loss
     modes = {
         "heads": frozenset({"heads"}),
         "expert": frozenset({"heads", "action expert"}),
