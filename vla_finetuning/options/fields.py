@@ -132,9 +132,13 @@ def option(default: Any, help: str, *, flag: str | None = "", **attributes: Any)
     return field(default=default, metadata=metadata)
 
 
-@functools.cache
 def options_of(cls: type) -> tuple[Option, ...]:
     """Return all options of a configuration, those of its groups among them."""
+    return _options_once(cls)  # type: ignore[arg-type]  # mypy asks the instances whether a type is hashable
+
+
+@functools.cache
+def _options_once(cls: type) -> tuple[Option, ...]:
     return tuple(_options(cls, "", None))
 
 
@@ -170,7 +174,7 @@ def check(config: Any) -> None:
 
     Each group is checked by its own `check(config)`, and by those of the groups that it inherits from.
     """
-    listed = options_of(type(config))  # type: ignore[arg-type]  # that a type is hashable is unknown to mypy
+    listed = options_of(type(config))
     options = {option.name or option.path: option for option in listed}
     for group in _groups(config):
         for cls in type(group).__mro__:
