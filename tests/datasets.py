@@ -121,10 +121,10 @@ def write_dataset(
         cameras = {"observation.images.top": (48, 64), "observation.images.wrist": (96, 80)}
     image_cameras = image_cameras or {}
     features: dict[str, dict] = {}
-    for key, name, size in (("observation.state", "joint", state_dim), ("action", "motor", action_dim)):
-        if size:
-            names = [f"{name}_{number}" for number in range(size)]
-            features[key] = {"dtype": "float32", "shape": (size,), "names": names}
+    for key, name, dimensions in (("observation.state", "joint", state_dim), ("action", "motor", action_dim)):
+        if dimensions:
+            names = [f"{name}_{number}" for number in range(dimensions)]
+            features[key] = {"dtype": "float32", "shape": (dimensions,), "names": names}
     features |= {key: {"dtype": "string", "shape": (1,), "names": None} for key in texts or ()}
     for dtype, sizes in (("video", cameras), ("image", image_cameras)):
         for key, size in sizes.items():

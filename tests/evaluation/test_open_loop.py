@@ -10,7 +10,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.pi0_fast.modeling_pi0_fast import PI0FastPolicy
 
-from tests.data.test_frame_cache import frames_in
+from tests.data.test_frame_cache import files_in
 from tests.datasets import make_dataset
 from tests.policies.test_tiny_pi05 import make_base, make_features
 from tests.tiny import perturb
@@ -261,7 +261,7 @@ def test_held_out_frames_are_lerobots(tmp_path):
     )
     theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
     frames = list(held_out_frames(rows))
-    assert frames_in(tmp_path / "kept") == 6 * len(metas[1].camera_keys)  # as the run itself
+    assert len(files_in(tmp_path / "kept")) == len(metas[1].camera_keys)  # as the run itself
     assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(rows, limit=2))) == 2
     for ours, expected in zip(frames, theirs, strict=True):
         assert ours["task"] == expected["task"]
