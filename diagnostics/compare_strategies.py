@@ -3,9 +3,8 @@
     python -m diagnostics.compare_strategies --preset demo
 
 takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters
-(`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches, read once. On
-GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. A strategy whose
-plan (`--dry_run`) does not fit is left out. Exit status: 0 done, 1 the run failed, 2 it could not start.
+(`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches, read once. A
+strategy whose plan (`--dry_run`) does not fit is left out. Exit status: 0 done, 1 the run failed, 2 it could not start.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from diagnostics.tool import Options, Result, count, host_batches
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.options.scaling import Strategy
 from vla_finetuning.plan.resolve import Run
-from vla_finetuning.policies.registry import family_of
 from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.capacity import fits, planned_memory
 from vla_finetuning.training.feed import policy_batches
@@ -46,8 +44,6 @@ from vla_finetuning.training.worker import RayWorker, Worker
 
 WARMUP_STEPS = 3
 BATCHES = 4
-# Of a GPU's memory, what a batch may be predicted to take: allocators leave gaps.
-FILL = 0.95
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -55,7 +51,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options = Options(json="compare_strategies_json")
     options.add("compare_steps", count, 20, "measured steps of each, after 3 to warm up (20)")
     options.add("strategies", _strategies, list(get_args(Strategy)), "which to compare, with commas (all)")
-    options.add("compare_memory_gb", float, None, "what a GPU is taken to have, at most, for the largest batch (all)")
     return options.parse_known_args(argv)
 
 
@@ -73,8 +68,6 @@ class Spreading(Record):
         step_s: each measured step, with the device waited for at its end. losses: of the warm-up's steps too.
         state_bytes: parameters and optimizer state that this rank holds between steps.
         peak_bytes: most memory in use on the GPU; None without one.
-        largest_batch: rows of a micro-batch that fit, tried. filling: the batches tried, and the most memory that each
-            took on any GPU; of 0 rows, what is held between steps. None and empty without one.
         planned_bytes: what a GPU must have by the plan; None without one, or where it cannot be planned.
     """
 
@@ -83,8 +76,6 @@ class Spreading(Record):
     losses: list[float]
     state_bytes: int
     peak_bytes: int | None
-    largest_batch: int | None = None
-    filling: dict[int, int] = {}
     planned_bytes: int | None = None
 
 
@@ -102,13 +93,13 @@ class StrategiesReport(WorkersReport[RankStrategies]):
 def table(report: StrategiesReport) -> str:
     """The result for people: the slowest rank's time, the most memory of any rank."""
     config = report.config
-    heads = ("s/step", "samples/s", "of first", "state GiB", "planned GiB", "peak GiB", "largest batch", "losses apart")
+    heads = ("s/step", "samples/s", "of first", "state GiB", "planned GiB", "peak GiB", "losses apart")
     rows, first = [["strategy", *heads]], None
     for spreadings in zip(*(rank.spreadings for rank in report.ranks), strict=True):
         s = spreadings[0]
         planned = "-" if s.planned_bytes is None else f"{s.planned_bytes / GIB:.2f}"
         if not s.step_s:
-            rows.append([s.strategy, *["-"] * 4, planned, "-", "left out", "-"])
+            rows.append([s.strategy, *["-"] * 4, planned, "left out", "-"])
             continue
         first = first or spreadings
         step_s, first_s = (max(float(np.median(r.step_s)) for r in ranks) for ranks in (spreadings, first))
@@ -117,7 +108,6 @@ def table(report: StrategiesReport) -> str:
         rate, state = report.global_batch_size / step_s, max(r.state_bytes for r in spreadings) / GIB
         rows.append([s.strategy, f"{step_s:.4f}", f"{rate:.1f}", f"{step_s / first_s:.2f}x", f"{state:.4f}", planned])
         rows[-1] += [f"{max(peaks) / GIB:.2f}" if peaks else "-"]
-        rows[-1] += ["-" if s.largest_batch is None else str(s.largest_batch)]
         rows[-1] += [f"{np.max(np.abs(losses - firsts) / np.abs(firsts)):.1e}"]
     return "\n".join(
         [
@@ -129,7 +119,7 @@ def table(report: StrategiesReport) -> str:
             "",
             "state: parameters and Adam's moments that a rank holds between two steps",
             "planned: what a GPU must have, as --dry_run says it; what does not fit is left out",
-            "peak, largest batch: of GPUs; the most rows of a micro-batch with which the step still fits each, tried",
+            "peak: the most memory in use on any GPU",
             "losses apart: from the first strategy's, relative, at most over all steps and ranks",
         ]
     )
@@ -144,13 +134,11 @@ def charts(report: StrategiesReport) -> list[tuple[str, str]]:
 def compare_loop(loop_config: dict[str, Any]) -> None:
     """Measure one strategy after the other. Runs in every worker, which leaves its result in the run's folder."""
     run, options, worker = ray.get(loop_config["run"]), loop_config["options"], RayWorker()
-    result = compare(run, options.strategies, options.compare_steps, worker, options.compare_memory_gb)
+    result = compare(run, options.strategies, options.compare_steps, worker)
     tool.write_record(run, worker.rank, result)
 
 
-def compare(
-    run: Run, strategies: Sequence[Strategy], steps: int, worker: Worker, memory_gb: float | None = None
-) -> RankStrategies:
+def compare(run: Run, strategies: Sequence[Strategy], steps: int, worker: Worker) -> RankStrategies:
     """Measure every strategy in turn that fits by its plan; all ranks of the process group call it alike."""
     dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
@@ -161,7 +149,7 @@ def compare(
         scaling = replace(run.config.scaling, strategy=strategy, shard_workers=len(by_node[0]) if by_node else None)
         needed = None if gpu_bytes is None else planned(replace(run.config, scaling=scaling))
         if gpu_bytes is None or needed is None or fits(needed, gpu_bytes / GIB):
-            spreading = _measure(run, strategy, steps, batches, dealt, worker, by_node, memory_gb)
+            spreading = _measure(run, strategy, steps, batches, dealt, worker, by_node)
             tool.free_memory(worker.device)
             if dist.is_initialized():
                 dist.barrier()
@@ -175,7 +163,10 @@ def _gpu_bytes(device: torch.device) -> int | None:
     """The memory of the smallest GPU of all ranks; None on CPUs."""
     if device.type != "cuda":
         return None
-    return _agreed(torch.cuda.get_device_properties(device).total_memory, dist.ReduceOp.MIN, device)
+    total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total, dist.ReduceOp.MIN)
+    return int(total)
 
 
 def _measure(
@@ -186,7 +177,6 @@ def _measure(
     dealt: RankSchedule,
     worker: Worker,
     by_node: Sequence[Sequence[int]] | None,
-    memory_gb: float | None,
 ) -> Spreading:
     device, accum = worker.device, run.config.grad_accum
     loss, autocast = build_model(run.policy, device)
@@ -201,62 +191,13 @@ def _measure(
         result = step(feed, step=number, grad_accum=accum, mean_over=accum, draws=draws)
         losses.append(result.loss.item())  # and the device is waited for
         step_s.append(time.perf_counter() - start)
-    peak_bytes = tool.peak_memory(device)
-
-    def peak_of(rows: int) -> int:
-        """Return the most memory that a step with micro-batches of so many rows takes on any GPU."""
-        torch.cuda.reset_peak_memory_stats(device)
-        if rows:
-            batch = {key: value[torch.arange(rows, device=device) % len(value)] for key, value in batches[0].items()}
-            many = rows * run.config.train.noise_draws
-            drawn = family_of(run.policy.config).draw(run.policy.config, many, 0, 0, device)
-            # From the second micro-batch on, gradients are there from the start.
-            few = min(accum, 2)
-            step(itertools.repeat(batch), step=0, grad_accum=few, mean_over=1, draws=lambda micro: drawn)
-        return _agreed(torch.cuda.max_memory_allocated(device), dist.ReduceOp.MAX, device)
-
-    largest: int | None = None
-    filling: dict[int, int] = {}
-    if device.type == "cuda":
-        tool.free_memory(device)
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        limit = _agreed(min(free, int(1e9 * memory_gb)) if memory_gb else free, dist.ReduceOp.MIN, device)
-        largest, filling = fill(peak_of, limit)
     return Spreading(
         strategy=strategy,
         step_s=step_s[WARMUP_STEPS:],
         losses=losses,
         state_bytes=state_bytes(model, optimizer),
-        peak_bytes=peak_bytes,
-        largest_batch=largest,
-        filling=filling,
+        peak_bytes=tool.peak_memory(device),
     )
-
-
-def fill(peak_of: Callable[[int], int], limit: int) -> tuple[int, dict[int, int]]:
-    """The largest batch whose step takes no more than FILL of `limit` bytes, and the peaks of all that were tried.
-
-    Memory grows with the batch along a straight line, so a batch is tried only where the line through the last two says
-    that it will fit: a GPU that ran out of memory would leave the others waiting for it. One row is taken to fit.
-    """
-    capacity = FILL * limit
-    peaks = {rows: peak_of(rows) for rows in (0, 1)}
-    while True:
-        (before, low), (last, high) = list(peaks.items())[-2:]
-        # At least a byte a row, should rows not show beside what the step takes anyway.
-        slope = max(1.0, (high - low) / (last - before))
-        following = min(int(last + (capacity - high) / slope), 2 * last)
-        if following <= last:
-            return max((rows for rows, peak in peaks.items() if peak <= capacity), default=0), peaks
-        peaks[following] = peak_of(following)
-
-
-def _agreed(value: int, operation: Any, device: torch.device) -> int:
-    """The same on all ranks: their largest, or smallest."""
-    values = torch.tensor(value, dtype=torch.int64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(values, operation)
-    return int(values.item())
 
 
 def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:

@@ -632,20 +632,6 @@ def test_what_does_not_go_together_is_refused(flags, message):
         parse_args(["--preset=demo", *flags])
 
 
-@pytest.mark.parametrize("per_row, largest", [(10, 80), (300, 2), (900, 0)])
-def test_the_largest_batch_is_found_without_running_out_of_memory(per_row, largest):
-    """Of 1000 bytes 950 may be used; 100 are taken anyway, and 50 by any number of rows."""
-
-    def peak_of(rows):
-        peak = 100 + (50 if rows else 0) + per_row * rows
-        assert rows <= 1 or peak <= 1000, "out of memory"
-        return peak
-
-    found, peaks = compare_strategies.fill(peak_of, 1000)
-    assert found == largest
-    assert peaks[found] <= 950 and peaks == {rows: peak_of(rows) for rows in peaks}
-
-
 def test_the_table_and_the_options(found, capsys, monkeypatch):
     report = StrategiesReport(
         environment=Environment.here(),
