@@ -19,6 +19,7 @@ from vla_finetuning.options.command_line import (
 )
 from vla_finetuning.options.fields import get_option
 from vla_finetuning.options.job import CONFIG_NAME
+from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import PRESETS, Config
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
@@ -379,6 +380,13 @@ def test_a_command_line_is_answered_before_anything_heavy_is_loaded():
 )
 def test_values_mean_what_they_say(flag, path, value):
     assert get_option(parse_args([*DATA, *flag.split("=", 1)]), path) == value
+
+
+def test_what_is_left_blank_in_a_file_of_a_mixture_is_not_given(tmp_path):
+    path = tmp_path / "mix.yaml"
+    path.write_text("members:\n- root: /a\n  tasks:\n  camera_keys: ~\n  episodes: null\n")
+    (member,) = members(parse_args([*DATA[1:], f"--dataset.mixture=@{path}"]).dataset.mixture)
+    assert (member.root, member.tasks, member.camera_keys, member.episodes) == ("/a", None, None, None)
 
 
 def test_a_mixture_names_its_roots():

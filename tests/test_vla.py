@@ -44,7 +44,7 @@ def finished(setting, ray_cluster):
     """A run of 4 steps by 2 workers, with accumulation; its frames are cached."""
     kept = setting[0] / "frames"
     assert vla.main(flags(setting, "finished", **{"dataset.frame_cache": kept})) == 0
-    assert list(kept.glob("*/*/*/*.index"))
+    assert list(kept.glob("*/*/*/*"))
     return setting[0] / "finished"
 
 

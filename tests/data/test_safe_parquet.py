@@ -134,6 +134,21 @@ def test_texts_count_as_often_as_they_are_there(tmp_path, column):
         read(path, [column], Budget("texts", 800_000))
 
 
+def test_texts_that_one_row_lists_are_not_unpacked_beyond_the_budget(tmp_path):
+    """20,000 times a text of 1000 letters, in one row of a file of a few kB."""
+    long = pa.array(["x" * 1000]).dictionary_encode().take(pa.array(np.zeros(20_000, np.int32)))
+    path = tmp_path / "long.parquet"
+    pq.write_table(pa.table({"tasks": pa.ListArray.from_arrays(pa.array([0, 20_000], pa.int32()), long)}), path)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(ValueError, match="a file: texts that unpack to 19 MiB or more"):
+            read(path, ["tasks"], Budget("texts", 2**20))
+    finally:
+        pa.set_memory_pool(before)
+    assert path.stat().st_size < 10_000 and pool.max_memory() < 5 * 2**20
+
+
 def test_numbers_count_as_often_as_they_are_there(tmp_path):
     """A million zeros take a few bytes in the file, whatever its footer calls them together."""
     path = tmp_path / "zeros.parquet"

@@ -255,7 +255,7 @@ def test_statistics_of_long_episodes_are_told_by_all_of_them(tmp_path, monkeypat
     monkeypatch.setattr(dataset_look, "SAMPLE_ROWS", 100)
     look = look_at(load_metadata(root))
     assert [finding for finding in look.findings if finding.kind == "statistics"] == []
-    assert 0 < look.outside["action"].max() < 0.05 and look.rows == 300
+    assert 0 < look.outside["action"].max() < 0.05 and look.rows == 700
     # Where an episode is more than may be held at once, nothing is said of them.
     row_bytes = dataset_look.looking_source(load_metadata(root), []).row_bytes()
     monkeypatch.setattr(dataset_look, "SAMPLE_BYTES", 60 * row_bytes)
@@ -338,8 +338,11 @@ def test_a_large_dataset_is_sampled_and_the_page_says_so(clean, monkeypatch, sho
     assert lengths[chosen].sum() <= 20_000 and chosen[0] == 0 and chosen[-1] == 999_999
     assert np.ptp(np.diff(chosen)) <= 1
     assert sample_episodes(np.array([10**7]), 20_000).tolist() == [0]
+    # However long they are, some are looked at.
+    assert len(sample_episodes(np.full(100, 30_000), 50_000)) == 10
 
     monkeypatch.setattr(dataset_look, "SAMPLE_ROWS", 25)
+    monkeypatch.setattr(dataset_look, "LEAST_EPISODES", 1)
     look = look_at(load_metadata(clean))
     assert len(look.episodes) == 2
     assert f"{look.rows} of 43 rows" in look.sample and "2 of 4 episodes" in look.sample

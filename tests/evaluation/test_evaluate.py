@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -396,3 +397,22 @@ def test_of_several_robots_the_one_that_the_environment_shows(folder, tmp_path):
         shutil.rmtree(both / name)
     with pytest.raises(ValueError, match="arm: the policy's 'action' has the shape .5,."):
         source()
+
+
+@pytest.mark.parametrize(
+    ("type", "options", "differ"),
+    [
+        ("two_bins", ["--task=a"], False),
+        ("two_bins", ["--fps=5"], True),
+        ("gym", ["--task=my/Reach-v1"], True),
+        ("own", ["--discover_packages_path=mine", "--task=a"], True),
+    ],
+)
+def test_environments_that_differ_are_not_compared(monkeypatch, tmp_path, type, options, differ):
+    def read(folder):
+        other = options if folder.name == "b" else [o for o in options if o.startswith("--discover")]
+        return {"environment": {"type": type, "options": other}}, []
+
+    monkeypatch.setattr(trial, "read_evaluation", read)
+    with pytest.raises(ValueError, match="the environments differ") if differ else nullcontext():
+        trial.compare_folders(tmp_path / "a", tmp_path / "b")

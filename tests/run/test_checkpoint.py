@@ -247,8 +247,9 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
 
     for step, loss in enumerate((0.9, 0.2, 0.3, 0.5, 0.1, 0.7), start=1):
         made(tmp_path, step, loss)
-    half = (0.5, 0.25)
-    assert left(success={1: half, 3: half, 4: (0.25, 0.25), 2: (0.0, 0.0)}, waiting=lambda step: step == 5) == [3, 5, 6]
+    half = ((0.5, 0.25), (0.5, 0.25))
+    whole = {1: half, 3: half, 4: ((0.25, 0.25),) * 2, 2: ((0.0, 0.0),) * 2}
+    assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
     size = sum(file.stat().st_size for file in (tmp_path / "step_00000005").iterdir())
     assert checkpoint_sizes(tmp_path)[1] == size
     space = SimpleNamespace(free=2 * size + SPARE_BYTES)  # for two more of it
@@ -260,8 +261,11 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
 
 
 def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_path):
-    """(successes, errors) of 50 episodes: those without errors are compared, among equals by success at the end."""
-    of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 5), 5: (30, 0), 6: (0, 50), 7: (45, 0)}
+    """Of each (successes, errors) of 50 episodes: only what is worse, whatever its errors would have been, goes.
+
+    Among equals success at the end decides.
+    """
+    of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 4), 4: (40, 5), 5: (30, 0), 6: (0, 50), 7: (45, 0)}
     folder = tmp_path / "checkpoints"
     for step, (successes, errors) in of_50.items():
         made(folder, step)
@@ -274,7 +278,7 @@ def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_
     )
     append_line(tmp_path / "evaluations.jsonl", json.dumps({**line, "step": 8}))
     prune_checkpoints(replace(config, keep_checkpoints=1), 8)
-    assert sorted(checkpoints(folder)) == [1, 2, 3, 6, 8]
+    assert sorted(checkpoints(folder)) == [1, 2, 4, 6, 8]
 
 
 def stand_in_for_streams(monkeypatch):

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import zipfile
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import av
 import pytest
 import ray
 import ray._private.thirdparty.pynvml  # to be replaced, it must be there
@@ -457,3 +459,11 @@ def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path, mon
     finally:
         signal.signal(signal.SIGINT, before)
         thread.join()
+
+
+def test_a_decoder_is_missed(monkeypatch, tmp_path):
+    monkeypatch.setattr(av, "codecs_available", {"h264", "hevc", "av1"})  # FFmpeg's own av1 needs a GPU
+    (lack,) = probe(NEEDS, gpus=0, temp_dir=str(tmp_path))
+    assert "cannot decode AV1 (libdav1d or libaom-av1)" in lack
+    monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed, or its libraries are not found
+    assert "PyAV does not load" in probe(NEEDS, gpus=0, temp_dir=str(tmp_path))[0]

@@ -99,7 +99,7 @@ class Store:
         self._unsigned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _shared, (self.protocol, self.bucket, tuple(self.options.items()), self.patience_s, self._region)
+        return _restored, (self.protocol, self.bucket, tuple(self.options.items()), self.patience_s, self._region)
 
     def with_patience(self, patience_s: float) -> Store:
         """Return the same bucket with less time for each call."""
@@ -338,6 +338,15 @@ class Store:
 
     def _url(self, key: str) -> str:
         return f"{self.protocol}://{self.bucket}/{key}"
+
+
+def _restored(*description: Any) -> Store:
+    """Return the store of a pickle: the process's own, unless an option of it cannot be a key."""
+    try:
+        return _shared(*description)
+    except TypeError:
+        protocol, bucket, options, patience_s, region = description
+        return Store(protocol, bucket, dict(options), patience_s, region)
 
 
 @functools.lru_cache(maxsize=64)

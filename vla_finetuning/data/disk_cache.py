@@ -137,10 +137,10 @@ class DiskCache:
         """
         with self.doing_without():
             if self.works:
-                place = self.folder / _short_hash(dataset)
+                place = self.folder / short_hash(dataset)
                 if time.monotonic() - self._touched.get(place, -float("inf")) > TOUCH_S:
                     self._touch(place)
-                return place / _short_hash(file) / _short_hash(identity)
+                return place / short_hash(file) / short_hash(identity)
         return None
 
     def read(self, path: Path, out: Any) -> bool:
@@ -405,7 +405,8 @@ def _disk_bytes(folder: Path) -> tuple[int, float]:
     return disk.used, FULLEST_DISK * (disk.used + disk.free)
 
 
-def _short_hash(text: str) -> str:
+def short_hash(text: str) -> str:
+    """Return a name of a file for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:_NAME_LENGTH]
 
 

@@ -7,13 +7,14 @@ share a batch do not depend on each other, but for rounding (`FeatureStore`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vla_finetuning.data.dataset import DatasetMetadata
-from vla_finetuning.data.disk_cache import CacheFolder, Key
+from vla_finetuning.data.disk_cache import CacheFolder, Key, short_hash
 from vla_finetuning.data.reader import DatasetFiles, Decoding
 from vla_finetuning.data.storage import file_identity
 from vla_finetuning.data.videos import frames_place
@@ -111,5 +112,7 @@ class FeatureStore:
             frames, file = frames_place(reader, key, "\0".join(paths), self._decoding)
             made = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
             identity = "\0".join(map(str, [*identities, *(number.item() for number in numbers)]))
-            self._contents[place] = None if None in identities else (made, f"{file}\0{episode}", identity)
+            # Short, for there is one of each episode of each camera.
+            names = sys.intern(made), short_hash(f"{file}\0{episode}"), short_hash(identity)
+            self._contents[place] = None if None in identities else names
         return self._contents[place]

@@ -33,6 +33,8 @@ TEMPLATES = {
 Stats = dict[str, dict[str, np.ndarray]]
 # Whose statistics are joined at a time.
 JOINED_EPISODES = 64
+# Statistics of all features, joined.
+JOINED_STATS_BYTES = 16 * 2**20
 
 
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
@@ -85,15 +87,20 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
     joined: Stats = {}
     counts: Counter[str] = Counter()
     episodes = 0
-    # A few at a time: a dataset may have a gigabyte of them.
-    for lines in itertools.batched(_lines(fs, base, STATS_PATH, None), JOINED_EPISODES):
-        episodes += len(lines)
-        # What is joined is the statistics of so many rows, as an episode's are.
-        group = {key: [values] for key, values in joined.items()}
-        for label, line in lines:
+
+    def by_episode() -> Iterator[Mapping[str, dict[str, np.ndarray]]]:
+        for label, line in _lines(fs, base, STATS_PATH, None):
             if not isinstance(stats := line.get("stats"), dict):
                 raise ValueError(f"{label}: stats is {stats!r:.50}, expected an object")
-            for key, values in parsed(stats, label).items():
+            yield parsed(stats, label)
+
+    # A few at a time: a dataset may have a gigabyte of them.
+    for batch in itertools.batched(by_episode(), JOINED_EPISODES):
+        episodes += len(batch)
+        # What is joined is the statistics of so many rows, as an episode's are.
+        group = {key: [values] for key, values in joined.items()}
+        for episode_stats in batch:
+            for key, values in episode_stats.items():
                 if {"min", "max", "mean", "std", "count"} <= values.keys() and counts[key] >= 0:
                     group.setdefault(key, []).append(values)
                     counts[key] += 1
@@ -104,6 +111,12 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
                 not_read.append(str(error))
                 joined.pop(key, None)
                 counts[key] = -1
+        if sum(array.nbytes for values in joined.values() for array in values.values()) > JOINED_STATS_BYTES:
+            raise ValueError(
+                f"{STATS_PATH}: statistics of {len(joined):,} features, more than the "
+                f"{JOINED_STATS_BYTES / 2**20:,.0f} MiB that they may have together: the file is damaged; restore it, "
+                "or remove it to have them computed again"
+            )
     for key in [key for key in joined if counts[key] < episodes]:
         not_read.append(f"{STATS_PATH}: statistics of {key!r:.100}, which not all of {episodes} episodes have")
         del joined[key]

@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vla_finetuning.buckets.store import StorageError
@@ -92,9 +93,11 @@ def open_parquet(
     try:
         with naming_file(name), fs.open(path, "rb") as file:
             metadata = _footer_of(file, identity)
+            leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+            nested = [leaf.path for leaf in leaves if _is_nested_text(leaf)]
             file.seek(0)
             # With its extension types Arrow would read LeRobot's JSON texts as plain ones.
-            yield OpenedParquet(file, metadata=metadata, arrow_extensions_enabled=False)
+            yield OpenedParquet(file, metadata=metadata, read_dictionary=nested, arrow_extensions_enabled=False)
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -157,7 +160,8 @@ def read_columns(
     """Read columns of a file that `open_parquet` opened. Call it inside.
 
     A page can repeat one value millions of times in a few bytes. So the footer's numbers of values count, and texts are
-    unpacked a few rows at a time, until they exceed the budget.
+    unpacked a few rows at a time, until they exceed the budget. A row may list any number of texts: those come as
+    dictionaries, and are unpacked when it is known how long they are together.
 
     Args:
         columns: their names in the schema. budget: is taken from.
@@ -174,12 +178,43 @@ def read_columns(
     leaves = [i for i, (column, *_) in enumerate(file.reader.column_paths) if column in columns]
     budget.check(name, sum(_declared_bytes(file.metadata, group, leaves) for group in groups))
     file.prefetch(groups, leaves)
-    rows, batches = _batch_rows(file.metadata, groups, leaves, budget), []
-    for batch in file.reader.iter_batches(rows, groups, leaves):
-        budget.take(name, batch.nbytes)
-        batches.append(batch)
-    schema = pa.schema([field for field in file.schema_arrow if field.name in columns])
-    return pa.Table.from_batches(batches, schema).select(list(columns))
+    rows = _batch_rows(file.metadata, groups, leaves, budget)
+    fields = [field for field in file.schema_arrow if field.name in columns]
+    schema = pa.schema([field.with_type(_plain(field.type)) for field in fields])
+    tables = [schema.empty_table()]
+    # Arrow 26 cannot read nested dictionaries of several row groups at once.
+    is_nested = any(_is_nested_text(file.metadata.schema.column(i)) for i in leaves)
+    for together in [[group] for group in groups] if is_nested else [list(groups)]:
+        for batch in file.reader.iter_batches(rows, together, leaves):
+            budget.take(name, batch.nbytes + sum(map(_repeated_bytes, batch.columns)))
+            tables.append(pa.Table.from_batches([batch]).cast(schema))
+    return pa.concat_tables(tables).select(list(columns))
+
+
+def _is_nested_text(leaf: Any) -> bool:
+    return leaf.physical_type == "BYTE_ARRAY" and leaf.max_repetition_level > 0
+
+
+def _repeated_bytes(array: pa.Array) -> int:
+    """Return the bytes of the texts that dictionaries in an array refer to, as often as they do."""
+    dtype = array.type
+    if pa.types.is_dictionary(dtype):
+        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+        return pc.sum(lengths.take(array.indices)).as_py() or 0
+    if pa.types.is_struct(dtype):
+        return sum(map(_repeated_bytes, array.flatten()))
+    return _repeated_bytes(array.flatten()) if pa.types.is_list(dtype) else 0
+
+
+def _plain(dtype: pa.DataType) -> pa.DataType:
+    """Return a type without dictionaries in it."""
+    if pa.types.is_dictionary(dtype):
+        return dtype.value_type
+    if pa.types.is_struct(dtype):
+        return pa.struct([field.with_type(_plain(field.type)) for field in dtype])
+    if pa.types.is_list(dtype):
+        return pa.list_(dtype.value_field.with_type(_plain(dtype.value_type)))
+    return dtype
 
 
 def _declared_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int]) -> int:

@@ -199,12 +199,12 @@ def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.
 
 
 def in_threads[T](meta: DatasetMetadata, episodes: np.ndarray, describe: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Return what is computed of each parquet file that has some of the episodes, as many at a time as there are CPUs.
+    """Return what is computed of each parquet file that has some of the episodes, some at a time.
 
     Args:
         describe: of a file, given as `files_of` does. Its ValueError and OSError get the dataset's name.
     """
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
         try:
             return list(pool.map(describe, files_of(meta, episodes)))
         except (ValueError, OSError) as error:

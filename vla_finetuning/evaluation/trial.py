@@ -16,7 +16,7 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.policies.rtc import RTCConfig
 
 from vla_finetuning.buckets.mirror import address, as_path, pull
-from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.envs.configs import DISCOVER, check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
@@ -294,10 +294,10 @@ def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     shown = {name_of(line): line for line in to_show(lines, trial.videos)}
     recorded = {name_of(named): actions for named, actions in read_actions(trial.output_dir) if name_of(named) in shown}
     chosen = []
-    for name, actions in recorded.items():
-        line = shown[name]
-        title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
-        chosen.append((title, line, actions))
+    for name, line in shown.items():
+        if name in recorded:
+            title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
+            chosen.append((title, line, recorded[name]))
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"films": films})
 
@@ -368,5 +368,6 @@ def compare_folders(a: Path, b: Path) -> tuple[str, int]:
 
 
 def _options_of(env: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """Return an environment's type and options; tasks are those of the list of episodes."""
-    return env["type"], {option for option in env["options"] if not option.startswith("--task=")}
+    """Return an environment's type and options; tasks are those of the list of episodes, where that names them."""
+    is_own = env["type"] == "gym" or any(option.startswith(DISCOVER) for option in env["options"])
+    return env["type"], {option for option in env["options"] if is_own or not option.startswith("--task=")}

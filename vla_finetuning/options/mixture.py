@@ -212,7 +212,8 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for item in listed.value:
         values = {}
         for key, value in {**top, **_entries(item, line)}.items():
-            values[key] = yaml.BaseLoader("").construct_document(value)
+            is_null = isinstance(value, yaml.ScalarNode) and value.style is None and value.value in ("", "~", "null")
+            values[key] = None if is_null else yaml.BaseLoader("").construct_document(value)
             if key != "root":
                 _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
         yield line(item), values

@@ -265,8 +265,9 @@ def _lerobots(
     except (ValueError, FileNotFoundError) as error:
         if np.isin(episodes, chosen).all():
             raise
+        result = completed(chosen)
         logger.warning("%s; statistics are computed of the chosen episodes alone", error)
-        return completed(chosen)
+        return result
 
 
 def _as_in_files(meta: DatasetMetadata, key: str, stats: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -28,6 +28,8 @@ Problems = Callable[[DatasetMetadata, np.ndarray, Features], Mapping[int, str]]
 
 # How much is read: rows without images, of whole episodes, at least one; images per camera, from how many episodes.
 SAMPLE_ROWS = 50_000
+# Episodes that are looked at, however long they are.
+LEAST_EPISODES = 10
 MOMENTS, CAMERA_EPISODES, MAX_CAMERAS = 5, 3, 8
 # How much is held: bytes of those rows, as they are read; and the longer side of an image, in pixels, to which it is
 # shrunk as soon as it is decoded. Pages show them half as wide; 120 of them are 110 MB at the most.
@@ -155,7 +157,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     damaged: dict[str, list[int]] = {}
     read = []
     for episode in episodes.tolist():
-        rows = min(int(meta.episode_length[episode]), most_rows)
+        rows = min(int(meta.episode_length[episode]), max(1, most_rows // len(episodes)))
         first = int(meta.episode_start[episode])
         try:
             (batch,) = source.read_rows(range(first, first + rows), rows)
@@ -248,9 +250,10 @@ def scaled_ranges(ranges: Sequence[Range]) -> np.ndarray:
 
 
 def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
-    """Episodes spread evenly, int64 ascending, at most about `rows` rows of them; at least one."""
+    """Episodes spread evenly, int64 ascending, of about `rows` rows; at least LEAST_EPISODES, if there are as many."""
     total = int(lengths.sum())
-    count = len(lengths) if total <= rows else max(1, int(len(lengths) * rows / total))
+    count = len(lengths) if total <= rows else max(LEAST_EPISODES, int(len(lengths) * rows / total))
+    count = min(count, len(lengths))
     return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
 
 

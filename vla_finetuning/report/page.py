@@ -300,7 +300,7 @@ def _totals(metrics: Metrics) -> tuple[float, float, float]:
 def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each robot's errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
     for robot, errors in errors_by_robot(evaluation).items():
-        about = (facts.get("robots") or {}).get(robot, {})
+        about = (facts.get("robots") or {}).get(robot, facts)
         trained, untrained = errors["trained"], errors.get("untrained") or {}
         baseline, size = trained["mean_action"]["mse"], len(trained["policy"]["mae"])
         names = about.get("action_names") or []

@@ -113,7 +113,7 @@ def _frames(play: Play, env: gymnasium.Env[Any, Any], episode: Any) -> Iterator[
 def _create(folder: Path, form: DatasetForm, env: gymnasium.Env[Any, Any], frame: Frame) -> LeRobotDataset:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset  # needed for recording only, and takes seconds
 
-    names = attribute(env, "dimension_names", {})
+    names = attribute(env, "dimension_names") or {}
     return LeRobotDataset.create(
         form.repo_id,
         form.fps,

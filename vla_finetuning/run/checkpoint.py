@@ -420,23 +420,32 @@ def prune(
     keep: int,
     keep_best: int,
     *,
-    success: Mapping[int, Success] | None = None,
+    success: Mapping[int, tuple[Success, Success]] | None = None,
     waiting: Callable[[int], bool] = lambda step: False,
 ) -> None:
     """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
 
-    Those that cannot be read are left for a person to look at.
+    Of those that can be read; the others are left for a person to look at. What cannot be deleted is reported and
+    stays.
 
     Args:
-        success: by step; where given, the highest is best, and the loss decides among equals.
-        waiting: whether the checkpoint of a step is still to be evaluated. It stays while the disk has space for two
-            more of its size.
+        success: the least and the most that it can be, by step, of an evaluation with errors two numbers each; where
+            given, the highest at any time is best, among equals the highest at the end, and then the loss decides. One
+            that may be as good as the worst of the best, but for its errors, stays like one that is still to be
+            evaluated.
+        waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the
+            disk has space for two more of its size.
     """
-    older = list(_scores(folder).items())[keep:]
-    scores = {path: score for path, score in older if not (waiting(_step(path)) and _fits(path))}
-    reached = {path: (success or {}).get(_step(path), (-1.0, -1.0)) for path in scores}
-    ranked = sorted(scores, key=lambda path: (*(-share for share in reached[path]), scores[path]))
+    readable = _scores(folder)
+    scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
+    none: Success = (-1.0, -1.0)
+    reached = {path: (success or {}).get(_step(path), (none, none)) for path in scores}
+    ranked = sorted(scores, key=lambda path: (*(-share for share in reached[path][0]), scores[path]))
+    to_reach = reached[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else (math.inf, math.inf)
+    undecided = {_step(path) for path, (least, most) in reached.items() if least < most and most >= to_reach}
     for path in ranked[keep_best:]:
+        if _may_wait(path, undecided.__contains__):
+            continue
         try:
             remove(path)
         except OSError as error:
@@ -463,8 +472,10 @@ def _scores(folder: Path) -> dict[Path, tuple[float, float]]:
     return scores
 
 
-def _fits(path: Path) -> bool:
-    """Return whether the disk has space for two more of a checkpoint that is not evaluated to its end."""
+def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
+    """Return whether a checkpoint that is not evaluated to its end stays: the disk has space for two more of it."""
+    if not waiting(_step(path)):
+        return False
     if free_bytes(path) >= 2 * _size(path) + SPARE_BYTES:
         return True
     logger.warning("%s is deleted before it was evaluated to its end: the disk is nearly full", path)

@@ -45,6 +45,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
 # The oldest NVIDIA driver for each major version of CUDA, from the release notes of its toolkit.
 DRIVERS = {12: "525", 13: "580"}
+# What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.
+DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
 # A worker process that is still starting; a node that takes longer would hold up the run itself.
 ANSWER_S = 120.0
 # A head node's socket, which answers at once or not at all.
@@ -440,6 +442,7 @@ def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
             continue
         if _public(installed) != required:
             lacks.append(f"{name} is {installed}, the driver has {required}; install requirements.lock on both")
+    lacks += _decoder_problems()
     if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
         lacks.append(problem)
     if needs.gpu_bytes and gpus and (smallest := _gpu_bytes()) is not None and smallest < needs.gpu_bytes:
@@ -459,6 +462,19 @@ def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
     if free < needs.free_bytes:
         lacks.append(f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB; free some there")
     return lacks
+
+
+def _decoder_problems() -> list[str]:
+    """Return what PyAV here cannot decode."""
+    try:
+        from av import codecs_available
+    except ImportError as error:
+        return [f"PyAV does not load ({error}); install av from requirements.lock there"]
+    return [
+        f"PyAV cannot decode {codec} ({' or '.join(names)}); install av from requirements.lock there"
+        for codec, names in DECODERS.items()
+        if not any(name in codecs_available for name in names)
+    ]
 
 
 def _cuda_problem(built_for: str) -> str | None:

@@ -37,11 +37,19 @@ class StopRetrying(ray.train.UserCallback):
     def __init__(self, output_dir: Path):
         self._output_dir = output_dir
         self._last: tuple[Any, ...] | None = None
+        self._hurries = False
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        if self._hurries:  # the group works again
+            del os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S]
+            self._hurries = False
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
         # A rank that is frozen, or waits for one that failed, does not leave its process group, however long (30 s) Ray
         # Train waits for that before it kills them all. It reads this each time, in the controller, where this runs.
-        os.environ.setdefault(TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, "1")
+        if TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S not in os.environ:
+            os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S] = "1"
+            self._hurries = True
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
         resumed_from: list[int] = []

@@ -105,7 +105,13 @@ def check_folder(config: JobOptions) -> None:
     check_place(folder)
     pull(folder)
     if (folder / LOCK_NAME).is_file():
-        _lock(folder).release()
+        # Storage that cannot tell is for `claim_folder`.
+        try:
+            _lock(folder).release()
+        except FileExistsError:
+            raise
+        except OSError:
+            pass
     _check_free(config)
 
 
@@ -376,22 +382,25 @@ def evaluations(output_dir: Path) -> list[dict[str, Any]]:
 
 def prune_checkpoints(config: Config, steps: int) -> None:
     """Delete checkpoints that a run of so many steps does not need. Called by the only process that writes them."""
-    lines, by_success = evaluations(config.folder), config.keep_best_by == "success"
-    # By success, one with errors is undecided, and kept like one that has not played.
-    decided = {line["step"] for line in lines if not (by_success and line.get("errors"))}
+    lines = evaluations(config.folder)
+    success = {line["step"]: _success_bounds(line) for line in lines}
+    played = {line["step"] for line in lines}
     prune(
         config.folder / CHECKPOINTS_NAME,
         config.keep_checkpoints,
         config.best_kept,
-        success={line["step"]: _success(line) for line in lines} if by_success else None,
-        waiting=lambda step: config.is_evaluated(step, steps) and step not in decided,
+        success=success if config.keep_best_by == "success" else None,
+        waiting=lambda step: config.is_evaluated(step, steps) and step not in played,
     )
 
 
-def _success(line: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the shares of all listed episodes that succeeded at any time, and at their end; errors are failures."""
-    listed = max(line["episodes"] + line.get("errors", 0), 1)
-    return line["successes"] / listed, line["successes_at_end"] / listed
+def _success_bounds(line: Mapping[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the least and the most that success of an evaluation's whole list can be, errors being either: of both
+    the share at any time and then, which decides among equals, at the end."""
+    errors = line.get("errors", 0)
+    listed = max(line["episodes"] + errors, 1)
+    once, at_end = line["successes"], line["successes_at_end"]
+    return (once / listed, at_end / listed), ((once + errors) / listed, (at_end + errors) / listed)
 
 
 @contextlib.contextmanager
