@@ -712,8 +712,7 @@ def test_a_column_whose_name_begins_others(tmp_path):
         assert file.metadata.num_row_groups == 1
         budget = safe_parquet.Budget("rows", 2**30)
         assert safe_parquet.read_columns(file, ["action"], budget, name=path).column_names == ["action"]
-        assert file.unpack([0], safe_parquet._leaves(file, ["action"])).column_names == ["action"]
-        assert budget.bytes_taken < 1.5 * length * 8 * 4
+        assert budget.taken < 1.5 * length * 8 * 4
 
 
 @pytest.mark.parametrize("cpus, threads", [(0.5, 1), (1, 1), (3, 3)])

@@ -187,7 +187,8 @@ def read_columns(
     for together in [[group] for group in groups] if is_nested else [list(groups)]:
         for batch in file.reader.iter_batches(rows, together, leaves):
             budget.take(name, batch.nbytes + sum(map(_repeated_bytes, batch.columns)))
-            tables.append(pa.Table.from_batches([batch]).cast(schema))
+            table = pa.Table.from_batches([batch])
+            tables.append(table.cast(schema) if is_nested else table)
     return pa.concat_tables(tables).select(list(columns))
 
 
