@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -59,6 +60,11 @@ class OpenedParquet(pq.ParquetFile):
         super().__init__(file, **options)
         self._file = file
 
+    def with_dictionaries(self, leaves: Sequence[str]) -> pq.ParquetFile:
+        """Return the same file, texts of some columns as dictionaries."""
+        options = {"read_dictionary": leaves, "arrow_extensions_enabled": False}
+        return pq.ParquetFile(self._file, metadata=self.metadata, **options)
+
     def prefetch(self, groups: Sequence[int], leaves: Sequence[int]) -> None:
         """Fetch the chunks of some columns in some row groups side by side, in the background."""
         if hasattr(self._file, "ask"):
@@ -93,11 +99,9 @@ def open_parquet(
     try:
         with naming_file(name), fs.open(path, "rb") as file:
             metadata = _footer_of(file, identity)
-            leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
-            nested = [leaf.path for leaf in leaves if _is_nested_text(leaf)]
             file.seek(0)
             # With its extension types Arrow would read LeRobot's JSON texts as plain ones.
-            yield OpenedParquet(file, metadata=metadata, read_dictionary=nested, arrow_extensions_enabled=False)
+            yield OpenedParquet(file, metadata=metadata, arrow_extensions_enabled=False)
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -160,7 +164,7 @@ def read_columns(
     """Read columns of a file that `open_parquet` opened. Call it inside.
 
     A page can repeat one value millions of times in a few bytes. So the footer's numbers of values count, and texts are
-    unpacked a few rows at a time, until they exceed the budget. A row may list any number of texts: those come as
+    unpacked a few rows at a time, until they exceed the budget. Where a row may list texts beyond it, they come as
     dictionaries, and are unpacked when it is known how long they are together.
 
     Args:
@@ -179,17 +183,28 @@ def read_columns(
     budget.check(name, sum(_declared_bytes(file.metadata, group, leaves) for group in groups))
     file.prefetch(groups, leaves)
     rows = _batch_rows(file.metadata, groups, leaves, budget)
-    fields = [field for field in file.schema_arrow if field.name in columns]
-    schema = pa.schema([field.with_type(_plain(field.type)) for field in fields])
+    schema = pa.schema([field for field in file.schema_arrow if field.name in columns])
     tables = [schema.empty_table()]
-    # Arrow 26 cannot read nested dictionaries of several row groups at once.
-    is_nested = any(_is_nested_text(file.metadata.schema.column(i)) for i in leaves)
-    for together in [[group] for group in groups] if is_nested else [list(groups)]:
-        for batch in file.reader.iter_batches(rows, together, leaves):
-            budget.take(name, batch.nbytes + sum(map(_repeated_bytes, batch.columns)))
-            table = pa.Table.from_batches([batch])
-            tables.append(table.cast(schema) if is_nested else table)
+    for may_exceed, members in itertools.groupby(groups, lambda group: _may_exceed(file, group, leaves, rows, budget)):
+        if not may_exceed:
+            for batch in file.reader.iter_batches(rows, list(members), leaves):
+                budget.take(name, batch.nbytes)
+                tables.append(pa.Table.from_batches([batch]))
+            continue
+        packed = file.with_dictionaries([file.metadata.schema.column(i).path for i in leaves])
+        for group in members:  # Arrow 26 cannot read nested dictionaries of several row groups at once
+            for batch in packed.reader.iter_batches(rows, [group], leaves):
+                budget.take(name, batch.nbytes + sum(map(_repeated_bytes, batch.columns)))
+                tables.append(pa.Table.from_batches([batch]).cast(schema))
     return pa.concat_tables(tables).select(list(columns))
+
+
+def _may_exceed(file: OpenedParquet, number: int, leaves: Sequence[int], rows: int, budget: Budget) -> bool:
+    """Return whether the texts that some `rows` of a row group list may fill a quarter of the budget."""
+    group = file.metadata.row_group(number)
+    chunks = [group.column(i) for i in leaves if _is_nested_text(file.metadata.schema.column(i))]
+    longest = sum(chunk.num_values * chunk.total_uncompressed_size for chunk in chunks)
+    return longest * max(1, rows // max(1, group.num_rows)) > budget.bytes // 4
 
 
 def _is_nested_text(leaf: Any) -> bool:
@@ -205,17 +220,6 @@ def _repeated_bytes(array: pa.Array) -> int:
     if pa.types.is_struct(dtype):
         return sum(map(_repeated_bytes, array.flatten()))
     return _repeated_bytes(array.flatten()) if pa.types.is_list(dtype) else 0
-
-
-def _plain(dtype: pa.DataType) -> pa.DataType:
-    """Return a type without dictionaries in it."""
-    if pa.types.is_dictionary(dtype):
-        return dtype.value_type
-    if pa.types.is_struct(dtype):
-        return pa.struct([field.with_type(_plain(field.type)) for field in dtype])
-    if pa.types.is_list(dtype):
-        return pa.list_(dtype.value_field.with_type(_plain(dtype.value_type)))
-    return dtype
 
 
 def _declared_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int]) -> int:
