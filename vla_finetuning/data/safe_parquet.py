@@ -185,13 +185,17 @@ def read_columns(
     rows = _batch_rows(file.metadata, groups, leaves, budget)
     schema = pa.schema([field for field in file.schema_arrow if field.name in columns])
     tables = [schema.empty_table()]
-    for may_exceed, members in itertools.groupby(groups, lambda group: _may_exceed(file, group, leaves, rows, budget)):
+    listed = [i for i in leaves if _is_nested_text(file.metadata.schema.column(i))]
+    most_bytes = budget.bytes // 4
+    for may_exceed, members in itertools.groupby(
+        groups, lambda group: bool(listed) and _listed_bytes(file.metadata, group, listed, rows) > most_bytes
+    ):
         if not may_exceed:
             for batch in file.reader.iter_batches(rows, list(members), leaves):
                 budget.take(name, batch.nbytes)
                 tables.append(pa.Table.from_batches([batch]))
             continue
-        packed = file.with_dictionaries([file.metadata.schema.column(i).path for i in leaves])
+        packed = file.with_dictionaries([file.metadata.schema.column(i).path for i in listed])
         for group in members:  # Arrow 26 cannot read nested dictionaries of several row groups at once
             for batch in packed.reader.iter_batches(rows, [group], leaves):
                 budget.take(name, batch.nbytes + sum(map(_repeated_bytes, batch.columns)))
@@ -199,12 +203,12 @@ def read_columns(
     return pa.concat_tables(tables).select(list(columns))
 
 
-def _may_exceed(file: OpenedParquet, number: int, leaves: Sequence[int], rows: int, budget: Budget) -> bool:
-    """Return whether the texts that some `rows` of a row group list may fill a quarter of the budget."""
-    group = file.metadata.row_group(number)
-    chunks = [group.column(i) for i in leaves if _is_nested_text(file.metadata.schema.column(i))]
+def _listed_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int], rows: int) -> int:
+    """Return the most bytes of texts that `rows` rows list, were each as long as the pages of a row group."""
+    group = metadata.row_group(number)
+    chunks = [group.column(i) for i in leaves]
     longest = sum(chunk.num_values * chunk.total_uncompressed_size for chunk in chunks)
-    return longest * max(1, rows // max(1, group.num_rows)) > budget.bytes // 4
+    return longest * max(1, rows // max(1, group.num_rows))
 
 
 def _is_nested_text(leaf: Any) -> bool:

@@ -342,7 +342,7 @@ def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> 
         errors["tools"] = {"LeRobot's tools": "not tried: the weights as LeRobot loads them do not fit this GPU"}
         trained.to("cpu")  # to be cast there
     trained = _placed(spec, trained, autocast, device)
-    named = [{robot.own_names.get(key, key): values for key, values in batch.items()} for batch in batches]
+    named = [_by_own_names(robot, batch) for batch in batches]
     errors["trained"] = open_loop_errors(trained, pre, post, named, **options)
     del trained
     if spec.folder is not None:
@@ -353,6 +353,11 @@ def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> 
     return errors
 
 
+def _by_own_names(robot: Robot, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return features under the robot's own names."""
+    return {robot.own_names.get(key, key): values for key, values in columns.items()}
+
+
 def _compare_tools(
     policy: PreTrainedPolicy, folder: Path, rows: Rows, robot: Robot, spec: PolicySpec
 ) -> dict[str, Any]:
@@ -361,8 +366,7 @@ def _compare_tools(
         frames = list(held_out_frames(rows, MOST_STEPS))
     except (ValueError, OSError) as error:  # with --dataset.on_error=skip no error of the evaluation
         return {"LeRobot's tools": f"not tried, the first held-out episode cannot be read: {error}"}
-    frames = [{robot.own_names.get(key, key): value for key, value in frame.items()} for frame in frames]
-    frames = [{**frame, TASK: f"{robot.opening}{frame[TASK]}"} for frame in frames]
+    frames = [{**_by_own_names(robot, frame), TASK: f"{robot.opening}{frame[TASK]}"} for frame in frames]
     return compare_tools(policy, folder, frames, trusted=spec.trusted)
 
 

@@ -97,7 +97,7 @@ RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
 def check_folder(config: JobOptions) -> None:
-    """Check that a run can be where it is to be, and changes nothing.
+    """Check that a run can be where it is to be, without a change to it.
 
     Raises OSError: no folder can be made or written there, another run is going on in it, or it is not empty.
     """
