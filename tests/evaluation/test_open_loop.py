@@ -246,6 +246,11 @@ def test_the_table_says_what_was_measured():
     assert "before training" not in alone and "one instruction" in alone.splitlines()[-1]
 
 
+def test_an_instruction_without_another_is_named(loaded):
+    with pytest.raises(ValueError, match="no other instruction for 'Pick up"):
+        evaluate(loaded, other_instruction={"go": "stop"})
+
+
 def test_other_instructions():
     assert other_instructions(["a", "b", "a", "c"]) == {"a": "b", "b": "c", "c": "a"}
     assert other_instructions(["a", "a"]) == {}

@@ -87,7 +87,7 @@ def open_loop_errors(
         "mean_action": e, "policy": e}}`; and `"examples"`, the first frame of every batch: `{"task", "recorded": T x A,
         "predicted": T x A, "is_pad": T}` and its place in the dataset.
     Raises:
-        ValueError: no frames; longer or wider chunks than recorded.
+        ValueError: no frames; longer or wider chunks than recorded; an instruction that `other_instruction` lacks.
     """
     device = next(policy.parameters()).device
     sums = {name: _ErrorSum() for name in ("mean_action", "policy", "other_instruction")}
@@ -101,7 +101,7 @@ def open_loop_errors(
             instructions = [str(task) for task in batch[TASK]]
             spoken = {"policy": instructions}
             if other_instruction:
-                spoken["other_instruction"] = [other_instruction[task] for task in instructions]
+                spoken["other_instruction"] = [_look_up(other_instruction, task) for task in instructions]
             for name, tasks in spoken.items():
                 observation = _observation(preprocessor, present, tasks, device)
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
@@ -160,6 +160,12 @@ def _from_now(deltas: Sequence[int] | None, steps: int) -> slice:
     """Return where predicted actions are in a recorded chunk, which may begin with the past (diffusion)."""
     now = list(deltas or [0]).index(0)
     return slice(now, now + steps)
+
+
+def _look_up(other_instruction: Mapping[str, str], task: str) -> str:
+    if task not in other_instruction:
+        raise ValueError(f"no other instruction for {task!r}; there are some for {sorted(other_instruction)}")
+    return other_instruction[task]
 
 
 def _observation(
