@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers openpi demo grpo recap test test-demo test-faults test-slow golden mutants lint docs format lock notebook smoke demo-clean
+.PHONY: help setup metaworld peers openpi demo grpo recap test test-demo test-gate test-faults test-slow golden mutants lint docs format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -35,11 +35,14 @@ grpo: $(STAMP) ## have the tiny PI0.5 learn from success alone what its demonstr
 recap: $(STAMP) ## have the tiny PI0.5 learn from failures, without a simulator while it trains
 	$(PYTHON) -m benchmarks.recap $(ARGS)
 
-test: $(STAMP) ## all tests but the slow ones and the demo's, in two processes
+test: $(STAMP) ## the tests of ten minutes, in two processes
 	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-demo: $(STAMP) ## README.ipynb with all the demo's steps, and what it learned
 	$(PYTHON) -m pytest -m demo $(ARGS)
+
+test-gate: $(STAMP) ## what the gate runs after make test: the demo's tests and the dearer ones
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "demo or gate" $(ARGS)
 
 test-faults: $(STAMP) ## every fault test, the slow ones too; what each cost is in outputs/faults.xml
 	$(PYTHON) -m pytest -m faults --junitxml=outputs/faults.xml -o junit_family=xunit1 $(ARGS)

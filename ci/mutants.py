@@ -44,7 +44,7 @@ TESTS = {
     "vla_finetuning/run/checkpoint.py": ["tests/run/test_checkpoint.py"],
     "vla_finetuning/training/stream.py": ["tests/training/test_stream.py"],
 }
-OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not demo and not gpu and not ray"]
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not demo and not gate and not gpu and not ray"]
 OPPOSITES = [
     (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
     (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or),

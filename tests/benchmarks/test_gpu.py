@@ -60,6 +60,7 @@ def section(name, about_s=0.0, limit_s=120.0):
     return Section(name, partial(getattr(planted, name)), about_s, limit_s)
 
 
+@pytest.mark.gate
 def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path, capfd):
     path = tmp_path / "found.json"
     names = ("out_of_memory", "crash", "hang", "fine")
@@ -79,6 +80,7 @@ def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path,
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.gate
 def test_it_ends_within_its_minutes(tmp_path):
     started = time.monotonic()
     found = run_sections([section("hang", limit_s=600.0), section("fine")], tmp_path / "found.json", 6 / 60)
@@ -98,6 +100,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path):
     assert taking.take("short", 1.0, lambda: 2) == 2
 
 
+@pytest.mark.gate
 def test_a_contender_goes_no_further_than_its_memory(tmp_path, monkeypatch):
     taking, made = results(tmp_path / "found.json"), []
     monkeypatch.setattr(gpu, "make_contender", lambda *_: made.append(1))

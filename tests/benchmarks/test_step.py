@@ -35,6 +35,7 @@ def test_lerobots_update_and_ours_train_alike(mode):
     assert losses["ours"] == pytest.approx(losses["lerobot"], rel=1e-5)
 
 
+@pytest.mark.gate
 def test_only_ours_reads_nothing_from_the_device(monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 1)
     monkeypatch.setattr(step, "WARM_UP_STEPS", 1)
@@ -64,6 +65,7 @@ def ours_compiled():
     return ours, [updates.prepared_rows(config, 2, 0)]
 
 
+@pytest.mark.gate
 def test_a_compiled_cell_in_which_nothing_compiled_ran_fails(fresh_dynamo, monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 2)
     ours, columns = ours_compiled()
@@ -74,6 +76,7 @@ def test_a_compiled_cell_in_which_nothing_compiled_ran_fails(fresh_dynamo, monke
         step.measure(ours, columns, 1, 0.0, CPU)
 
 
+@pytest.mark.gate
 def test_a_compiled_cell_in_which_something_compiles_late_fails(fresh_dynamo, monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 2)
     ours, columns = ours_compiled()

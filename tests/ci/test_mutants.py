@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from ci import mutants
 
 SOURCE = '''"""Add 1 or 2."""
@@ -32,6 +34,7 @@ def test_only_what_a_program_does_is_changed():
     assert text == SOURCE.replace("é{x + most}", "é{(x - most)}")
 
 
+@pytest.mark.gate
 def test_a_mutant_is_imported_from_memory(tmp_path):
     (tmp_path / "small.py").write_text("LIMIT = 3\n")
     (tmp_path / "test_small.py").write_text("def test_limit():\n    import small\n    assert small.LIMIT == 3\n")

@@ -55,6 +55,7 @@ def printed(path):
     return "".join(o.get("text", "") for cell in cells if cell.cell_type == "code" for o in cell.outputs)
 
 
+@pytest.mark.gate
 def test_a_notebook_that_runs_passes_and_is_kept(tmp_path):
     done, executed = smoke(notebook(), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,6 +64,7 @@ def test_a_notebook_that_runs_passes_and_is_kept(tmp_path):
     assert "outputs" not in str(nbformat.read(tmp_path / "in.ipynb", as_version=4).cells[1].outputs)
 
 
+@pytest.mark.gate
 def test_a_cell_that_fails_fails_the_run_and_the_notebook_is_kept(tmp_path):
     done, executed = smoke(notebook(code("1 / 0"), code("print('after')")), tmp_path)
     assert done.returncode != 0 and "ZeroDivisionError" in done.stderr

@@ -24,6 +24,7 @@ def small_cluster():
     clusters.stop()
 
 
+@pytest.mark.gate
 @pytest.mark.ray
 def test_a_slow_consumer_makes_nothing_spill(small_cluster, tmp_path, monkeypatch):
     root = make_dataset(

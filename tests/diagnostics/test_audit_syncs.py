@@ -68,6 +68,7 @@ def by_name(found, planted=None):
 # --- our loop ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "mode, flag", [("heads", "train.augmentation=openpi"), ("full", "dataset.image_transforms.enable=true")]
 )
@@ -146,6 +147,7 @@ def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
     assert all("not pinned" in sync.operation for sync in found)
 
 
+@pytest.mark.gate
 def test_lerobots_own_forward_waits_where_it_is_known_to(run, monkeypatch, one_step):
     monkeypatch.setattr(PI05Loss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
     monkeypatch.setattr(build, "leave_off_unused", lambda policy: [])  # it uses more than its loss needs

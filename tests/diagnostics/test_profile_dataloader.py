@@ -93,6 +93,7 @@ def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
     assert "5 MiB at most, 0 MiB spilled" in printed
 
 
+@pytest.mark.gate
 def test_the_stages_are_those_of_the_read_tasks(setting):
     """Most of the CPU's time is in one stage or another, and each stage has some."""
     run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})

@@ -136,6 +136,7 @@ def test_only_a_package_that_can_be_imported_is_one(tmp_path):
             env_config("gym", options)
 
 
+@pytest.mark.gate
 def test_installed_plugins_register_themselves(tmp_path):
     """As LeRobot finds them: distributions lerobot_env_*, lerobot_policy_*."""
     for name, source in {

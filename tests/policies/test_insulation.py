@@ -411,6 +411,7 @@ def test_everything_that_trains_gets_a_gradient_and_nothing_else_does(policy):
     assert plain < training and all("language_model.norm" in name or "language_model.layers.2" in name for name in more)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_give_the_same_losses_and_gradients(policy, checkpointing, in_float64):
     plain, options = copy.deepcopy(policy), {"attention": "sdpa", "checkpointing": checkpointing}

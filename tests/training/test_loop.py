@@ -250,6 +250,7 @@ def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog
     assert made == [1]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("max_delay", [0, 2])
 def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monkeypatch, max_delay):
     """As held-out losses need them too; and nothing of it is left: the loop's losses are those without."""
