@@ -203,8 +203,8 @@ class LeRobotDatasource(Datasource):
         projection = self._projection_map
         if projection is None:
             return tuple(names)
-        # Ray asks for no columns at all when it only counts: a row must still be a row.
-        return tuple(name for name in names if name in projection) or ("dataset_index",)
+        # Ray selects no column when it only counts rows: a row must still have one. `select_columns` orders columns.
+        return tuple(projection) or ("dataset_index",)
 
     def _frames(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of a frame of each camera that is read."""
@@ -323,7 +323,7 @@ class LeRobotDatasource(Datasource):
         else:
             bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
         for a, b in itertools.pairwise(bounds.tolist()):
-            until = b if limit is None else min(b, a + limit)
+            until = b if limit is None else min(b, a + max(1, limit))  # Ray cuts `limit(0)` itself
             cuts = task_bounds(a, until, self._read_rows, self.block_rows)
             yield list(np.stack([cuts[:-1], cuts[1:]], axis=-1)[:, None])
 
@@ -422,7 +422,7 @@ def read_lerobot(
         delta_timestamps: offsets in seconds per key, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``; the key's column then
             has a leading time axis, and `<key>_is_pad` marks offsets outside the episode, where the edge repeats.
         image_size: (height, width) that frames are fitted into right after decoding, padded with black as by PI0.5
-            for its 224x224, within one level of uint8 (`lerobot_decode.resize_with_pad`). What enters the
+            for its 224x224, within one level of uint8 (`vla_finetuning.data.decode.resize_with_pad`). What enters the
             object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
         shuffle_seed: None for stored order; otherwise rows are shuffled (see `data.plan`), the same way for the
             same seed.

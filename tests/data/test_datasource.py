@@ -333,6 +333,21 @@ def test_projection_and_limit_reach_the_source(ray_cluster, roots):
         dataset.select_columns(["index", "actoin"]).take_all()
 
 
+@pytest.mark.parametrize("limit", [0, 5])
+def test_tasks_read_no_more_than_their_limit(roots, monkeypatch, decoded, limit):
+    """Ray passes the limit of `map(f).limit(0)` on, too, and cuts the rows itself."""
+    without_ray(monkeypatch, CPU=1, object_store_memory=1e9)
+    tasks = datasource([load_metadata(roots["rollover"])], num_tasks=2).get_read_tasks(1, per_task_row_limit=limit)
+    assert sum(len(table) for task in tasks for table in task()) == 2 * limit
+    assert 2 * limit <= decoded[TOP] < 20
+
+
+def test_columns_are_in_the_order_that_is_selected(roots):
+    source = datasource([load_metadata(roots["rollover"])])
+    selected = source.apply_projection({"task": "task", "action": "action"})
+    assert read_directly(selected)[0].column_names == ["task", "action"]
+
+
 @pytest.mark.ray
 def test_read_tasks_run_as_rays_readers_have_them_run(ray_cluster, roots):
     """On nodes with a label that none has, they wait; what else a reader takes reaches Ray as it is."""

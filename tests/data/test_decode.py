@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 from functools import partial
 from pathlib import Path
 
@@ -208,6 +209,13 @@ def test_a_frame_is_as_high_and_wide_as_is_stated(shape):
     """Channels first or last; a video of grey or transparent images is decoded to RGB, as by LeRobot."""
     feature = Feature("observation.images.top", "video", shape, None, False, {})
     assert height_width(feature) == (48, 64) and frame_of(feature, None)[0] == (48, 64, 3)
+
+
+def test_a_video_of_another_size_is_closed(video):
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="frames are 48x64") as refused:
+        VideoReader(video, name="clip", height=64, width=48, fps=FPS, tolerance_s=1e-4, threads=1)
+    assert refused.value.__traceback__ and len(os.listdir("/proc/self/fd")) == files
 
 
 def test_frames_that_are_not_there(video):

@@ -108,7 +108,11 @@ class VideoReader:
             raise ValueError(
                 f"{name}: not a readable video, mp4 or mov ({error}); it may be truncated: copy it again"
             ) from error
-        self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
+        try:
+            self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
+        except ValueError:
+            self._container.close()
+            raise
         self._stream.codec_context.options = options
         self._stream.codec_context.thread_count = threads
         self._reformatter = VideoReformatter()

@@ -351,7 +351,7 @@ def _task_names(e: _Episode, task_index: np.ndarray) -> np.ndarray:
         if number not in names:
             raise ValueError(
                 f"{e.reader.root}: {e.data_file}: episode {e.episode_index}: task_index {number} has no entry in "
-                f"meta/tasks.parquet (it has {len(names)} tasks); add the task or correct the rows"
+                f"meta/tasks (it has {len(names)} tasks); add the task or correct the rows"
             )
     return np.array([names[number] for number in numbers_found.tolist()], object)[row_number]
 
