@@ -35,12 +35,12 @@ from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
 from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
-from vla_finetuning.data.plan import Plan, StreamPlan, at_blocks, task_bounds, window_and_segment
+from vla_finetuning.data.plan import StreamPlan, at_blocks, task_bounds, window_and_segment
 from vla_finetuning.data.read_tasks import ReadFunction, drawn_episodes, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.rows import IS_PAD, ReadContext, column_to_numpy, read_rows, row_dtype
 from vla_finetuning.data.selection import of_each
-from vla_finetuning.data.shards import ShardedPlan, divide
+from vla_finetuning.data.shards import Plan, ShardedPlan, divide
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.environment import FRAME_CACHE_GB
 from vla_finetuning.options.dataset import DatasetOptions, OnError

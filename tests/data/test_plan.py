@@ -11,6 +11,7 @@ import pytest
 from benchmarks.plan import STAGES, make, measure
 from vla_finetuning.data import plan as data_plan
 from vla_finetuning.data.plan import Episodes, StreamPlan, evenly_spaced, task_bounds, window_and_segment
+from vla_finetuning.data.shards import epoch_ends
 from vla_finetuning.data.shares import Dealer, apportion, fair_share
 
 
@@ -388,7 +389,9 @@ def test_epochs_of_episodes_of_one_weight_are_about_as_long_as_each_other():
     numbers = [rare.epoch_at(position)[0] for position in range(0, 80, 8)]
     ends = [rare.begin(epoch + 1) for epoch in range(numbers[-1] + 1)]
     assert (
-        rare.epoch_ends(80) == ends and rare.epoch_ends(73) == ends and rare.epoch_ends(72) == ends[: numbers[-2] + 1]
+        epoch_ends(rare, 80) == ends
+        and epoch_ends(rare, 73) == ends
+        and epoch_ends(rare, 72) == ends[: numbers[-2] + 1]
     )
     assert ends.count(0) == numbers[0] and ends.count(72) == numbers[-1] - numbers[-2]
     assert np.diff(numbers).min() >= 33 and [e for e, _, _ in read(rare, 0, 80)] == np.repeat(numbers, 8).tolist()

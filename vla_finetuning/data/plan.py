@@ -32,7 +32,6 @@ Nothing here knows Ray, files or frames; it is tested without any of them.
 
 from __future__ import annotations
 
-import abc
 import bisect
 import copy
 import hashlib
@@ -120,83 +119,7 @@ def evenly_spaced(count: int, limit: int) -> np.ndarray:
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-class Plan(abc.ABC):
-    """A stream of rows.
-
-    Attributes:
-        episodes: what it draws from; `episode_weights` with these weights, None: each once per epoch.
-        seed: None for stored order.
-        segment_rows, later_segment_rows, window_rows, cut_at: as of a `StreamPlan`.
-        rows_per_epoch: with `episode_weights` on average.
-    """
-
-    episodes: Episodes
-    episode_weights: np.ndarray | None
-    seed: int | None
-    segment_rows: int
-    later_segment_rows: int | None
-    window_rows: int
-    cut_at: int
-    rows_per_epoch: int
-
-    @property
-    @abc.abstractmethod
-    def rows_per_source(self) -> list[int]:
-        """Return how many rows of an epoch come from each dataset of a mixture; without weights, all
-        from one source.
-        """
-
-    @abc.abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """Return what must not change for a position in this stream to keep its meaning."""
-
-    @abc.abstractmethod
-    def begin(self, epoch: int) -> int:
-        """Return where an epoch begins in the stream."""
-
-    @abc.abstractmethod
-    def epoch_at(self, position: int) -> tuple[int, int, int]:
-        """The epoch that a position of the stream is in, and the positions where it begins and ends."""
-
-    def epoch_ends(self, last: int) -> list[int]:
-        """Return where the epochs end that the first `last` positions are of, in order."""
-        ends: list[int] = []
-        while not ends or ends[-1] < last:
-            epoch, begin, end = self.epoch_at(ends[-1] if ends else 0)
-            ends += [begin] * (epoch - len(ends)) + [end]  # some may have no rows
-        return ends
-
-    @abc.abstractmethod
-    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return how often a row is among the first `position` of the stream, at least and at most: int64 (E,), by its
-        entry.
-
-        At the end of an epoch (of the source that it is of) both are the same.
-        """
-
-    @abc.abstractmethod
-    def with_segments(self, runs: np.ndarray) -> Plan:
-        """The same plan, with the segments of runs of stream positions, int64 (N, 2), at hand, also in its pickle.
-
-        Of a source that has more than `PARTS_AT_HAND` parts there, none: those are computed when they are asked for, a
-        part at a time.
-        """
-
-    @abc.abstractmethod
-    def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
-        """The window slices that make up stream positions ``[first, last)``, in order."""
-
-    def slices_of(self, runs: np.ndarray) -> Iterator[WindowSlice]:
-        """The same of runs of stream positions [start, end), int64 (N, 2), in order."""
-        for first, last in runs.tolist():
-            yield from self.slices(first, last)
-
-    @abc.abstractmethod
-    def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Return where windows begin after `first` and before `last`, about: int64 (N,), for reads to begin there."""
-
-
-class StreamPlan(Plan):
+class StreamPlan:
     """A stream of rows that are all drawn alike.
 
     Args:
@@ -268,9 +191,11 @@ class StreamPlan(Plan):
 
     @property
     def rows_per_source(self) -> list[int]:
+        """Return the rows of an epoch from each dataset of a mixture; without weights, of the only source."""
         return self._dealer.counts
 
     def identity(self) -> dict[str, Any]:
+        """Return what must stay equal for a position in the stream to keep its meaning."""
         episodes = self.episodes
         columns = (episodes.dataset_index, episodes.episode_index, episodes.start, episodes.length)
         digest = hashlib.sha256()
@@ -294,15 +219,22 @@ class StreamPlan(Plan):
         return identity
 
     def begin(self, epoch: int) -> int:
+        """Return the stream position at which an epoch begins."""
         return self._sources[0].begin(epoch) if len(self._sources) == 1 else epoch * self.rows_per_epoch
 
     def epoch_at(self, position: int) -> tuple[int, int, int]:
+        """Return the epoch of a stream position, and the positions at which it begins and ends."""
         if len(self._sources) == 1:
             return self._sources[0].epoch_at(position)
         epoch = position // self.rows_per_epoch
         return epoch, self.begin(epoch), self.begin(epoch + 1)
 
     def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return how often the rows of each entry of `episodes` occur among the first `position` of the stream.
+
+        Returns:
+            The least and the most, int64 (E,) each. They are equal at the end of a source's epoch.
+        """
         least, most = np.empty((2, len(self.episodes)), np.int64)
         # Within a window any of its rows may have come: those of two epochs of a source, too.
         _, first, last = self._window(position)
@@ -326,6 +258,10 @@ class StreamPlan(Plan):
         return [epoch * n + dealt for n, dealt in zip(self._dealer.counts, self._dealer.dealt(offset), strict=True)]
 
     def with_segments(self, runs: np.ndarray) -> StreamPlan:
+        """Return a copy that holds, also in its pickle, the segments of runs of stream positions, int64 (N, 2).
+
+        A source with more than `PARTS_AT_HAND` parts there holds none: it cuts them on demand, a part at a time.
+        """
         if not len(runs):
             return self
         positions = zip(self._sources, self._taken(int(runs[0, 0])), self._taken(int(runs[-1, 1])), strict=True)
@@ -334,15 +270,22 @@ class StreamPlan(Plan):
         return plan
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
+        """Return about where windows begin after `first` and before `last`, int64 (N,), as cuts between reads."""
         return np.arange((first // self.window_rows + 1) * self.window_rows, last, self.window_rows, dtype=np.int64)
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
+        """Yield the window slices that make up stream positions [first, last), in order."""
         while first < last:
             epoch, begin, end = self._window(first)
             until = min(last, end)
             key = None if self.seed is None else (self.seed, 1, epoch, first // self.window_rows)
             yield WindowSlice(epoch, *self._parts(begin, end), key, first - begin, until - begin)
             first = until
+
+    def slices_of(self, runs: np.ndarray) -> Iterator[WindowSlice]:
+        """Yield the window slices of runs of stream positions [start, end), int64 (N, 2), in order."""
+        for first, last in runs.tolist():
+            yield from self.slices(first, last)
 
     def _parts(self, first: int, last: int) -> Parts:
         """The runs of rows in a window, source by source."""

@@ -24,9 +24,10 @@ from vla_finetuning.buckets.store import StorageError
 from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, numbers, read_numbers, read_values
-from vla_finetuning.data.plan import Episodes, Plan
+from vla_finetuning.data.plan import Episodes
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
+from vla_finetuning.data.shards import Plan
 from vla_finetuning.data.storage import check_still_there, file_identity
 from vla_finetuning.data.videos import CameraFile, Wanted, read_frames
 from vla_finetuning.files import append_line

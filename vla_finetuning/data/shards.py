@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.plan import Episodes, Plan, StreamPlan, WindowSlice
+from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Epoch:
     rest: list[tuple[int, int, int]]
 
 
-class ShardedPlan(Plan):
+class ShardedPlan:
     """The run's stream of rows, taken from shards in turn.
 
     Args:
@@ -272,7 +272,8 @@ class ShardedPlan(Plan):
         if contiguous and bounds[1] - bounds[0] == int((runs[:, 1] - runs[:, 0]).sum()):
             yield from self._slices(shard, *bounds)  # all its turns there: one after the other in its own stream
         else:
-            yield from super().slices_of(runs)
+            for first, last in runs.tolist():
+                yield from self.slices(first, last)
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
         """Return those of the shard whose turn `first` is; those of others begin at about the same places.
@@ -291,3 +292,15 @@ class ShardedPlan(Plan):
             first = end
         starts = np.unique(np.concatenate(candidates))
         return starts[(begin < starts) & (starts < last)]
+
+
+Plan = StreamPlan | ShardedPlan
+
+
+def epoch_ends(plan: Plan, last: int) -> list[int]:
+    """Return the positions at which the epochs of the first `last` stream positions end, in order."""
+    ends: list[int] = []
+    while not ends or ends[-1] < last:
+        epoch, begin, end = plan.epoch_at(ends[-1] if ends else 0)
+        ends += [begin] * (epoch - len(ends)) + [end]  # some may have no rows
+    return ends

@@ -14,7 +14,7 @@ from vla_finetuning.data.disk_cache import FrameCache, has_capacity, is_in_memor
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
-from vla_finetuning.data.shards import Sharding
+from vla_finetuning.data.shards import Sharding, epoch_ends
 from vla_finetuning.environment import FRAME_CACHE_GB, FRAMES_DIR, cache_gb
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import PRESETS, Config
@@ -112,7 +112,7 @@ def plan_rows(
         stored_bytes=stored_bytes,
         cached_bytes=decoded_bytes,
         distinct_frames=source.distinct_frames,
-        epoch_ends=() if d.episode_weights is None else tuple(source.plan.epoch_ends(stream[1])),
+        epoch_ends=() if d.episode_weights is None else tuple(epoch_ends(source.plan, stream[1])),
         weights=weights,
         rename_map=matched.rename_map,
         described=chosen.described,

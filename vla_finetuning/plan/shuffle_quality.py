@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lerobot_datasource import SEGMENT_ROWS, LeRobotDatasource
-from vla_finetuning.data.plan import Plan
+from vla_finetuning.data.shards import Plan
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.programs import Config
 
