@@ -137,11 +137,11 @@ def test_a_kernel_that_shows_a_query_too_much_is_wrong(backbone, kind, shape, mo
 # ---- rows of robots that differ, in one batch -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_without_a_camera_is_as_in_a_batch_without_it(backbone, kind):
-    policy = make_policy(kind, backbone)
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in KINDS), ("smolvla", MARKS)])
+def test_a_row_without_a_camera_is_as_in_a_batch_without_it(backbone, kind, options):
+    policy = make_policy(kind, backbone, **options)
     batch, noise, time = make_batch(policy)
-    loss, camera = make_loss(policy), list(policy.config.image_features)[1]
+    loss, camera = make_loss(policy), "observation.images.1"
     present = torch.tensor([True, False, True])
     image = (batch[camera] * present[:, None, None, None]).requires_grad_()
     masked = {**batch, camera: image, camera + IS_PRESENT: present}

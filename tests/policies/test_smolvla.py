@@ -96,8 +96,9 @@ def test_patches_have_the_places_that_transformers_gives_them(patches):
     assert torch.equal(patch_places(rows, columns, 7, torch.device("cpu")), found[0][0])
 
 
-def test_shapes_that_are_checked_are_those_that_are_computed(backbone, monkeypatch):
-    policy = make_policy(backbone)
+@pytest.mark.parametrize("options", [{}, {"add_image_special_tokens": True, "empty_cameras": 1}])
+def test_shapes_that_are_checked_are_those_that_are_computed(backbone, monkeypatch, options):
+    policy = make_policy(backbone, **options)
     choose_trainable(policy, "expert")
     loss, seen = SmolVLALoss(policy, attention="sdpa"), set()
     attention = torch.nn.functional.scaled_dot_product_attention

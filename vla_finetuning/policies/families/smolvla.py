@@ -59,6 +59,8 @@ from vla_finetuning.policies.prompts import prompt_lengths
 # `VLAFlowMatching.sample_time` of LeRobot 0.6.1, and `apply_rope`.
 TIMES = TimeDistribution(alpha=1.5, beta=1.0, scale=0.999, offset=0.001)
 MAX_WAVELENGTH = 10_000
+# With `add_image_special_tokens`: two tokens before an image, one after it.
+MARKS_PER_IMAGE = 3
 
 # --- the loss ---------------------------------------------------------------------------------------------
 
@@ -209,7 +211,8 @@ class SmolVLALoss(LayeredLoss):
         hidden = torch.cat([*pieces, words], dim=1)
         before = hidden.shape[1] - words.shape[1]
         counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (before, 0), value=True)
-        mask_absent(counts, batch, {key: piece.shape[1] for key, piece in zip(cameras, pieces, strict=False)})
+        marks = MARKS_PER_IMAGE * policy.config.add_image_special_tokens
+        mask_absent(counts, batch, {key: embedded[key].shape[1] + marks for key in cameras})
         return hidden, counts
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -392,10 +395,14 @@ def image_sizes(config: Any) -> list[tuple[int, int]]:
 
 
 def image_tokens(config: Any, cameras: int) -> int:
-    """Positions that the images of so many cameras take in the language model, with their marks."""
-    marks = 3 * bool(config.add_image_special_tokens)
+    """Count the positions of the images of `cameras` cameras in the language model, with their marks.
+
+    LeRobot appends blank images for `empty_cameras` of the absent cameras: their marks count, their patches do not.
+    """
     sizes = (image_sizes(config) * cameras)[:cameras]
-    return sum(_tokens(config, size) + marks for size in sizes)
+    blank = max(0, min(config.empty_cameras, len(config.image_features) - cameras))
+    marks = MARKS_PER_IMAGE * config.add_image_special_tokens * (cameras + blank)
+    return sum(_tokens(config, size) for size in sizes) + marks
 
 
 def _tokens(config: Any, size: tuple[int, int]) -> int:
