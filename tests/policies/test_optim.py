@@ -173,3 +173,15 @@ def test_sgd_and_muon_are_torchs_leave_out_bad_steps_and_resume(kind):
         for (name, p), other in zip(policy.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-7, msg=name)
     assert any(name.startswith("momentum_buffer.") for name in saved)
+
+
+@pytest.mark.parametrize("trained", ["layers.0", "head", ""])
+def test_a_checkpoint_of_muon_holds_the_state_of_either_optimizer_or_of_both(trained):
+    config, policy = make_act()
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(trained in name and (trained != "layers.0" or parameter.ndim == 2))
+    made = recipe(
+        config, "--optimizer.type=muon", "--scheduler.type=constant_with_warmup", "--scheduler.num_warmup_steps=0"
+    )
+    state = take_optimizer(policy, made.build(policy), schedule=made.schedule(9), clip_norm=1.0).state()
+    assert {name.partition(".")[0] for name in state} in made.state_kinds

@@ -232,7 +232,7 @@ def _check_checkpoint(config: Config, spec: PolicySpec) -> None:
     if spec.ema.enable and not checkpoint_names(newest, AVERAGE):
         raise ValueError(f"--ema.enable: {newest} was written without an average of the weights: leave it out")
     kinds = {name.partition(".")[0] for name in checkpoint_names(newest, OPTIMIZER)}
-    if kinds and kinds != spec.recipe.state_kinds:
+    if kinds and kinds not in spec.recipe.state_kinds:
         raise ValueError(
             f"--optimizer.type={spec.recipe.optimizer.type}: {newest} has the state of another optimizer "
             f"({', '.join(sorted(kinds))}): give that of the run, or start a new one from its policy"

@@ -177,12 +177,14 @@ class Recipe:
         ]
 
     @property
-    def state_kinds(self) -> set[str]:
-        """Return what a checkpoint's names of optimizer state begin with."""
+    def state_kinds(self) -> list[set[str]]:
+        """Return the sets of prefixes that the names of this optimizer's state in a checkpoint may have."""
         adam, momentum = {"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}
+        if self.optimizer.type == "muon":  # either of its two optimizers may have no parameter
+            return [adam | momentum, adam, momentum]
         if self.optimizer.type == "sgd":
-            return momentum if getattr(self.optimizer, "momentum", 0) else set()
-        return adam | momentum if self.optimizer.type == "muon" else adam
+            return [momentum if getattr(self.optimizer, "momentum", 0) else set()]
+        return [adam]
 
     def build(self, policy: PreTrainedPolicy) -> torch.optim.Optimizer:
         """Build LeRobot's optimizer over what trains, fused. Its groups' `lr_scale` are their rates' shares of `peak`.
