@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 # The oldest GPUs that Triton makes code for (Volta).
 MIN_CAPABILITY = (7, 0)
-# Shapes that a function is compiled for at most: each length of prompts (prompts.MAX_LENGTHS), with gradients and, for
-# held-out losses, without.
-MOST_SHAPES = 16
+# Most shapes that a function is compiled for: each prompt length (prompts.MAX_LENGTHS), with and without gradients, for
+# action tokens and for text, with all cameras and with fewer.
+MOST_SHAPES = 64
 # Characters of a failure's message that a warning repeats; PyTorch's go on for pages.
 MAX_REASON = 500
 

@@ -388,7 +388,7 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 class PI05(Family):
-    """PI0.5, and the demo's tiny one: every feature is supported."""
+    """PI0.5 and the demo's tiny policy: every feature but cached vision features and exact means."""
 
     own_loss: ClassVar[LossClass] = PI05Loss
     modes = {
