@@ -110,7 +110,7 @@ def test_compilations_are_counted_logged_and_bounded(caplog):
         assert layer(torch.nn.Linear(1, 1), torch.ones(1, length)).tolist() == [[2.0] * length]
         assert compiler.compilations == min(length - 2, 2)
     messages = [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
-    assert messages[:2] == [f"torch.compile: _double for (1, {n}), compilation {n - 2}" for n in (3, 4)]
+    assert messages[:2] == [f"torch.compile: _double, compilation {number}" for number in (1, 2)]
     assert compiler.failed and len(messages) == 3
     assert "the run goes on without it: FailOnRecompileLimitHit" in messages[2]
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._triton import has_triton
@@ -70,10 +69,12 @@ class Compiler:
         self.failed = False
         self.compilations = self.calls = 0
 
-    def _compile(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-        """Compile a captured graph, as Dynamo calls it: the backend's code, with its calls counted."""
+    def _compile(self, name: str, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        """Compile a graph that Dynamo captured of the function `name`; the code counts its own calls."""
         backend = lookup_backend(self.backend) if isinstance(self.backend, str) else self.backend
         code = backend(graph, examples)
+        self.compilations += 1
+        logger.info("torch.compile: %s, compilation %d", name, self.compilations)
 
         def counted(*arguments: Any) -> Any:
             self.calls += 1
@@ -82,27 +83,22 @@ class Compiler:
         return counted
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled at its first call. Its modules and tensors must come as arguments."""
-        compiled = torch.compile(function, backend=self._compile, dynamic=False, fullgraph=True)
+        """Return the function, to be compiled at its first call. Modules and tensors must come as arguments."""
+        backend = functools.partial(self._compile, function.__name__)
+        compiled = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
         tried = False
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
             nonlocal tried
-            before = counters["stats"]["unique_graphs"]
             if not tried and not self.failed:
                 tried = True
                 self._try(compiled, arguments)
             try:
-                result = (function if self.failed else compiled)(*arguments)
+                return (function if self.failed else compiled)(*arguments)
             except FailOnRecompileLimitHit as error:
                 self._give_up(error)
-                result = function(*arguments)
-            if new_graphs := counters["stats"]["unique_graphs"] - before:
-                self.compilations += new_graphs
-                shapes = ", ".join(str(tuple(leaf.shape)) for leaf in arguments if isinstance(leaf, Tensor))
-                logger.info("torch.compile: %s for %s, compilation %d", function.__name__, shapes, self.compilations)
-            return result
+                return function(*arguments)
 
         return call
 
