@@ -1,4 +1,6 @@
-"""Flow matching: the loss of policies that predict the velocity from actions to noise, and what it draws.
+"""Flow matching: losses, random draws and samplers of policies that predict the velocity from actions to noise.
+
+A policy overrides `FlowLoss.prefix` and `FlowLoss.velocity`.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action.
 """
@@ -21,12 +23,12 @@ from vla_finetuning.columns import ACTION_DIMS, ROBOT
 from vla_finetuning.policies.family import MAX_DELAY, PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 
-# Columns of a batch that a row's loss is multiplied by.
+# Columns of a batch that multiply a row's loss.
 ROW_FACTORS = frozenset({"row_weight", "is_read"})
 
 
 class TimeDistribution(NamedTuple):
-    """Of the time: `Beta(alpha, beta) * scale + offset`."""
+    """Distribution of flow matching times: `Beta(alpha, beta) * scale + offset`."""
 
     alpha: float
     beta: float
@@ -42,19 +44,19 @@ def sample_noise_and_time(
     device: torch.device | str,
     times: TimeDistribution | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the flow matching noise and times of one optimizer step, for all its rows.
+    """Draw the flow matching noise and times of all rows of one optimizer step.
 
-    They depend on (seed, step, global batch size) alone, so every worker draws them all and takes its rows. Drawn on
-    the device, without a host sync; CPU and CUDA generators give different numbers.
+    The draws depend only on (seed, step, global_batch_size), so each worker draws all of them and takes its own rows.
+    Runs on the device without a host sync. CPU and CUDA generators give different numbers.
 
     Args:
-        config: the policy's; gives T, the padded action width and the distribution of the time, which is LeRobot's
-            (`PI05Pytorch.sample_time`).
+        config: the policy's configuration, with T, the padded action width and, without `times`, LeRobot's time
+            distribution (`PI05Pytorch.sample_time`).
         global_batch_size: rows of the step, G.
-        times: the distribution of the time, of a policy whose configuration says none.
+        times: time distribution of a policy whose configuration has none.
     Returns:
         noise float32 (G, T, max_action_dim), standard normal; time float32 (G,). With MAX_DELAY in the configuration
-        time is (G, T, 2), as `give_first_actions` makes it.
+        time is (G, T, 2), as `give_first_actions` returns it.
     """
     flow: Any = config
     generator = torch.Generator(device=device)
@@ -82,16 +84,17 @@ def sample_noise_and_time(
 
 
 def give_first_actions(time: Tensor, chunk: int, max_delay: int, generator: torch.Generator) -> Tensor:
-    """Draw how many first actions of each chunk are given, as those that a robot executes while it waits.
+    """Draw for each chunk how many of its first actions are given, and return the time and loss weight of each action.
 
-    Training-time real-time chunking (arXiv 2512.05964): uniform from 0 to `max_delay`, as LeRobot's main draws it
-    (#4056). Given actions are at the clean end of the flow, time 0, and carry no loss.
+    Training-time real-time chunking (arXiv 2512.05964): given actions stand for those that the robot executes during
+    inference. Their number is uniform from 0 to `max_delay`, as on LeRobot's main branch (#4056). Given actions have
+    time 0, the clean end of the flow, and no loss.
 
     Args:
-        time: float32 (G,), of all rows of an optimizer step.
+        time: float32 (G,), times of all rows of an optimizer step.
     Returns:
-        float32 (G, T, 2): the time of each action, and what its loss is multiplied by, 0 or a number by which the mean
-        over the step's rows and actions, zeros included, is that over the actions that carry loss.
+        float32 (G, T, 2): the time and the loss weight of each action. The weight is 0 for given actions. It is scaled
+        so that the mean over all actions of the step equals the mean over its predicted actions.
     """
     delays = torch.randint(max_delay + 1, (len(time), 1), generator=generator, device=time.device)
     predicted = torch.arange(chunk, device=time.device) >= delays
@@ -99,23 +102,23 @@ def give_first_actions(time: Tensor, chunk: int, max_delay: int, generator: torc
 
 
 def time_without_given(time: Tensor) -> Tensor:
-    """Return the times (B*K,) of chunks as if no action were given; a chunk's last one has the time of all others."""
+    """Return the times (B*K,) of chunks as if no action were given: the time of each chunk's last action."""
     return time[:, -1, 0] if time.ndim == 3 else time
 
 
 class FlowLoss(PolicyLoss):
-    """The loss of a policy whose network is a velocity over what it sees: `prefix` once, `velocity` for every draw.
+    """Flow matching loss: computes `prefix` once for each row and `velocity` for each of its draws.
+
+    With a mixture of robots, a row's loss is the mean over the action dimensions of the row's robot (`ACTION_DIMS`).
 
     Args:
         policy, images: as for `PolicyLoss`.
-        mask_padding: leave padded action steps (`action_is_pad`) out of the loss. They become zeros and
-            still count in the mean's denominator, so that the loss of a batch is the mean of its
-            micro-batches' losses. Off: they count as any other step, as in LeRobot's PI0.5 and openpi.
-
-    Of a mixture of robots, a row's loss is the mean over the dimensions of its own robot (`ACTION_DIMS`).
+        mask_padding: set the loss of padded action steps (`action_is_pad`) to zero. Padded steps still count in the
+            mean's denominator, so that a batch's loss is the mean of its micro-batches' losses. If False, padded steps
+            have a loss like any other step, as in LeRobot's PI0.5 and openpi.
     """
 
-    reaches_all = True  # `Family.parts` says what is unused, and that is frozen
+    reaches_all = True  # parameters that `Family.parts` marks as unused are frozen
 
     def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, mask_padding: bool = False):
         super().__init__(policy, images=images)
@@ -132,16 +135,16 @@ class FlowLoss(PolicyLoss):
         """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
 
         Args:
-            batch: as `Family.check_batch` describes it, on the device of the policy. For `mask_padding` also
-                `action_is_pad` bool (B, T). Optional: `action_dims` bool (B, A), the dimensions that a row's robot has,
-                one at least, whose mean its loss is; `row_weight` float32 (B,), what a row's loss is multiplied by,
-                and `is_read` bool (B,), False where it is zero; the mean's denominator stays the number of rows.
-            noise, time: rows of what `Family.draw` returns: float32 (B*K, T, max_action_dim) and float32 (B*K,) or, of
-                chunks whose first actions are given, (B*K, T, 2) as of `give_first_actions`; the K draws of a row one
-                after the other. Images and language are computed once for all K, whose mean the loss is.
-            per_row: the loss of each draw of each row instead, float32 (B*K,), whose mean that is.
+            batch: columns as in `Family.check_batch`, on the policy's device. `mask_padding` needs `action_is_pad` bool
+                (B, T). Optional columns: `action_dims` bool (B, A), the dimensions of a row's robot, at least one;
+                `row_weight` float32 (B,), a factor of the row's loss; `is_read` bool (B,), False for rows with loss 0.
+                The mean's denominator is always the number of rows.
+            noise: float32 (B*K, T, max_action_dim), rows of the noise of `Family.draw`; a row's K draws are adjacent.
+            time: float32 (B*K,), or (B*K, T, 2) as `give_first_actions` returns it.
+            per_row: return the loss of each draw, float32 (B*K,), in place of their mean.
         Raises:
-            ValueError: no noise or time, draws that are no multiple of the rows, or no camera in the batch.
+            ValueError: noise or time is missing, the number of draws is no multiple of the number of rows, or the batch
+                has no camera.
         """
         batch = self.inputs(batch)
         if noise is None or time is None:
@@ -168,19 +171,19 @@ class FlowLoss(PolicyLoss):
         return self.combine(losses, prefix, batch, draws, per_row)
 
     def combine(self, losses: Tensor, prefix: Any, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
-        """Return the loss, by `reduce`; a policy that learns something else of the same prefix adds it here."""
+        """Return the total loss: `reduce`, and in subclasses other losses that use the same prefix."""
         return self.reduce(losses, batch, draws, per_row)
 
     def prefix_of_flow(self, prefix: Any) -> Any:
-        """Return what `velocity` gets of a prefix in training."""
+        """Return the prefix as `velocity` receives it in training."""
         return prefix
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the policy computes with: floats in place of uint8 cameras."""
+        """Return the batch with images as floats instead of uint8."""
         return self.images(batch)
 
     def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
-        """The loss of a batch, or of each draw of each row, by those of action steps and dimensions (B*K, T, A)."""
+        """Reduce losses (B*K, T, A) to the loss of the batch, or with `per_row` to the loss of each draw (B*K,)."""
         if self.mask_padding:
             losses = losses.masked_fill(repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
         losses = over_own_dims(losses, batch, draws)
@@ -189,22 +192,23 @@ class FlowLoss(PolicyLoss):
         return losses.mean(dim=(1, 2)) if per_row else losses.mean()
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Any:
-        """Compute what `velocity` needs of a batch, whose images are floats as `images` makes them."""
+        """Compute the part of the network that does not depend on actions, from a batch with images as floats."""
         raise NotImplementedError
 
     def value_layers(self) -> list[tuple[int, int]]:
-        """Key-value heads of each layer of the prefix, and their width."""
+        """Return (key-value heads, head width) of each layer of the prefix."""
         raise NotImplementedError
 
     def value_inputs(self, prefix: Any) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Return what `value.ValueHead` takes of a prefix: keys and values of each layer, the bias of their tokens."""
+        """Return the inputs of `value.ValueHead`: keys and values of each layer of the prefix, and the attention bias."""
         raise NotImplementedError
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:
-        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time: the same shape.
+        """Predict noise - actions, in the shape of `noisy_actions`.
 
         Args:
-            time: float32 (B*K,); of a family with `delays` also (B*K, T), of each action.
+            noisy_actions: float32 (B*K, T, max_action_dim).
+            time: float32 (B*K,), or for a family with `delays` also (B*K, T), the time of each action.
         """
         raise NotImplementedError
 
@@ -212,12 +216,13 @@ class FlowLoss(PolicyLoss):
 def guided_chunk(
     loss: FlowLoss, conditional: Mapping[str, Tensor], plain: Mapping[str, Tensor], noise: Tensor, guidance: float
 ) -> Tensor:
-    """Predict action chunks by LeRobot's sampler, led away from what another prompt gives (arXiv 2207.12598).
+    """Predict action chunks by LeRobot's sampler with classifier-free guidance (arXiv 2207.12598).
 
-    The velocity is that of `plain` and `guidance` times the difference that `conditional` makes; 1 leaves `plain` out.
+    The velocity is v(plain) + guidance * (v(conditional) - v(plain)).
 
     Args:
-        conditional, plain: B rows for the policy, which differ in language. noise: float32 (B, T, max_action_dim).
+        conditional, plain: batches of B rows that differ in their prompts.
+        noise: float32 (B, T, max_action_dim).
     Returns:
         float32 (B, T, A), normalised.
     """
@@ -233,13 +238,14 @@ def guided_chunk(
 
 @torch.no_grad()
 def continue_chunk(loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, prefix: Tensor | None = None) -> Tensor:
-    """Predict action chunks by LeRobot's sampler, their first actions given: of a policy trained with MAX_DELAY.
+    """Predict action chunks whose first actions are given, by a policy that was trained with MAX_DELAY.
 
     Args:
-        batch: B rows for the policy. noise: float32 (B, T, max_action_dim).
-        prefix: the first actions, float32 (B, d, at most max_action_dim), normalised, d < T; None: none.
+        batch: B rows.
+        noise: float32 (B, T, max_action_dim).
+        prefix: the given actions, float32 (B, d, at most max_action_dim), normalised, d < T; None: no action is given.
     Returns:
-        float32 (B, T, A), normalised; its first d actions are the prefix.
+        float32 (B, T, A), normalised; the first d actions equal `prefix`.
     """
     config: Any = loss.policy.config
     steps, x, given = config.num_inference_steps, noise, 0
@@ -258,7 +264,7 @@ def continue_chunk(loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, p
 
 
 def over_own_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Tensor:
-    """Losses (B*K, T, A) whose mean over A is that over the dimensions of the row's own robot, if others have more."""
+    """Scale losses (B*K, T, A) so that their mean over A is the mean over the dimensions of the row's robot."""
     if ACTION_DIMS not in batch:
         return losses
     mask = repeat_rows(batch[ACTION_DIMS], draws)
@@ -267,7 +273,7 @@ def over_own_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Te
 
 
 def add_by_robot(sums: Tensor, losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> None:
-    """Add losses by row (B*K,) to sums and counts by robot, (2, R): finite ones, of rows that could be read."""
+    """Add finite losses (B*K,) of readable rows, and their counts, to the sums and counts of each robot, (2, R)."""
     counts = losses.isfinite()
     if "is_read" in batch:
         counts = counts & repeat_rows(batch["is_read"], draws)
@@ -276,5 +282,5 @@ def add_by_robot(sums: Tensor, losses: Tensor, batch: Mapping[str, Tensor], draw
 
 
 def repeat_rows(rows: Tensor, times: int) -> Tensor:
-    """Each row (of the first dimension) `times` times in a row; without a copy if that is once."""
+    """Repeat each row (of the first dimension) `times` times, without a copy for `times` 1."""
     return rows.unsqueeze(1).expand(-1, times, *rows.shape[1:]).flatten(0, 1)

@@ -1,7 +1,7 @@
-"""A flow matching loss whose networks are computed layer by layer, by functions that take a layer.
+"""Base class of flow matching losses that compute their networks layer by layer, with functions of a layer.
 
-So each layer's function can be compiled, be computed again in backward, and have its weights gathered by FSDP2, while
-parameters keep LeRobot's names.
+Each function can be compiled, be recomputed in backward, and run with weights gathered by FSDP2. Parameters keep
+LeRobot's names.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class LayeredLoss(FlowLoss):
 
     Args:
         policy, images, mask_padding: as for `FlowLoss`.
-        attention: the language model and the expert attend as LeRobot computes it, or by PyTorch's
-            `scaled_dot_product_attention`: equal up to rounding, without the weights in memory. May be changed later,
-            to what `attention.choose_kernel` says.
-        checkpointing: keep only what enters each layer, and compute the layer again in backward. The same numbers from
-            less memory.
-        compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`; kept as `compiler`.
+        attention: kernel of the language model and the expert. "eager" is LeRobot's code; the others are equal up to
+            rounding and store no attention weights. May be set later, e.g. to the result of `attention.choose_kernel`.
+        checkpointing: save only the inputs of each layer and recompute the layer in backward. Saves memory and gives
+            the same numbers.
+        compile: wrapper of each layer's function, e.g. a `compiling.Compiler`; stored as `compiler`.
     """
 
     def __init__(
@@ -53,15 +52,15 @@ class LayeredLoss(FlowLoss):
         self._units: dict[nn.Module, Unit] = {}
 
     def layers(self) -> Iterable[nn.Module]:
-        """The layers that are computed whole."""
+        """Return the layers that are computed completely."""
         raise NotImplementedError
 
     def make_units(self) -> list[nn.Module]:
-        """Have each layer in which something trains run inside of a module that holds its matrices: these, and words.
+        """Run each trained layer through a `Unit` that holds its matrices; return these units and word embeddings.
 
-        For hooks that gather and give up parameters around a layer (FSDP2's). A layer is not called as a module here,
-        nor by LeRobot (0.6.1, #3767), so its own hooks never fire; those of modules in it would, in the middle of what
-        is compiled. Names of parameters stay what they are.
+        FSDP2 gathers and frees parameters in hooks around a unit. Hooks of the layers themselves never fire, because
+        neither this class nor LeRobot calls a layer as a module (0.6.1, #3767). Hooks of modules inside a layer would
+        fire within compiled code. Parameters keep their names.
         """
         if not self._units:
             for layer in self.layers():
@@ -74,23 +73,23 @@ class LayeredLoss(FlowLoss):
         return self.compiler(function) if self.compiler else function
 
     def _run(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
-        """Call for a layer; with checkpointing, keep only the arguments and call again in backward."""
+        """Call the function of a layer; with checkpointing, save only the arguments and call it again in backward."""
         if self._checkpointing and torch.is_grad_enabled():
             function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
         return self._call(function, layer, *arguments)
 
     def _call(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
-        """Call for a layer, whose weights are gathered meanwhile where they are sharded."""
+        """Call the function of a layer, through the layer's unit if it has one."""
         unit = self._units.get(layer)
         return unit(function, layer, *arguments) if unit else function(layer, *arguments)
 
 
 def mask_absent(counts: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str, int]) -> None:
-    """Mask the tokens of cameras in rows of robots that lack them, in place.
+    """Mask in place the tokens of cameras in the rows of robots without these cameras.
 
     Args:
-        counts: bool (B, P), which tokens of the prefix count; those of images come first.
-        tokens: how many each camera has, in order.
+        counts: bool (B, P), True for tokens that are attended to; image tokens come first.
+        tokens: number of tokens of each camera, in order.
     """
     first = 0
     for key, many in tokens.items():
@@ -100,18 +99,18 @@ def mask_absent(counts: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str
 
 
 def heads_of(projection: nn.Module, tokens: Tensor, module: Any) -> Tensor:
-    """Project (B, tokens, width) to (B, heads, tokens, head_dim), as the attention `module` has them."""
+    """Project tokens (B, tokens, width) to the heads (B, heads, tokens, head_dim) of the attention `module`."""
     return projection(tokens).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
 
 
 def rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn (B, heads, tokens, head_dim) by the cosines and sines of each token's place: rotary embeddings."""
+    """Apply rotary embeddings to heads (B, heads, tokens, head_dim); `rotation` is the cosines and sines."""
     cosines, sines = rotation
     return (heads * cosines + rotate_half(heads) * sines).to(heads.dtype)
 
 
 class Unit(nn.Module):
-    """Some modules of a layer, as a module whose hooks fire around whatever is called through it."""
+    """Module that holds some modules of a layer and calls any function; its hooks fire around the call."""
 
     def __init__(self, modules: Iterable[nn.Module]):
         super().__init__()
