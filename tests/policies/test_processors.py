@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from tests.datasets import make_dataset
 from vla_finetuning.policies import tokenizer_check
-from vla_finetuning.policies.pipelines import check_prompts_differ, make_processors
+from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors, make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.saving import save_pretrained
@@ -422,15 +422,24 @@ def test_a_tokenizer_named_on_the_hub_is_saved_beside_and_read_from_there(case, 
     save_pretrained(TinyPI05Policy(case.config), preprocessor, postprocessor, folder)
     shutil.rmtree(tmp_path / "hub")
     again, _ = make_processors(folder, case.config, case.meta.stats, {})
-    found = next(step for step in again.steps if isinstance(step, TokenizerProcessorStep))
-    assert found._tokenize_text(["go 7"])["input_ids"].tolist() == step._tokenize_text(["go 7"])["input_ids"].tolist()
-    assert found.get_config() == step.get_config()  # the name is still there for LeRobot
+    expected = step._tokenize_text(["go 7"])["input_ids"].tolist()
+    for pipeline in (again, load_processors(folder, case.config)[0]):
+        found = next(step for step in pipeline.steps if isinstance(step, TokenizerProcessorStep))
+        assert found._tokenize_text(["go 7"])["input_ids"].tolist() == expected
+        assert found.get_config() == step.get_config()  # the name is still there for LeRobot
     save_pretrained(TinyPI05Policy(case.config), again, postprocessor, tmp_path / "again")
 
     step.tokenizer, step.tokenizer_name = step.input_tokenizer, None
     with pytest.raises(ValueError, match="could not be loaded again"):
         save_pretrained(TinyPI05Policy(case.config), preprocessor, postprocessor, tmp_path / "unnamed")
     assert not (tmp_path / "unnamed").exists()
+
+
+def test_prompts_are_as_long_as_the_option_says(case):
+    config = replace(case.config, tokenizer_max_length=case.config.tokenizer_max_length + 32)
+    preprocessor, _ = make_processors(case.folder, config, case.meta.stats, {})
+    prepared, _ = split(case, preprocessor, case.rows(INDICES))
+    assert prepared[TOKENS].shape[1] == config.tokenizer_max_length
 
 
 def written_tokenizer(folder, **changes):

@@ -79,17 +79,16 @@ def make_processors(
     config = copy.copy(config)
     config.device = "cpu"
     options: dict[str, Any] = {"dataset_stats": renamed}
-    local_tokenizer = None
     family = family_of(config)
-    tokenizer = family.tokenizer_name(config)
     folder = None if folder is None or family.own_processors else Path(folder)
     if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
-        steps, tokenizer = _saved_steps(folder, config), None
+        steps = _saved_steps(folder, config)
         normalization = {"norm_map": config.normalization_mapping, "stats": renamed}
         before: dict[str, Any] = {
             "device_processor": {"device": "cpu"},
             "normalizer_processor": {"features": features, **normalization},
             "rename_observations_processor": {"rename_map": dict(rename_map)},
+            **_tokenizer_overrides(folder, config, steps, trusted),
         }
         after: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, **normalization}}
         relative = bool(getattr(config, "use_relative_actions", False))
@@ -101,14 +100,8 @@ def make_processors(
             }
         if relative or "absolute_actions_processor" in steps:
             after["absolute_actions_processor"] = {"enabled": relative}
-        if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
-            with remote_code(trusted):
-                local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
-            before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
-        else:
-            tokenizer = _saved_tokenizer(steps)
         options |= {"pretrained_path": str(folder), "preprocessor_overrides": before, "postprocessor_overrides": after}
-    if tokenizer is not None:
+    elif (tokenizer := family.tokenizer_name(config)) is not None:
         _check_named_tokenizer(config, tokenizer)
     try:
         with remote_code(trusted):
@@ -122,8 +115,7 @@ def make_processors(
     for step in preprocessor.steps:
         if isinstance(step, RenameObservationsProcessorStep):
             step.rename_map = dict(rename_map)  # LeRobot gives fresh pipelines an empty one
-        if isinstance(step, TokenizerProcessorStep) and step.tokenizer is local_tokenizer and step.tokenizer_name:
-            step.tokenizer = None  # a step that holds an object does not save the name LeRobot needs
+    _keep_tokenizer_name(preprocessor)
     _check_prompt_length(config, preprocessor, folder)
     return preprocessor, postprocessor
 
@@ -136,11 +128,11 @@ def load_processors(
     Raises:
         ValueError: a pipeline has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
     """
-    tokenizer = _saved_tokenizer(_saved_steps(folder, config))
-    if tokenizer is not None:
-        _check_named_tokenizer(config, tokenizer)
+    overrides = _tokenizer_overrides(folder, config, _saved_steps(folder, config), trusted)
     with remote_code(trusted):
-        return make_pre_post_processors(config, pretrained_path=str(folder))
+        pipelines = make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
+    _keep_tokenizer_name(pipelines[0])
+    return pipelines
 
 
 def saved_rename_map(folder: Path) -> dict[str, str]:
@@ -191,6 +183,36 @@ def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
     """The folder or Hub id that a folder's saved steps name as their tokenizer, or as what has it."""
     named = (("tokenizer_processor", "tokenizer_name"), ("eo1_qwen_processor", "processor_name"))
     return next((steps[step][option] for step, option in named if steps.get(step, {}).get(option)), None)
+
+
+def _tokenizer_overrides(
+    folder: Path, config: PreTrainedConfig, steps: Mapping[str, Mapping[str, Any]], trusted: bool
+) -> dict[str, dict[str, Any]]:
+    """Return options that replace those of a folder's saved tokenizer, by step: see LeRobot's factory.
+
+    The tokenizer is the folder's own copy if it has one; any other is checked. Prompts are longer than the folder's
+    where the configuration asks for that.
+    """
+    overrides: dict[str, dict[str, Any]] = {}
+    length = getattr(config, "tokenizer_max_length", None)
+    if isinstance(length, int) and length != read_foreign_json(folder / "config.json").get("tokenizer_max_length"):
+        for step, options in steps.items():
+            if isinstance(options.get("max_length"), int) and options["max_length"] < length:
+                overrides[step] = {"max_length": length}
+    if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
+        with remote_code(trusted):
+            tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
+        overrides.setdefault("tokenizer_processor", {})["tokenizer"] = tokenizer
+    elif (name := _saved_tokenizer(steps)) is not None:
+        _check_named_tokenizer(config, name)
+    return overrides
+
+
+def _keep_tokenizer_name(preprocessor: PolicyProcessorPipeline) -> None:
+    """Let a tokenizer step save its name, which LeRobot reads: a step with a tokenizer object does not save it."""
+    for step in preprocessor.steps:
+        if isinstance(step, TokenizerProcessorStep) and step.tokenizer_name:
+            step.tokenizer = None
 
 
 def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
