@@ -21,6 +21,7 @@ from vla_finetuning.options.policy import ROBOT_NAME
 from vla_finetuning.policies.loading import check_header, fetch_pretrained, load_policy, load_policy_config
 from vla_finetuning.policies.pipelines import load_processors
 from vla_finetuning.policies.saving import save_pretrained
+from vla_finetuning.policies.trainable import with_float32_masters
 from vla_finetuning.terminal import print_safe, print_safe_error
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -46,7 +47,7 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
         raise ValueError(f"{adapter / ADAPTER_CONFIG} names no base: give --base FOLDER_OR_HUB_ID")
     folder, _ = fetch_pretrained(source, None if base else saved.get("revision"))
     config = load_policy_config(adapter)
-    policy = load_policy(folder, config)
+    policy = with_float32_masters(load_policy(folder, config))
     with warnings.catch_warnings():  # PEFT only warns of adapters of other layers, and leaves them out
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         try:

@@ -8,40 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import DeviceProcessorStep, PolicyProcessorPipeline, TokenizerProcessorStep
 from lerobot.utils.constants import POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
-from safetensors.torch import save_file, save_model
+from safetensors.torch import save_model
 
 from vla_finetuning.files import atomic_folder, let_others_read
 from vla_finetuning.policies.loading import WEIGHTS_FILE
 from vla_finetuning.policies.lora import write_adapters
-from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.trainable import with_float32_masters
-
-
-def exported_dtypes(policy: PreTrainedPolicy) -> dict[str, torch.dtype]:
-    """The keys `save_pretrained` writes, and their precision: where it can be built, those of LeRobot's own new policy.
-
-    Raises:
-        ValueError: the policy's keys or shapes are not those LeRobot's class has for its configuration.
-    """
-    tensors = policy.state_dict()
-    if not family_of(policy.config).from_config:
-        return {key: tensor.dtype for key, tensor in tensors.items()}
-    built = with_float32_masters(meta_policy(policy.config)).state_dict()
-    different = sorted(
-        key
-        for key in tensors.keys() | built.keys()
-        if key not in tensors or key not in built or tensors[key].shape != built[key].shape
-    )
-    if different:
-        raise ValueError(f"the policy is not as LeRobot builds it; keys or shapes differ: {different[:5]}")
-    return {key: tensor.dtype for key, tensor in built.items()}
 
 
 def save_pretrained(
@@ -73,12 +50,6 @@ def save_pretrained(
                 os.link(weights_of / WEIGHTS_FILE, partial / WEIGHTS_FILE)
             except OSError:  # a file system without hard links
                 shutil.copyfile(weights_of / WEIGHTS_FILE, partial / WEIGHTS_FILE)
-        elif family_of(policy.config).from_config:
-            dtypes = exported_dtypes(policy)
-            named = policy.state_dict(keep_vars=True)
-            once = {id(tensor): key for key, tensor in named.items()}  # one tensor under two names is written once
-            weights = {key: named[key].detach().to("cpu", dtypes[key]).contiguous() for key in once.values()}
-            save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         else:
             save_model(policy, str(partial / WEIGHTS_FILE))
 
