@@ -1,8 +1,8 @@
-"""What this project knows about a policy type beyond LeRobot's interface: a family.
+"""Describe a policy type beyond LeRobot's interface: `Family`, and `PolicyLoss`, its training loss.
 
-`Family` itself is the plain one: LeRobot's own `forward` computes the loss, LeRobot's own code predicts. A family that
-knows more overrides what is here, in a file of families/ that lists it in `FAMILIES`. Nothing outside
-`policies/` names a policy: callers ask `registry.family_of(config)`.
+The base class `Family` trains with LeRobot's own `forward` and predicts with LeRobot's own code. A file in families/
+subclasses it for one policy type and lists the instance in `FAMILIES`. Code outside `policies/` names no policy: it
+calls `registry.family_of(config)`.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens.
 """
@@ -28,23 +28,22 @@ from vla_finetuning.options.train import TrainMode
 from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 
-# The part of parameters that no loss ever reaches; see `Family.parts`.
+# Part of the parameters that never get a gradient; see `Family.parts`.
 UNUSED = "unused in training"
-# Options of `--train.*` that a family must know how to compute (`Family.train_options`).
+# Options of `--train.*` that only some losses support (`Family.train_options`).
 TRAIN_OPTIONS = (
     *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
     "knowledge_insulation",
 )
 Columns = dict[str, np.ndarray]
-# The option `--policy.rtc_training_max_delay` of LeRobot's main (#4056), and where it is in robot.json: LeRobot 0.6.1
-# refuses a config.json with it.
+# Option of LeRobot's main branch (#4056). It is stored in robot.json: LeRobot 0.6.1 refuses a config.json that has it.
 MAX_DELAY = "rtc_training_max_delay"
-# A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
+# 0-d column of a batch: the mean of `PolicyLoss.count` over all micro-batches of the step.
 MEAN_COUNT = "mean_count"
-# The embedding of words: a sixth of what trains of PI0.5 in full.
+# Word embeddings: a sixth of PI0.5's trainable parameters in mode `full`.
 WORDS = r".*\.(language_model|text_model)\.embed_tokens"
-# Of policies made of a PaliGemma, what they call as modules: the MLPs, most of a layer, and the vision tower's layers.
-# LeRobot computes language models without calling their layers, whose hooks would never fire (0.6.1, #3767).
+# FSDP2 units of policies with a PaliGemma: the language model's MLPs and the vision tower's layers. The language
+# model's layers are no units: LeRobot 0.6.1 never calls them, so their hooks would not fire (#3767).
 UNIT = (
     r".*\.(language_model|gemma_expert\.model)\.layers\.\d+\.mlp"
     r"|.*\.vision_model\.encoder\.layers\.\d+"
@@ -53,20 +52,20 @@ UNIT = (
 
 
 class PolicyLoss(nn.Module):
-    """A policy's training loss as a module: what DDP wraps. Parameters are named `policy.` + LeRobot's names.
+    """A policy's training loss as a module, wrapped by DDP. Parameters are named `policy.` + LeRobot's names.
 
-    This one is LeRobot's own: the first result of the policy's `forward`, which draws for itself. Runs in the training
-    worker.
+    The base class returns the first result of the policy's own `forward`, which draws its own noise. Runs in the
+    training worker.
 
     Args:
-        policy: in train mode or not, with what trains already chosen.
-        images: makes floats of uint8 cameras; needed for policies that normalise images.
+        policy: policy in any mode, with `requires_grad` already set.
+        images: converter of uint8 cameras to float; required for policies that normalise images.
     Attributes:
-        attention: the kernel of what `attentions` lists; may be changed to what `attention.choose_kernel` says.
-        reaches_all: every parameter that trains gets a gradient in every step. LeRobot's own losses leave some out (of
-            PI0 5 tensors): DDP looks for them in every step, as `lerobot-train` has it do.
-        metrics: gets what the forwards of training steps compute besides the loss; None: not wanted.
-        robots: names of a mixture's robots whose losses it is to get.
+        attention: kernel of the modules that `attentions` lists; `attention.choose_kernel` may replace it.
+        reaches_all: whether every trainable parameter gets a gradient in every step. LeRobot's own losses leave some
+            out (5 tensors of PI0): DDP then searches for them in every step, as under `lerobot-train`.
+        metrics: receiver of values that training forwards compute besides the loss; None to drop them.
+        robots: names of a mixture's robots whose losses `metrics` gets.
     """
 
     attention: Kernel = "eager"
@@ -87,18 +86,18 @@ class PolicyLoss(nn.Module):
         """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
 
         Args:
-            batch: as `Family.check_batch` describes it, on the device of the policy.
-            noise, time: rows of `Family.draw`; None where the policy draws for itself.
+            batch: columns that `Family.check_batch` accepts, on the policy's device.
+            noise, time: rows of `Family.draw`; None if the policy draws them itself.
         """
         loss, *rest = self.policy.forward(self.images(batch))
         self.note(rest[0] if rest else None)
         return loss
 
     def note(self, values: Mapping[str, Any] | None) -> None:
-        """Add what a forward of a training step computed besides the loss to `metrics`, under LeRobot's names.
+        """Add the values that a training forward returned besides the loss to `metrics`, under LeRobot's names.
 
         Args:
-            values: numbers, and tensors of one element; others, and names of `util.COMMON_METRICS`, are left out.
+            values: numbers and one-element tensors by name. Other types and names in `util.COMMON_METRICS` are skipped.
         """
         if self.metrics is None or not self.training or not isinstance(values, Mapping):
             return
@@ -111,31 +110,42 @@ class PolicyLoss(nn.Module):
                 self.metrics.add(name, value)
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what the loss of a micro-batch is divided by, 0-d: valid action steps or tokens.
+        """Return the divisor of a micro-batch's loss, 0-d: the number of valid action steps or tokens.
 
-        A batch with MEAN_COUNT is divided by that instead, so that the mean of a step's losses is the mean over all its
-        valid steps or tokens. For losses with the option `exact_mean`.
+        If the batch has MEAN_COUNT, the loss is divided by MEAN_COUNT instead: the mean over micro-batches is then the
+        mean over all valid action steps or tokens of the step. Implemented by losses with the option `exact_mean`.
         """
         raise NotImplementedError(self.policy.config.type)
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the vision tower makes of the images of a batch (floats, as `images` makes them), by camera.
+        """Compute the vision features of a batch whose images are float, as `images` returns them.
 
-        (N, tokens, width), N being the camera's own number of rows. `forward` takes a camera's features in place of its
-        images, and its result is then that of the images. For losses with the option `feature_cache`.
+        `forward` accepts a camera's features in place of its images, with the same result. Implemented by losses with
+        the option `feature_cache`.
+
+        Returns:
+            Features (N, tokens, width) by camera. N is the number of rows of that camera.
         """
         raise NotImplementedError(self.policy.config.type)
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
-        """The attentions that `attention` computes in steps with so many cameras and such prompts: layer and shape."""
+        """List the attention layers that use the kernel `attention`, with their shapes.
+
+        Args:
+            cameras: number of cameras in a batch.
+            prompts: lengths of prompts, in tokens.
+        """
         return []
 
     def make_units(self) -> list[nn.Module]:
-        """The modules that FSDP2 gathers and gives up one at a time: each is called, and something in it trains."""
+        """List the modules that FSDP2 gathers and frees one at a time: each is called and has trainable parameters."""
         return self._training_modules(UNIT)
 
     def _training_modules(self, names: str) -> list[nn.Module]:
-        """List modules by a regular expression that train, and share no parameter, which FSDP2 would shard twice."""
+        """List modules with trainable parameters whose names match the regular expression `names`.
+
+        Modules that share a parameter with another module are left out: FSDP2 would shard the parameter twice.
+        """
         places: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             places.setdefault(parameter, []).append(name)
@@ -150,12 +160,14 @@ class PolicyLoss(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Action chunks of a robot's rows.
+    """Action chunks of one robot's rows.
 
     Attributes:
-        values: as the policy learns them, normalised, float32 (N, T, A).
-        zero, one: what 0 and 1 of them are in the units of the robot's action, float64 (R,); R <= A are its entries.
-        names: of its entries. label: the robot's, empty for the only one.
+        values: normalised actions as the policy learns them, float32 (N, T, A).
+        zero: normalised 0 in the robot's action units, float64 (R,) with R <= A.
+        one: normalised 1 in the robot's action units, float64 (R,).
+        names: names of the R entries.
+        label: label of the robot; empty if the run has one robot.
     """
 
     values: np.ndarray
@@ -175,42 +187,42 @@ LossClass = type[PolicyLoss]
 
 @dataclass(frozen=True)
 class Family:
-    """A policy type, and types whose configuration derives from its configuration.
+    """A policy type, and the types whose configuration class derives from its configuration class.
 
     Attributes:
-        type: LeRobot's name of it.
-        as_lerobot: tests/training/test_as_lerobot.py shows that steps here are lerobot-train's.
-        refused: why it is not trained here, in words; empty where it is.
-        chunk_draws: what its `predict_action_chunk` does about random numbers: takes the noise that it starts from,
-            (N, chunk_size, max_action_dim); draws nothing; or draws for itself.
-        tokenizer, or tokenizer_option, the policy's option that names it: see `tokenizer_name`.
-        in_float32: LeRobot trains it in float32 on GPUs too, unless its `use_amp` is on.
-        reads_texts: in the training worker it takes instructions as text: `task`, a list of strings.
-        sized_by_images: its network, or what it checks of itself, follows from the image shapes in its configuration,
-            so that a pretrained one keeps them.
-        offline: LeRobot builds its network from its configuration and `without_downloads`, so that names and shapes of
-            weights are known before training; so it is of all that are built `from_config`.
+        type: LeRobot's name of the type.
+        as_lerobot: whether tests/training/test_as_lerobot.py proves that training steps equal lerobot-train's.
+        refused: why the type is not trained here; empty if it is.
+        chunk_draws: random numbers of `predict_action_chunk`: "noise" if it takes the noise as an argument,
+            (N, chunk_size, max_action_dim); "nothing" if it is deterministic; "its own" if it draws them itself.
+        tokenizer: Hub id of the tokenizer; see `tokenizer_name`.
+        tokenizer_option: option of the policy that names the tokenizer; see `tokenizer_name`.
+        in_float32: whether LeRobot trains it in float32 on GPUs too, unless its `use_amp` is on.
+        reads_texts: whether its forward takes instructions as text: the column `task`, a list of strings.
+        sized_by_images: whether its network or its validation depends on the configured image shapes; a pretrained
+            policy then keeps them.
+        offline: whether LeRobot builds the network without downloads from `without_downloads(config)`, so that names
+            and shapes of weights are known before training. True for every type with `from_config`.
 
-        own_loss: what `make_loss` makes where LeRobot's `forward` computes the loss.
-        modes: the parts (`parts`) that train, by `--train.mode`; where empty, only `full` is known, and trains what the
-            policy's own configuration leaves trainable.
-        train_options: those of TRAIN_OPTIONS that its loss can compute.
-        without_effect: options of the policy that change nothing here, and what does.
-        row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
-        flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
-        delays: it can be trained on chunks whose first actions are given (`flow.FlowLoss`), with the option MAX_DELAY.
-        writes: its loss can `write` texts, as `pi05.PI05Loss`.
-        masks_cameras: it can do without some of its cameras.
-        sorts_cameras: it takes cameras in the order of their names, whatever their order in its configuration.
-        takes_any: it plays with any of its cameras, and masks the others, and pads or cuts a state of any length.
-        pads_statistics: its processors pad vectors before they normalise them, and statistics too.
-        image_options: options of the policy that say how images are made ready for its vision tower; with the option
-            `feature_cache`.
-        fits_images: before all else it fits images into its `image_resolution`, if it has one, centred, black around.
-        own_processors: with a dataset's statistics LeRobot makes its processors anew, whatever a folder holds.
-        no_adapters: why adapters (--peft.*) do not train, in words; empty where they do.
-        from_config: LeRobot builds it from its configuration alone, and a folder has all of its weights: it is built
-            without storage, to be counted, planned and compared with files, by the methods below that raise here.
+        own_loss: class of the loss if LeRobot's `forward` computes it.
+        modes: trainable parts (`parts`) by `--train.mode`. If empty, only `full` exists, and trains the parameters that
+            the policy's configuration leaves trainable.
+        train_options: subset of TRAIN_OPTIONS that the loss supports.
+        without_effect: options of the policy without effect here, each with the flag to use instead.
+        row_losses: whether the loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
+        flow: whether the loss is a `flow.FlowLoss`, which gives action chunks a probability.
+        delays: whether it can train with the option MAX_DELAY, on chunks whose first actions are given.
+        writes: whether the loss can `write` texts, as `pi05.PI05Loss` does.
+        masks_cameras: whether it runs without some of its cameras.
+        sorts_cameras: whether it takes cameras in alphabetical order, whatever their order in the configuration.
+        takes_any: whether it plays with any subset of its cameras and pads or cuts a state of any length.
+        pads_statistics: whether its processors pad vectors and statistics before they normalise.
+        image_options: options of the policy that control image preprocessing; read with the option `feature_cache`.
+        fits_images: whether it first resizes images to its `image_resolution`, if set, with centred black padding.
+        own_processors: whether LeRobot makes its processors anew for a dataset's statistics, and ignores the folder's.
+        no_adapters: why adapters (--peft.*) do not train; empty if they do.
+        from_config: whether LeRobot builds it from its configuration alone and a folder has all of its weights. It can
+            then be built on the meta device, and implements the methods below that raise NotImplementedError.
     """
 
     type: str
@@ -245,28 +257,28 @@ class Family:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
-        """Return what options of the policy that freeze parts of it would say of a run.
+        """Return the values of the policy's own freezing options that describe a run.
 
         Args:
-            training: parts (`parts`) of which something trains.
+            training: parts (`parts`) that have trainable parameters.
         """
         return {}
 
     def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
-        """The modules that `PolicyLoss.features` computes with; with the option `feature_cache`."""
+        """List the modules that `PolicyLoss.features` runs; for the option `feature_cache`."""
         raise NotImplementedError(self.type)
 
     def feature_shapes(self, config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
-        """Tokens and width of an image's features, by camera; with the option `feature_cache`."""
+        """Return (tokens, width) of an image's features by camera; for the option `feature_cache`."""
         raise NotImplementedError(self.type)
 
     def feature_bytes(self, config: PreTrainedConfig, cameras: Iterable[str], bf16: bool) -> dict[str, int]:
-        """Return what the features of one frame of each of these cameras take, computed in bfloat16 or float32."""
+        """Return the bytes of one frame's features by camera: bfloat16 if `bf16`, else float32."""
         shapes = self.feature_shapes(config)
         return {key: math.prod(shapes[key]) * (2 if bf16 else 4) for key in cameras}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
-        """The part that each parameter belongs to, by the parameter's name; UNUSED for what no loss ever reaches."""
+        """Return the part of each parameter by the parameter's name; UNUSED for parameters without gradients."""
         return {}
 
     def make_loss(
@@ -279,12 +291,13 @@ class Family:
         checkpointing: bool = False,
         compile: Any = None,
     ) -> PolicyLoss:
-        """Make the loss of a policy whose trainable parameters are chosen.
+        """Make the loss of a policy whose `requires_grad` flags are set.
 
         Args:
-            attention: asked of those attentions whose kernel can be chosen. The others as for `pi05.PI05Loss`.
+            attention: kernel of the attention layers that support a choice.
+            images, mask_padding, checkpointing, compile: see `pi05.PI05Loss`.
         Raises:
-            ValueError: the loss cannot compute one of them.
+            ValueError: the loss does not support an option.
         """
         options = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
         if unknown := [name for name, enabled in options.items() if enabled]:
@@ -292,48 +305,50 @@ class Family:
         return self.own_loss(policy, images=images)
 
     def training_state(self) -> dict[str, Tensor]:
-        """Return what its loss adds to the policy's state, by name, to be read into: resumed, and not exported."""
+        """Return the tensors that the loss adds to a checkpoint, by name. They are restored, and never exported."""
         return {}
 
     def prepared(
         self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
     ) -> Callable[[Columns], Columns]:
-        """Return what prepares rows, of what its processors do: with the columns that its loss takes besides.
+        """Return `prepare`, extended by the columns that the loss needs besides the processors' output.
 
         Args:
-            tokenizer_step: of its processors, which has `input_tokenizer`; None where they make no tokens.
+            prepare: `Prepare` of the policy's processors.
+            config: configuration of the policy.
+            tokenizer_step: step with `input_tokenizer`; None if the processors make no tokens.
         """
         return prepare
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> Family:
-        """Return the family with what it learns of a run's rows before training. Called on the driver, at each start.
+        """Return the family fitted to a run's rows before training. Called on the driver at each start.
 
         Args:
-            chunks: reads some of the run's action chunks, of each robot; always the same ones.
-            folder: of the run, for what was learned.
+            chunks: function that reads a fixed sample of the run's action chunks, by robot.
+            folder: folder of the run, where fitted state is saved.
         """
         return self
 
     def describe_chunks(self, chunks: Callable[[], Sequence[Chunks]]) -> list[str]:
-        """Return lines for the plan about what it makes of action chunks."""
+        """Return lines for the plan that describe how the family encodes action chunks."""
         return []
 
     def save_fitted(self, folder: Path) -> None:
-        """Write what it has learned of rows into the folder of an exported policy, in which later runs look for it."""
+        """Write state from `fit_to_rows` into the folder of an exported policy, for later runs from it."""
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
-        """Draw what the loss needs in a step of so many rows, a function of (seed, step, rows); None: it draws itself.
+        """Draw the noise and time of a step as a function of (seed, step, rows).
 
         Returns:
-            noise and time, their first dimension being the rows.
+            noise and time, each (rows, ...); None if the policy draws them itself.
         """
         return None, None
 
     def check_batch(self, batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
-        """Check the shapes of the first batch of a run as it is about to enter the loss.
+        """Check the shapes of a run's first batch before it enters the loss.
 
         Raises:
-            ValueError: there is no camera, or a chunk has another number of actions.
+            ValueError: the batch has no camera, or its chunks have another length than the policy's.
         """
         deltas = config.action_delta_indices
         shape = (len(batch[ACTION]), *([] if deltas is None else [len(deltas)]))
@@ -345,9 +360,9 @@ class Family:
             )
 
     def prompt_lengths(self, config: PreTrainedConfig, cameras: int) -> tuple[int, ...]:
-        """The lengths that prompts are cut to in batches with so many cameras, ascending; none: they stay as they are.
+        """Return the lengths to which prompts of a batch may be cut, ascending; empty if prompts are never cut.
 
-        All lengths where the policy has prompts padded to the longest of a batch, as `Prepare` pads to one.
+        Every length is allowed if the policy pads to the longest prompt of a batch: `Prepare` pads to a fixed length.
         """
         longest = "longest" in (getattr(config, name, None) for name in ("pad_language_to", "tokenizer_padding"))
         return tuple(range(1, getattr(config, "tokenizer_max_length", 0) + 1)) if longest else ()
@@ -355,62 +370,66 @@ class Family:
     # ---- prediction --------------------------------------------------------------------------------------------------
 
     def cannot_predict(self, config: PreTrainedConfig) -> str:
-        """Why it predicts nothing as it is configured, in words, with the option; empty where it does."""
+        """Explain why the configured policy cannot predict, naming the option; "" if it can."""
         return ""
 
     def remembers(self, config: PreTrainedConfig) -> str:
-        """Return what its actions are made of besides the present observation, in words, with the option."""
+        """Describe the past inputs that its actions depend on, naming the option; "" if there are none."""
         steps = getattr(config, "n_obs_steps", 1)
         return f"with n_obs_steps={steps} looks at past observations too" if steps != 1 else ""
 
     def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any]) -> Tensor:
-        """The actions from the present on by LeRobot's own code, (N, T, A), normalised.
+        """Predict normalised actions (N, T, A) from the present on, by LeRobot's own code.
 
         Args:
-            observation: N rows as the preprocessor makes them, (N, ...), or (N, n_obs_steps, ...) where the policy has
-                windows of observations.
+            observation: N preprocessed rows, (N, ...), or (N, n_obs_steps, ...) for policies with observation windows.
         """
         return policy.predict_action_chunk(observation)
 
     def env_processors(self, config: PreTrainedConfig, env: Any, later_steps: Collection[str] = ()) -> tuple[Any, Any]:
-        """Return what stands between an environment and the policy's own processors: of observations, and of actions.
+        """Return the observation and action processors between an environment and the policy's own processors.
 
         Args:
-            env: LeRobot's configuration of it.
-            later_steps: registered names of steps that observations pass afterwards: they pass none of them twice.
+            env: LeRobot's configuration of the environment.
+            later_steps: registered names of steps that run on observations afterwards and must not run twice.
         """
         return env.get_env_processors()
 
     def env_features(
         self, config: PreTrainedConfig, env: Any, features: dict[str, PolicyFeature]
     ) -> dict[str, PolicyFeature]:
-        """Return what `env_processors` show, and the actions that they take, by those of the environment itself."""
+        """Return the features of an environment as seen through `env_processors`.
+
+        Args:
+            features: features of the environment itself.
+        """
         return features
 
     # ---- processors and files ----------------------------------------------------------------------------------------
 
     def tokenizer_name(self, config: PreTrainedConfig) -> str | None:
-        """The tokenizer of the processors that LeRobot makes anew, on the Hub; a derived type makes its own."""
+        """Return the Hub id of the tokenizer in processors that LeRobot makes anew; None for derived types."""
         if config.type != self.type:
             return None
         return getattr(config, self.tokenizer_option) if self.tokenizer_option else self.tokenizer
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a pretrained folder under the keys of the policy's state."""
+        """Rename the weights of a pretrained folder to the keys of the policy's state dict."""
         return weights
 
     # ---- with from_config --------------------------------------------------------------------------------------------
 
     def without_downloads(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """The configuration, changed in place so that LeRobot builds the policy without a backbone's weights."""
+        """Change the configuration in place so that LeRobot builds the policy without downloading a backbone."""
         if getattr(config, "pretrained_backbone_weights", None) is not None:
             config.pretrained_backbone_weights = None
         return config
 
     def with_cameras(self, config: PreTrainedConfig, cameras: int, prompt: int | None = None) -> PreTrainedConfig:
-        """A copy of the configuration for so many cameras, with no options that recompute or compile.
+        """Copy the configuration for `cameras` cameras, without recomputation and compilation.
 
-        `prompt`: and for so many language tokens; as many as before when absent.
+        Args:
+            prompt: number of language tokens; None keeps the configured number.
         """
         raise NotImplementedError(self.type)
 
@@ -421,15 +440,16 @@ class Family:
         raise NotImplementedError(self.type)
 
     def tokens(self, config: PreTrainedConfig, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
-        """Positions that are computed for a row: of images, of language with its padding, of each draw.
+        """Count the token positions of a row: images, language with padding, and every draw.
 
-        `prompt`: language tokens, padding included; as many as the tokenizer gives when absent.
+        Args:
+            prompt: number of language tokens with padding; None for the tokenizer's length.
         """
         raise NotImplementedError(self.type)
 
 
 def parts_by_prefix(policy: PreTrainedPolicy, prefixes: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the part of each parameter by its name, by (prefix, part): the first prefix that fits decides."""
+    """Return the part of each parameter by its name: that of the first (prefix, part) whose prefix matches."""
     parts = {}
     for name, _ in policy.named_parameters():
         part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)
