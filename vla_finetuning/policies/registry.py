@@ -1,4 +1,4 @@
-"""The families of policies by LeRobot's name of the type. A new one is a file in families/ with its `FAMILIES`."""
+"""Find the family of a policy type. `FAMILIES` collects those of every file in families/, by LeRobot's type name."""
 
 import importlib
 import pkgutil
@@ -14,9 +14,9 @@ from vla_finetuning.policies import (
 )
 from vla_finetuning.policies.family import Family
 
-# An attribute of a configuration that is no option of the policy, and in no file.
+# Attribute of a configuration that overrides its family. It is no dataclass field, so no file has it.
 CHOSEN = "_family"
-# Packages whose types tests compare with lerobot-train.
+# Packages whose policy types the tests compare with lerobot-train.
 PROVEN = ("lerobot", "vla_finetuning")
 
 FAMILIES: dict[str, Family] = {
@@ -27,46 +27,45 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a policy by its configuration, or of what its configuration derives from; else a plain one.
-
-    Of a run that `train_as` has chosen one for, that one.
-    """
+    """Return the family of a configuration: the one set by `train_as`, else the one of its class."""
     return getattr(config, CHOSEN, None) or family_of_class(type(config), config.type)
 
 
 def train_as(config: PreTrainedConfig, family: Family) -> None:
-    """Have `family_of` return a family for a configuration and its copies; files of it do not say so."""
+    """Make `family_of` return `family` for a configuration and its copies. Saved files do not record it."""
     setattr(config, CHOSEN, family)
 
 
 def family_of_class(config_class: type, policy_type: str) -> Family:
-    """Return the family of a policy by its configuration's class and the name of its type.
+    """Return the family of a configuration's class or of its nearest base class; a plain `Family` if none has one.
 
-    A type of another package is of no family of what it derives from: its policy may have a forward of its own.
+    Base classes of a type from another package are ignored: its policy may have a forward of its own.
     """
     names = {cls: name for name, cls in PreTrainedConfig.get_known_choices().items()}
     bases = config_class.__mro__ if _package(config_class) in PROVEN else [config_class]
     candidates = (FAMILIES.get(names.get(base, "")) for base in bases)
-    # A type that is unknown here gets what lerobot-train gives every type: float32, and instructions as text.
+    # An unknown type gets the defaults of lerobot-train: float32, and instructions as text.
     return next(filter(None, candidates), Family(policy_type, in_float32=True, reads_texts=True))
 
 
 def types_that(can: Callable[[Family], object]) -> str:
-    """The policy types that satisfy a condition, for a message."""
+    """List the policy types whose family satisfies `can`, for a message."""
     return ", ".join(name for name, family in FAMILIES.items() if can(family))
 
 
 def find_type(policy_type: Any) -> None:
-    """Import LeRobot's installed plugins (lerobot_policy_*) where no policy of a type is known yet."""
+    """Import LeRobot's installed plugins (lerobot_policy_*) if `policy_type` is not registered yet."""
     if policy_type not in PreTrainedConfig.get_known_choices():
         register_third_party_plugins()
 
 
 def require_trained(policy_type: Any, source: str) -> None:
-    """Refuse a type that is not trained here, by its name alone: making a configuration of some asks the Hub.
+    """Refuse a type that is not trained here, by its name alone: some configurations ask the Hub when constructed.
 
+    Args:
+        source: flag or file that names the type, for the message.
     Raises:
-        ValueError: there is no such type; it is not trained here, and why. Names `source`, where it was asked for.
+        ValueError: the type does not exist, or its family refuses it.
     """
     if isinstance(policy_type, str):
         find_type(policy_type)
@@ -81,7 +80,7 @@ def require_trained(policy_type: Any, source: str) -> None:
 
 
 def describe_unproven(config: PreTrainedConfig) -> str:
-    """Say, for the plan, that no test compares a type with lerobot-train, and what trains it; "" where one does."""
+    """Return the plan's line for a type that no test compares with lerobot-train; "" for a tested type."""
     package = _package(type(config))
     if family_of_class(type(config), config.type).as_lerobot and package in PROVEN:
         return ""

@@ -1,4 +1,7 @@
-"""The policy of a run as a value: its configuration, where its weights start, how it is prepared, how it learns."""
+"""Define `PolicySpec`, the policy of a run as a value: configuration, initial weights, processors, optimizer recipe.
+
+The driver makes it; training workers call `PolicySpec.start` and `PolicySpec.processors`.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ class ValueSpec:
     """A value function.
 
     Attributes:
-        bins: of its distribution of returns, from -1 to 0.
-        backbone_lr: rate of what the policy sees with, which trains too; None: it stays as it is.
+        bins: number of bins of its distribution of returns, from -1 to 0.
+        backbone_lr: learning rate of the policy's backbone; None freezes the backbone.
     """
 
     bins: int
@@ -42,21 +45,21 @@ class ValueSpec:
 
 @dataclass(frozen=True)
 class Robot:
-    """One of the robots that a policy is trained on: its data, how they are the policy's, and its statistics.
+    """A robot that the policy is trained on: its datasets, their match with the policy, and its statistics.
 
-    Rows of a run's only robot have the names of its dataset; of robots that differ, the policy's.
+    Rows use the dataset's feature names if the run has one robot, and the policy's names if it has several.
 
     Attributes:
-        name: with the robot's control mode, if it has several; names the folder of its policy. Empty for the only one.
-        config: LeRobot's, fitted to the robot: its cameras, its widths.
-        match: how its features are the policy's, by its own names.
-        rename_map: names that rows have -> the policy's.
-        own_names: names that rows have -> the robot's own, where these differ.
-        datasets: their numbers (`dataset_index`), ascending.
-        stats: normalisation statistics by the names that rows have; None: those of the folder's own processors.
-        missing_stats: names of the statistics still to be computed, by feature, without which `stats` is empty.
-        statistics: which statistics these are, and how they describe the data, in words.
-        opening: what its instructions begin with, where they name the robot.
+        name: name with the control mode, if it has several; also its policy's folder. Empty for the only robot.
+        config: LeRobot's configuration, fitted to the robot's cameras and widths.
+        match: match of the robot's features with the policy's, by the robot's own names.
+        rename_map: names in rows -> the policy's names.
+        own_names: names in rows -> the robot's own names, where they differ.
+        datasets: values of `dataset_index`, ascending.
+        stats: normalisation statistics by names in rows; None to use the folder's own processors.
+        missing_stats: names of statistics still to compute, by feature; `stats` is empty until then.
+        statistics: lines that describe the statistics' source and how well they fit the data.
+        opening: prefix of its instructions that names the robot; may be empty.
     """
 
     name: str
@@ -72,28 +75,28 @@ class Robot:
 
     @property
     def label(self) -> str:
-        """Return what text about it begins with; nothing for the only robot."""
+        """Return the prefix of messages about the robot; empty for the only robot."""
         return f"{self.name}: " if self.name else ""
 
     @property
     def match_of_rows(self) -> FeatureMatch:
-        """The match by the names that rows have."""
+        """Return `match` by the names in rows."""
         return self.match.renamed({dataset_key: name for name, dataset_key in self.own_names.items()})
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Return the cameras that it has, by the names that rows have."""
+        """Return the robot's cameras, by the names in rows."""
         return self.match_of_rows.camera_keys
 
     @property
     def widths(self) -> dict[str, int]:
-        """Return the entries of its state and action, by the names that rows have."""
+        """Return the widths of state and action, by the names in rows."""
         match = self.match_of_rows
         shapes = {row.dataset_key: row.dataset_shape for row in match.rows}
         return {key: shape[0] for key, shape in shapes.items() if key and shape and key not in match.camera_keys}
 
     def by_own_names(self) -> Robot:
-        """Return the robot as it is without the others: what rows have is called as in its datasets."""
+        """Return the robot as in a run of its own, where rows use the names of its datasets."""
         stats = self.stats and {self.own_names.get(key, key): values for key, values in self.stats.items()}
         rename_map = self.rename_map | {dataset_key: name for name, dataset_key in self.own_names.items()}
         return replace(self, stats=stats, rename_map=rename_map, own_names={})
@@ -104,18 +107,18 @@ class PolicySpec:
     """The policy of a run. Pickled in flight to training workers.
 
     Attributes:
-        config: LeRobot's, fitted to the datasets; of robots that differ with the cameras of all and the widest action.
-        folder: a LeRobot pretrained folder of the driver's node, or None to start from random weights.
-        base: identity of the weights that the run starts from (path, revision, digest).
-        train, adapters, image_transforms, ema: what the run asks for. seed: of random weights, draws and augmentation.
-        recipe: optimizer and learning rate.
-        robots: at least one; each has its own processors.
+        config: LeRobot's configuration, fitted to the datasets; with several robots, all cameras and the widest action.
+        folder: LeRobot pretrained folder on the driver's node, or None to start from random weights.
+        base: identity of the initial weights (path, revision, digests).
+        train, adapters, image_transforms, ema: options of the run.
+        recipe: optimizer and learning rate schedule.
+        robots: one or more robots; each has its own processors.
+        seed: seed of random weights, draws and augmentation.
         trusted: whether code that comes with the policy may run.
-        parameters: how many there are and which train; None for policies that are not built on the driver.
-        prompts: lengths of prompts that a micro-batch may have, ascending; empty where prompts are not cut.
-        value: for a value function on what the policy sees, instead of the policy itself; None for a policy.
-        flops_by_prompt: forward and backward of a row, counted, by the length of its prompt; empty where the policy is
-            not built on the driver.
+        parameters: counts of parameters; None if the policy is not built on the driver.
+        prompts: allowed prompt lengths of a micro-batch, ascending; empty if prompts are not cut.
+        flops_by_prompt: FLOPs of a row's forward and backward by prompt length; empty like `parameters`.
+        value: value function to train on the policy's backbone; None to train the policy itself.
     """
 
     config: PreTrainedConfig
@@ -136,12 +139,12 @@ class PolicySpec:
 
     @property
     def mixes_robots(self) -> bool:
-        """Return whether rows are of robots that differ."""
+        """Return whether the run has several robots."""
         return len(self.robots) > 1
 
     @property
     def robot_of(self) -> tuple[int, ...]:
-        """Return the robot of each dataset, by its number."""
+        """Return the index in `robots` of each dataset, by `dataset_index`."""
         pairs = [(dataset, number) for number, robot in enumerate(self.robots) for dataset in robot.datasets]
         return tuple(number for _, number in sorted(pairs))
 
@@ -151,34 +154,34 @@ class PolicySpec:
 
     @property
     def cameras(self) -> int:
-        """Return the number of cameras in a batch."""
+        """Return the number of cameras in a batch, over all robots."""
         return len({camera for robot in self.robots for camera in robot.cameras})
 
     @property
     def fewest_cameras(self) -> int:
-        """Return the fewest cameras of a batch: all, unless a robot has fewer."""
+        """Return the number of cameras of the robot with the fewest."""
         return min(len(robot.cameras) for robot in self.robots)
 
     @property
     def shared_folder(self) -> Path | None:
-        """The folder, if all nodes must see it: a node fetches by itself what is on the Hub or in a bucket."""
+        """Return `folder` if all nodes must share it; None if each node fetches it from the Hub or a bucket."""
         fetchable = self.base["revision"] is not None or "://" in str(self.base["path"])
         return None if fetchable else self.folder
 
     def folder_here(self) -> Path | None:
-        """The folder on this node, fetched if it is not there."""
-        # Of a place in a bucket it may be there because another process is fetching it.
+        """Return the folder on this node; fetch it if it is missing."""
+        # A folder from a bucket may exist while another process is still fetching it.
         if self.folder is None or (self.folder.is_dir() and "://" not in str(self.base["path"])):
             return self.folder
         return fetch_pretrained(self.base["path"], self.base["revision"])[0]
 
     def start(self) -> PreTrainedPolicy:
-        """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed.
+        """Build the policy on the CPU with its initial weights: pretrained, or random by `seed`.
 
-        What trains is float32.
+        Trainable parameters are float32.
 
         Raises:
-            ValueError, OSError: as `load_policy`; the base is not what it was when the run was planned.
+            ValueError, OSError: as `load_policy`; or the base changed since the run was planned.
         """
         if (folder := self.folder_here()) is not None:
             self._require_base(folder)
@@ -189,7 +192,7 @@ class PolicySpec:
         return with_float32_masters(policy)
 
     def _require_base(self, folder: Path) -> None:
-        """Refuse a folder that was written to since; what is on the Hub is pinned to a commit."""
+        """Refuse a folder that changed since the run was planned. Hub folders are pinned to a commit."""
         if self.base["revision"] is not None:
             return
         found = pretrained_digests(folder)
@@ -201,7 +204,7 @@ class PolicySpec:
             )
 
     def processors(self, config: PreTrainedConfig | None = None) -> Processors:
-        """The first robot's pre- and postprocessor; `config` replaces its own."""
+        """Return the first robot's pre- and postprocessor; `config` replaces the robot's configuration."""
         robot, folder = self.robots[0], self.folder_here()
         config = config or robot.config
         if robot.stats is None:
@@ -211,12 +214,12 @@ class PolicySpec:
 
     @property
     def augments(self) -> bool:
-        """Return whether frames that are trained on are changed."""
+        """Return whether training images are augmented."""
         return self.train.augmentation != "none" or self.image_transforms.enable
 
     @property
     def what_trains(self) -> str:
-        """In words: what of the policy trains (--train.mode), or the adapters in it."""
+        """Describe the trainable part of the policy (--train.mode), or its adapters."""
         peft = self.adapters
         if self.value is not None:
             return "a value function" + (" and what it sees with" if self.value.backbone_lr else " on a frozen policy")
@@ -229,21 +232,22 @@ class PolicySpec:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: what trains, Adam's two moments, and the average if there is one."""
+        """Return the bytes of a checkpoint: trainable parameters, Adam's two moments, and the average if enabled."""
         if self.parameters is None:
             return 0
         return 4 * (3 + self.ema.enable) * self.parameters.trainable
 
 
 def weights_file(folder: Path) -> Path:
-    """Return the file of a pretrained folder's weights, or the index of its shards; it need not be there."""
+    """Return the path of a pretrained folder's weights, or of the index of its shards. The file may not exist."""
     return (sorted(folder.glob("*.safetensors.index.json")) or [folder / WEIGHTS_FILE])[0]
 
 
 def pretrained_digests(folder: Path) -> dict[str, Any]:
-    """Return digests of what loading a policy reads: of its weights (`digest`), and of all else (`files`), by name.
+    """Return digests of the files that loading a policy reads.
 
-    All else is configuration, processors, tokenizer and shards.
+    Returns:
+        `digest` of the weights file, and `files`: digests of configuration, processors, tokenizers and shards by name.
     """
     weights, files = weights_file(folder), [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     files += [path for name in (TOKENIZER_FOLDER, ACTION_TOKENIZER_FOLDER) for path in (folder / name).rglob("*")]
