@@ -1,7 +1,7 @@
-"""A LeRobot policy for training: fetched, loaded and verified.
+"""Fetch and load a LeRobot policy for training, and verify its weights.
 
-LeRobot's policy classes do the work; this module refuses what would otherwise go wrong silently: weights that do
-not load, or are not finite. The processors are `pipelines`, the loss is its family's.
+LeRobot's policy classes build the network. This module refuses weights that do not load or are not finite, which
+would otherwise go unnoticed.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ from vla_finetuning.policies.remote_code import remote_code
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-# Of a safetensors file: a tensor takes 100 bytes, PI0.5 has 800 of them.
+# Limit of a safetensors header: a tensor takes about 100 bytes, and PI0.5 has 800 tensors.
 MAX_HEADER_BYTES = 8 * 2**20
-# Of a saved configuration: where that policy came from and was published, which is not so of what is trained from it.
-# Its license stays: it is also that of what is derived.
+# Fields of a saved configuration that describe the base's origin and publication, not the policy trained from it.
+# `license` is kept: it also applies to derived policies.
 WHENCE = ("pretrained_path", "pretrained_revision", "push_to_hub", "repo_id", "private", "tags")
 PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
 
 
 def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedConfig:
-    """LeRobot's configuration of a policy, as its folder says, with options ("--chunk_size=20") in its place.
+    """Read a policy's configuration from its folder, overridden by options such as "--chunk_size=20".
 
-    As `PreTrainedConfig.from_pretrained`, which also leaves a temporary file behind, takes its parser's own flags, and
-    keeps where the folder's policy came from and was published (WHENCE). MAX_DELAY is read from robot.json.
+    Unlike `PreTrainedConfig.from_pretrained`, it leaves no temporary file, ignores the parser's own flags and drops the
+    fields in WHENCE. MAX_DELAY is read from robot.json.
 
     Raises:
-        OSError, ValueError: config.json cannot be read, is no policy's, or an option is not the policy's.
+        OSError, ValueError: config.json is unreadable or not a policy's, or the policy has no such option.
     """
     saved = read_foreign_json(folder / "config.json")
     policy_type = saved.pop("type")
@@ -61,7 +61,7 @@ def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedC
 def make_policy_config(
     policy_type: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
 ) -> PreTrainedConfig:
-    """LeRobot's configuration of a type of policy, on the CPU: where it was saved, another device may be named."""
+    """Make LeRobot's configuration of a policy type, with device "cpu" whatever device is saved."""
     find_type(policy_type)
     cls, saved = PreTrainedConfig.get_choice_class(policy_type), {**(saved or {}), "device": "cpu"}
     max_delay = None
@@ -84,21 +84,21 @@ def make_policy_config(
     return config
 
 
-# Of a policy's options by what their names hold, the largest sensible value: larger ones would have the memory plan,
-# or the features that LeRobot makes of them, take minutes or all memory.
+# Largest sensible values of a policy's options, by a pattern of their names. Larger values would let the memory plan
+# take minutes or exhaust the memory.
 _LARGEST = {
     r"cameras|depth|layers|blocks|heads|n_obs_steps": 1000,
     r"chunk_size|horizon|n_action_steps|inference_steps|length|timesteps": 100_000,
     r"dim|width|size|tokens|vocab": 10_000_000,
 }
-# Options of policies that no network can do without.
+# Options that must be positive.
 _POSITIVE = (
     r"chunk_size|horizon|n_action_steps|n_obs_steps|dim_model|n_heads|max_(state|action)_dim|num_inference_steps"
 )
 
 
 def _check_sizes(config: PreTrainedConfig, source: str) -> None:
-    """Refuse sizes that no policy has: of a configuration that came from elsewhere, anything may be asked for."""
+    """Refuse sizes that no policy has: a downloaded configuration may hold any number."""
     prefix = f"{source}: " if source else ""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -114,20 +114,20 @@ def _check_sizes(config: PreTrainedConfig, source: str) -> None:
 def fetch_pretrained(
     path: str, revision: str | None = None, look: Callable[[Path], Any] = lambda folder: None
 ) -> tuple[Path, str | None]:
-    """Find a pretrained policy, and download it if `path` is an id on the Hub. Runs on the driver.
+    """Find a pretrained policy, and download it if `path` is a bucket or Hub address.
 
-    Only configuration, safetensors and tokenizer files are downloaded.
+    Only configuration, safetensors and tokenizer files are downloaded from the Hub.
 
     Args:
-        path: a folder, on a disk or in a bucket, or `owner/name` on the Hub. An existing folder wins.
+        path: folder on a disk or in a bucket, or `owner/name` on the Hub. An existing folder wins.
         revision: branch, tag or commit on the Hub.
-        look: called with the folder of a download that has nothing but config.json yet; what it raises ends this.
+        look: check that is called when only config.json has been downloaded; it may raise.
     Returns:
-        The folder, fetched if it is in a bucket, and the commit it holds or None for a folder of the user's.
+        The local folder, and its commit; None as commit unless it is from the Hub.
     Raises:
-        FileNotFoundError: neither a folder nor a Hub id, or no config.json in it.
-        ValueError: a URI; a revision of a local folder; no such repository or revision, or no access.
-        OSError: the Hub cannot be reached, and the cache does not hold the files.
+        FileNotFoundError: `path` is neither a folder nor a Hub id, or has no config.json.
+        ValueError: unknown URI scheme; revision of a local folder; unknown repository or revision; no access.
+        OSError: the Hub cannot be reached and the cache lacks the files.
     """
     folder, commit = _here(path), None
     if folder.is_dir():
@@ -146,7 +146,7 @@ def fetch_pretrained(
 
 
 def _here(path: str) -> Path:
-    """The folder; of one in a bucket a copy on this machine, once it is known to be a policy's."""
+    """Return the local folder; copy one in a bucket to this machine after a check that it holds a policy."""
     folder = as_path(path)
     if "://" in path:
         _require_config(path, folder)
@@ -161,9 +161,12 @@ def _require_config(path: str, folder: Path) -> None:
 
 
 def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
-    """Build a policy with random weights on the CPU; `config.device` becomes "cpu".
+    """Build a policy with random weights on the CPU, and set `config.device` to "cpu".
 
-    `trusted`: whether code that comes with what `config` names may run. Raises RemoteCodeError if not, and some would.
+    Args:
+        trusted: whether code of the repositories that `config` names may run.
+    Raises:
+        RemoteCodeError: such code would run, and is not trusted.
     """
     config.device = "cpu"
     with remote_code(trusted):
@@ -173,25 +176,24 @@ def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrained
 def load_policy(
     folder: Path, config: PreTrainedConfig, *, trusted: bool = False, weights: Mapping[str, Tensor] | None = None
 ) -> PreTrainedPolicy:
-    """Build a policy on the CPU and load its weights, all of them or none.
+    """Build a policy on the CPU and load all of its weights.
 
-    LeRobot's own `PI05Policy.from_pretrained` catches every error and goes on with random weights (lerobot 0.6.1);
-    this reads the same files, renames keys as it does, and verifies.
+    LeRobot's own `PI05Policy.from_pretrained` catches every error and continues with random weights (lerobot 0.6.1).
+    This function reads the same files, renames keys in the same way, and verifies the result.
 
     Args:
-        folder: a pretrained folder with model.safetensors, or its shards and their index.
-        config: the policy's configuration, from that folder and fitted to the dataset (`match_features`). Its
-            `device` becomes "cpu".
-        trusted: whether code that comes with what `config` names may run.
-        weights: what `read_weights` found in the folder, so that it need not be read here.
+        folder: pretrained folder with model.safetensors, or with shards and their index.
+        config: configuration from that folder, fitted to the dataset (`match_features`). `device` becomes "cpu".
+        trusted: whether code of the repositories that `config` names may run.
+        weights: result of `read_weights(folder)`, if it has been read already.
     Returns:
-        The policy, in eval mode, parameters in the precision of its configuration.
+        The policy in eval mode, with parameters in the configured precision.
     Raises:
-        FileNotFoundError: no safetensors weights in the folder.
+        FileNotFoundError: the folder has no safetensors weights.
         ValueError: a file is corrupt; keys are missing, unexpected or of another shape; a weight is not finite.
     """
     folder = Path(folder)
-    # Every weight is about to be loaded, so drawing 4 billion random ones first (a minute) is left out.
+    # Skip the random initialisation: it takes a minute for 4 billion weights, and every weight is loaded below.
     with no_init_weights() if family_of(config).from_config else contextlib.nullcontext():
         policy = new_policy(config, trusted=trusted)
     weights = _matching_weights(folder, policy, weights)
@@ -201,17 +203,17 @@ def load_policy(
 
 
 def check_weights(folder: Path, policy: PreTrainedPolicy) -> None:
-    """Refuse what `load_policy` would refuse of a folder's files: keys, shapes, values. Runs on the driver.
+    """Raise the errors of `load_policy` about keys, shapes and values, without loading. Runs on the driver.
 
     Args:
-        policy: built for the folder's configuration, on any device; the meta device will do.
+        policy: policy built for the folder's configuration, on any device, meta included.
     """
     _check_finite(Path(folder), _matching_weights(Path(folder), policy))
 
 
 def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
     for key, tensor in weights.items():
-        # A sum is finite where all values are, unless they are huge: that is looked at again.
+        # The sum is fast, but may overflow for huge finite values: count only if it is not finite.
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
@@ -224,7 +226,7 @@ def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
 def _matching_weights(
     folder: Path, policy: PreTrainedPolicy, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return all tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
+    """Return all tensors of a pretrained folder under the policy's keys, memory-mapped."""
     stored = read_weights(folder) if tensors is None else dict(tensors)
     _explain_names(folder, list(stored))
     weights = family_of(policy.config).own_keys(policy, stored)
@@ -233,7 +235,7 @@ def _matching_weights(
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a pretrained folder, mapped into memory and not read yet."""
+    """Return all tensors of a pretrained folder, memory-mapped."""
     if (folder / WEIGHTS_FILE).is_file():
         files = [WEIGHTS_FILE]
     elif (folder / WEIGHTS_INDEX).is_file():
@@ -264,7 +266,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def check_header(path: Path) -> None:
-    """Refuse a safetensors file whose header lists more tensors than a policy has, before it is parsed."""
+    """Refuse a safetensors file with an oversized header before it is parsed. A missing file passes."""
     if not path.exists():
         return
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -282,7 +284,7 @@ def check_header(path: Path) -> None:
 def _check_keys(
     folder: Path, config: PreTrainedConfig, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    # One tensor under two names is written once; loading either loads both.
+    # A tensor with two names (tied weights) is saved under one of them; loading that one loads both.
     loaded = {id(expected[key]) for key in expected if key in weights}
     missing = [key for key in expected if key not in weights and id(expected[key]) not in loaded]
     unexpected = [key for key in weights if key not in expected]
@@ -304,7 +306,7 @@ def _check_keys(
 
 
 def _explain_names(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError with the command that helps, where LeRobot saved the weights before it had processors."""
+    """Raise ValueError with LeRobot's migration command if the weights predate LeRobot's processors."""
     inside = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
     if old := [name for name in names if name.removeprefix("model.").startswith(inside)]:
         raise ValueError(

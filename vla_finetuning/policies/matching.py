@@ -1,4 +1,4 @@
-"""Match a dataset's features with a policy's: cameras, state and action, by their names and shapes."""
+"""Match a dataset's cameras, state and action with a policy's, by their names and shapes."""
 
 import copy
 import difflib
@@ -18,12 +18,14 @@ from vla_finetuning.policies.registry import family_of
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """A policy's feature and where it comes from, for a printed table.
+    """A policy's feature and its source in the dataset.
 
     Attributes:
-        dataset_key, dataset_shape: None for a camera that is masked.
-        policy_key, policy_shape: images channel-first; the shape that its configuration had before it was fitted.
-        normalization: mode, as LeRobot names it.
+        dataset_key: name in the dataset; None for a masked camera.
+        policy_key: name in the policy.
+        dataset_shape: shape in the dataset; None for a masked camera.
+        policy_shape: shape in the configuration before it was fitted; images channel-first.
+        normalization: LeRobot's name of the normalisation mode.
     """
 
     dataset_key: str | None
@@ -39,8 +41,8 @@ class FeatureMatch:
 
     Attributes:
         camera_keys: cameras to decode, by their names in the dataset.
-        rows: a row for each input and output of the policy.
-        delta_timestamps: seconds from a frame, by dataset key, as LeRobot's `resolve_delta_timestamps`.
+        rows: one row for each input and output of the policy.
+        delta_timestamps: offsets from a frame in seconds, by dataset key, from LeRobot's `resolve_delta_timestamps`.
     """
 
     camera_keys: tuple[str, ...]
@@ -49,23 +51,23 @@ class FeatureMatch:
 
     @property
     def dataset_keys(self) -> tuple[str, ...]:
-        """Return the dataset's features that the policy uses."""
+        """Return the names of the dataset's features that the policy uses."""
         return tuple(row.dataset_key for row in self.rows if row.dataset_key is not None)
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
-        """Return the dataset's shapes by the policy's keys, without masked cameras: what the policy is trained on."""
+        """Return the dataset's shapes by the policy's keys, without masked cameras."""
         return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return the match with other names for features of the dataset."""
+        """Return the match with features of the dataset renamed."""
         rows = tuple(replace(row, dataset_key=names.get(row.dataset_key or "", row.dataset_key)) for row in self.rows)
         deltas = {names.get(key, key): seconds for key, seconds in self.delta_timestamps.items()}
         cameras = tuple(names.get(key, key) for key in self.camera_keys)
         return replace(self, camera_keys=cameras, rows=rows, delta_timestamps=deltas)
 
     def table(self) -> list[str]:
-        """The rows as aligned lines of text."""
+        """Format the rows as aligned lines of text."""
         cells = [
             (
                 row.dataset_key or "(no camera)",
@@ -81,7 +83,7 @@ class FeatureMatch:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells as text, in columns."""
+    """Format rows of cells as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
@@ -95,21 +97,21 @@ def match_features(
     missing_cameras: Literal["error", "mask"] = "error",
     left_out: Sequence[str] = (),
 ) -> FeatureMatch:
-    """Match a dataset's features to a policy's, and fit the configuration to the dataset.
+    """Match a dataset's features to a policy's, and fit the configuration to the dataset in place.
 
-    As LeRobot's `make_policy`, it sets `config.output_features` to the dataset's actions, `config.input_features` if it
-    is empty, and `config.action_feature_names`. LeRobot leaves the other robot's shapes in the inputs of a pretrained
-    policy, and leaves cameras out unasked; here shapes are the dataset's, and a camera is left out only on request.
+    Like LeRobot's `make_policy`, it sets `config.output_features` to the dataset's actions, `config.input_features` if
+    empty, and `config.action_feature_names`. LeRobot keeps the base robot's input shapes and drops unmatched cameras
+    without a message. Here shapes are the dataset's, and a camera is dropped only on request.
 
     Args:
-        config: the policy's configuration.
-        dataset_features: the dataset's features, without the cameras that were not chosen.
+        config: configuration of the policy.
+        dataset_features: features of the dataset, without cameras that were not chosen.
         rename_map: dataset key to policy key, for `observation.*`.
         fps: frames per second of the dataset.
-        missing_cameras: "mask" lets a policy that can run without cameras that it has and the dataset lacks.
+        missing_cameras: "mask" to run without cameras that the dataset lacks, if the policy can.
         left_out: cameras of the dataset that were not chosen, for a message.
     Raises:
-        ValueError: naming the key, what was found, what was expected, and the flag that settles it.
+        ValueError: features do not match; the message names the key, both shapes or names, and the flag to use.
     """
     _check_rename_map(config, dataset_features, rename_map)
     sources = {rename_map.get(key, key): key for key in dataset_features}
@@ -124,7 +126,7 @@ def match_features(
     fitted.input_features = fitted.input_features or {key: f for key, f in features.items() if key not in outputs}
     described = {key: dataset_features[source] for key, source in sources.items()}
     _tell_features(fitted, described)
-    fitted.validate_features()  # what the policy's constructor adds, its state among others, must be normalised too
+    fitted.validate_features()  # adds inputs as the policy's constructor does; they need statistics too
     inputs = fitted.input_features
     cameras = [key for key, feature in features.items() if feature.type is FeatureType.VISUAL]
     masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras, left_out)
@@ -154,7 +156,7 @@ def match_features(
     _tell_features(config, described)
     if hasattr(config, "action_feature_names"):
         named = list(dataset_features[ACTION].names or ()) or config.action_feature_names
-        # Those that the pretrained policy had may be of another robot.
+        # The base's names may belong to another robot.
         config.action_feature_names = named if named and len(named) == outputs[ACTION].shape[0] else None
 
     used = {**inputs, **outputs}
@@ -178,7 +180,7 @@ def match_features(
 
 
 def _tell_features(config: PreTrainedConfig, features: Mapping[str, DatasetFeature]) -> None:
-    """Describe a dataset's features to a configuration that asks for them, as LeRobot's `make_policy` does."""
+    """Pass a dataset's features to a configuration that accepts them, as LeRobot's `make_policy` does."""
     if callable(set_features := getattr(config, "set_dataset_feature_metadata", None)):
         set_features(
             {key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in features.items()}
@@ -212,7 +214,7 @@ def _check_cameras(
     missing_cameras: str,
     left_out: Sequence[str],
 ) -> set[str]:
-    """The policy's cameras that stay without an image; an error unless that was asked for."""
+    """Return the policy's cameras to mask. Raise ValueError if others do not match the dataset's."""
     policy_cameras = [key for key, feature in inputs.items() if feature.type is FeatureType.VISUAL]
     empty = {key for key in policy_cameras if key.startswith(EMPTY_CAMERA) and key not in cameras}
     missing = [key for key in policy_cameras if key not in cameras and key not in empty]
@@ -243,7 +245,7 @@ def _check_cameras(
 
 
 def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Pair each key with one name, the most alike first."""
+    """Pair each key with the most similar unused name, best pairs first."""
 
     def last(key: str) -> str:
         return key.rpartition(".")[2]
@@ -262,7 +264,7 @@ def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 def _check_vector(key: str, feature: DatasetFeature, limit_name: str, limit: int | None) -> None:
     shape = tuple(feature.shape)
     if len(shape) != 1 or shape[0] < 2:
-        # LeRobot reads a feature of shape (1,) as a scalar, and its processors then take rows for dimensions.
+        # LeRobot reads shape (1,) as a scalar, and its processors then mistake rows for dimensions.
         raise ValueError(f"'{key}' has the shape {shape}; policies need a vector of two or more numbers")
     if limit is not None and shape[0] > limit:
         raise ValueError(f"'{key}' has {shape[0]} dimensions, and the policy takes {limit} ({limit_name})")

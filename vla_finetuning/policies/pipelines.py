@@ -1,6 +1,7 @@
-"""LeRobot's pre- and postprocessors: made with a dataset's statistics, or loaded from a folder whose files are checked.
+"""Make LeRobot's pre- and postprocessors with a dataset's statistics, or load and check those of a folder.
 
-`processors` splits a preprocessor between Ray Data's tasks and the training worker.
+`make_processors` is for training and `load_processors` for players. `processors` splits a preprocessor between Ray
+Data's tasks and the training worker.
 """
 
 import copy
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# Of the steps that LeRobot 0.6.1 registers, those that pipelines of its policies share. Others talk to robots,
-# teleoperators and environments, or load a second model; a policy's own stand beside its configuration.
+# Registered steps of LeRobot 0.6.1 that any policy may use. A policy's own steps are in its configuration's package.
+# All others are refused: they control robots, teleoperators and environments, or load a second model.
 SHARED_STEPS = frozenset(
     {
         *("rename_observations_processor", "device_processor", "normalizer_processor", "unnormalizer_processor"),
@@ -58,20 +59,20 @@ def make_processors(
     *,
     trusted: bool = False,
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
-    """LeRobot's pre- and postprocessor for a policy, normalising with a dataset's statistics, on the CPU.
+    """Make a policy's pre- and postprocessor on the CPU, normalising with a dataset's statistics.
 
-    As `lerobot-train`: the folder's own pipelines with statistics, features and renaming replaced; where it
-    has none, those LeRobot makes for this type of policy.
+    Like `lerobot-train`, it replaces statistics, features and renaming of the folder's own pipelines. Without such
+    pipelines, LeRobot's factory makes those of the policy's type.
 
     Args:
-        folder: the pretrained folder, or None.
-        config: the policy's configuration, fitted to the dataset (`match_features`).
-        stats: the dataset's statistics by dataset key, vectors or images' (3, 1, 1).
+        folder: pretrained folder, or None.
+        config: configuration of the policy, fitted to the dataset (`match_features`).
+        stats: statistics by dataset key: vectors, or (3, 1, 1) for images.
         rename_map: dataset key to policy key.
-        trusted: whether code that comes with the folder, or with what its files name, may run.
+        trusted: whether code of the folder, or of repositories that its files name, may run.
     Raises:
-        ValueError: a key would stay un-normalised; statistics of another shape or not finite; a pipeline
-            that cannot be built, that has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
+        ValueError: statistics are missing, not finite or of another shape; a pipeline cannot be built or has a step
+            that is not allowed; (`RemoteCodeError`) it would run untrusted code.
     """
     features = {**config.input_features, **config.output_features}
     renamed = rename_stats({key: dict(value) for key, value in stats.items()}, dict(rename_map))
@@ -123,10 +124,10 @@ def make_processors(
 def load_processors(
     folder: Path, config: PreTrainedConfig, *, trusted: bool = False
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
-    """The pipelines that a folder holds, as LeRobot loads them on a robot.
+    """Load the pipelines of a pretrained folder, as LeRobot does on a robot.
 
     Raises:
-        ValueError: a pipeline has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
+        ValueError: a pipeline has a step that is not allowed, or (`RemoteCodeError`) would run untrusted code.
     """
     overrides = _tokenizer_overrides(folder, config, _saved_steps(folder, config), trusted)
     with remote_code(trusted):
@@ -136,7 +137,7 @@ def load_processors(
 
 
 def saved_rename_map(folder: Path) -> dict[str, str]:
-    """The names that a folder's own preprocessor gives to observations; none where it has no such step.
+    """Return the rename map of a folder's own preprocessor; empty if it renames nothing.
 
     Raises:
         ValueError, OSError: the file cannot be read.
@@ -146,10 +147,10 @@ def saved_rename_map(folder: Path) -> dict[str, str]:
 
 
 def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the statistics that a folder's preprocessor normalises with, by the policy's keys.
+    """Return the shapes of the statistics of a folder's preprocessor, by the policy's keys.
 
-    They are those of the features that the policy was trained on, where its configuration has longer vectors, and
-    cameras besides. None where the folder has no statistics, or they do not tell.
+    These are the shapes that the policy was trained on; its configuration may have padded vectors and more cameras.
+    The result is empty if the folder has no statistics, or padded ones.
 
     Raises:
         ValueError, OSError: a file cannot be read.
@@ -171,7 +172,7 @@ def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int,
 
 
 def _saved_step(folder: Path, name: str) -> dict[str, Any]:
-    """Return what a folder's own preprocessor says of a step, by its registered name; nothing where it has none."""
+    """Return the entry of the step `name` in a folder's own preprocessor; empty if it has none."""
     file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
     saved = read_foreign_json(file) if file.is_file() else {}
     steps = saved.get("steps") if isinstance(saved, dict) else None
@@ -180,7 +181,7 @@ def _saved_step(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The folder or Hub id that a folder's saved steps name as their tokenizer, or as what has it."""
+    """Return the folder or Hub id of the tokenizer that saved steps name; None if they name none."""
     named = (("tokenizer_processor", "tokenizer_name"), ("eo1_qwen_processor", "processor_name"))
     return next((steps[step][option] for step, option in named if steps.get(step, {}).get(option)), None)
 
@@ -188,10 +189,10 @@ def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
 def _tokenizer_overrides(
     folder: Path, config: PreTrainedConfig, steps: Mapping[str, Mapping[str, Any]], trusted: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return options that replace those of a folder's saved tokenizer, by step: see LeRobot's factory.
+    """Return overrides of a folder's tokenizer options by step, for LeRobot's factory.
 
-    The tokenizer is the folder's own copy if it has one; any other is checked. Prompts are longer than the folder's
-    where the configuration asks for that.
+    They hold the folder's own copy of the tokenizer, if it has one; else the named tokenizer is checked. They raise
+    `max_length` if the configuration has a larger `tokenizer_max_length` than the folder's.
     """
     overrides: dict[str, dict[str, Any]] = {}
     length = getattr(config, "tokenizer_max_length", None)
@@ -209,16 +210,16 @@ def _tokenizer_overrides(
 
 
 def _keep_tokenizer_name(preprocessor: PolicyProcessorPipeline) -> None:
-    """Let a tokenizer step save its name, which LeRobot reads: a step with a tokenizer object does not save it."""
+    """Make tokenizer steps save the tokenizer's name for LeRobot: a step that holds an object does not save it."""
     for step in preprocessor.steps:
         if isinstance(step, TokenizerProcessorStep) and step.tokenizer_name:
             step.tokenizer = None
 
 
 def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """Return a folder's saved steps by their registered names, with their options; LeRobot may build all of them."""
-    # LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what the file
-    # says, so that a downloaded JSON file could start a program.
+    """Return the options of a folder's saved steps by registered name, after a check that LeRobot may build them."""
+    # LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it: a downloaded JSON
+    # file could start a program.
     options_by_step: dict[str, dict[str, Any]] = {}
     for name in (POLICY_PREPROCESSOR_DEFAULT_NAME, POLICY_POSTPROCESSOR_DEFAULT_NAME):
         file = folder / f"{name}.json"
@@ -246,11 +247,11 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
 
 
 def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
-    """Why a step that a file names is refused; None if it is not."""
+    """Explain why a saved step is refused; return None if it is allowed."""
     if step not in ProcessorStepRegistry.list():
         return "is not registered by LeRobot under that name"
     step_class = ProcessorStepRegistry.get(step)
-    # Beside the configuration, or that of a policy which this one is a kind of.
+    # Packages of the configuration and its base classes.
     homes = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
     module = step_class.__module__
     if step not in SHARED_STEPS and not any(
@@ -266,7 +267,7 @@ def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig)
 
 
 def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
-    """Check a tokenizer in a folder, or on the Hub, which is fetched unless it is cached."""
+    """Check a tokenizer in a folder, or on the Hub, from which it is fetched unless cached."""
     if Path(name).is_dir():
         check_tokenizer(Path(name) / TOKENIZER_FILE)
         return
@@ -281,18 +282,19 @@ def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
 
 
 def tokenizer_step(preprocessor: PolicyProcessorPipeline) -> Any:
-    """Return the step that makes tokens of instructions, with an `input_tokenizer`; None where there is none."""
+    """Return the step that tokenises instructions, which has an `input_tokenizer`; None if there is none."""
     return next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
 
 
 def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str) -> None:
-    """Refuse a policy to which an instruction is the same whatever the advantage that it ends with.
+    """Check that a policy's tokens differ with the advantage at the end of an instruction.
 
     Args:
-        instructions: of the dataset, to try it with. name: of the policy, for the message.
+        instructions: instructions of the dataset.
+        name: name of the policy, for the message.
     Raises:
-        ValueError: its processors make no tokens of instructions, their tokenizer does not know the words, or an
-            instruction is so long that the words are cut off.
+        ValueError: the processors do not tokenise instructions, the tokenizer does not know the words of the
+            advantage, or they are cut off after a long instruction.
     """
     tokenizer = tokenizer_step(preprocessor)
     if tokenizer is None:
@@ -316,7 +318,7 @@ def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Se
 
 
 def _check_prompt_length(config: PreTrainedConfig, preprocessor: PolicyProcessorPipeline, folder: Path | None) -> None:
-    """Refuse a policy that takes shorter prompts than its tokenizer, loaded as it was saved, makes."""
+    """Refuse a `tokenizer_max_length` below the `max_length` of the saved tokenizer step."""
     longest = getattr(config, "tokenizer_max_length", None)
     for step in preprocessor.steps:
         length = getattr(step, "max_length", None)

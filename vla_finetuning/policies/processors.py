@@ -1,8 +1,8 @@
-"""LeRobot's processors for a training run, split between Ray Data's CPUs and the training worker.
+"""Split LeRobot's preprocessor between Ray Data's CPUs and the training worker.
 
-`pipelines` makes LeRobot's own pipelines. Of the preprocessor, `Prepare` runs everything but images in Ray Data tasks
-(normalise, discretise, tokenise; strings end there, but for policies that read them), and `DeviceHalf` makes floats of
-the uint8 images in the training worker. Together they give what the whole pipeline gives.
+`Prepare` runs all steps but images in Ray Data tasks: it normalises, discretises and tokenises. `DeviceHalf` converts
+and normalises the uint8 images in the training worker. Both halves together equal the whole pipeline. `pipelines`
+makes the pipelines; `PrepareRobots` prepares blocks with rows of several robots.
 
 Legend: N rows of a block, B batch, T chunk, A action, S state, L tokens, H W C image.
 """
@@ -32,11 +32,11 @@ from vla_finetuning.policies.texts import TASK, as_bytes, with_texts
 
 Stats = Mapping[str, Mapping[str, Any]]
 
-# PI0.5's `empty_cameras` are inputs that no dataset has.
+# Prefix of PI0.5's `empty_cameras`, inputs that no dataset has.
 EMPTY_CAMERA = f"{OBS_IMAGES}.empty_camera_"
-# Which row of which dataset, for messages.
+# Columns that identify a row, for messages.
 PLACE = ("dataset_index", "episode_index", "frame_index", "index")
-# Beside LeRobot's own files: the tokenizer that its processor would otherwise fetch from the Hub by name.
+# Folder in an export with a copy of the tokenizer that LeRobot's processor fetches from the Hub by name.
 TOKENIZER_FOLDER = "tokenizer"
 
 NORMALIZATION_STATS = {
@@ -48,14 +48,14 @@ NORMALIZATION_STATS = {
 }
 
 
-# XVLA's own step for images, and one before it that leaves those alone that are in [0, 1].
+# XVLA's step that normalises images. The step before it leaves images in [0, 1] unchanged.
 IMAGENET_STEP = "xvla_imagenet_normalize"
-# A language model's own processor of images with texts, which pads to the longest of its batch: EO1's and MolmoAct2's.
+# Steps of EO1 and MolmoAct2 that process images with texts and pad to the longest of a batch: they need whole batches.
 BATCH_STEPS = frozenset({"eo1_conversation_template_processor", "eo1_qwen_processor", "molmoact2_pack_inputs"})
 
 
 class DatasetFeature(Protocol):
-    """A feature as a dataset's info.json describes it; images (H, W, 3), or (3, H, W) if `names` says so."""
+    """A feature in a dataset's info.json. Images are (H, W, 3), or (3, H, W) if `names` starts with the channel."""
 
     @property
     def dtype(self) -> str: ...
@@ -66,10 +66,10 @@ class DatasetFeature(Protocol):
 
 
 def policy_feature(key: str, feature: DatasetFeature) -> PolicyFeature | None:
-    """LeRobot's view of a dataset feature: its type, and its shape channel-first; None if it has none.
+    """Return LeRobot's type and channel-first shape of a dataset feature; None if policies cannot use it.
 
     Raises:
-        ValueError: a camera that is not RGB.
+        ValueError: the feature is a camera that is not RGB.
     """
     shape, names = tuple(feature.shape), feature.names
     if feature.dtype in ("image", "video"):
@@ -88,14 +88,14 @@ def policy_feature(key: str, feature: DatasetFeature) -> PolicyFeature | None:
 
 
 def normalization_mode(config: PreTrainedConfig, feature_type: FeatureType) -> NormalizationMode:
-    """Return how LeRobot normalises features of a type."""
+    """Return LeRobot's normalisation mode for a feature type."""
     return NormalizationMode(config.normalization_mapping.get(feature_type.value, NormalizationMode.IDENTITY))
 
 
 def required_stats(
     config: PreTrainedConfig, features: Mapping[str, PolicyFeature | DatasetFeature]
 ) -> dict[str, set[str]]:
-    """The statistics LeRobot's normaliser needs for each feature; features it leaves alone are not listed."""
+    """Return the names of statistics that LeRobot's normaliser needs, by feature, without unnormalised features."""
     needed = {}
     for key, feature in features.items():
         typed = feature if isinstance(feature, PolicyFeature) else policy_feature(key, feature)
@@ -105,7 +105,7 @@ def required_stats(
 
 
 def with_imagenet_stats(stats: Stats, camera_keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The statistics with ImageNet's mean and standard deviation of cameras, as LeRobot's `make_dataset` has them."""
+    """Replace mean and std of cameras by ImageNet's, as LeRobot's `make_dataset` does."""
     imagenet = {name: np.array(values, dtype=np.float32) for name, values in IMAGENET_STATS.items()}
     return {key: dict(values) for key, values in stats.items()} | {
         key: {**stats.get(key, {}), **imagenet} for key in camera_keys
@@ -113,20 +113,20 @@ def with_imagenet_stats(stats: Stats, camera_keys: Sequence[str]) -> dict[str, d
 
 
 class Prepare:
-    """The preprocessor for blocks of rows, in Ray Data tasks on CPUs: all of it but images.
+    """The preprocessor without its image steps, for blocks of rows in Ray Data tasks.
 
-    LeRobot's own pipeline object runs on the block without its cameras, which pass through under the policy's names.
-    It can be pickled, but is not small (PaliGemma's tokenizer is 17 MB): see `training.stream.LazyPickle`.
+    LeRobot's own pipeline runs on the block without cameras. Cameras pass through under the policy's names. The object
+    pickles, but is large (PaliGemma's tokenizer is 17 MB): see `training.stream.LazyPickle`.
 
     Args:
-        preprocessor: from `pipelines.make_processors`.
+        preprocessor: pipeline from `pipelines.make_processors`.
         camera_keys: cameras in the block, by their names in the dataset.
         rename_map: dataset key to policy key.
-        config: the policy's configuration.
-        trusted: whether code that comes with the policy may run, in the processes that this is unpickled in too.
-        texts: whether instructions are handed on, as the pipeline leaves them.
+        config: configuration of the policy.
+        trusted: whether the policy's own code may run, also in processes that unpickle this object.
+        texts: whether to keep the instructions, as the pipeline returns them.
     Raises:
-        ValueError: the pipeline does not split into this and `DeviceHalf`, which is tried with a made-up row.
+        ValueError: the split differs from the whole pipeline on a synthetic row.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Prepare:
         self._renamed = _rename_map(self._pipeline)
         self._check_split(full_pipeline, config)
         for step in self._pipeline.steps:
-            step._current_transition = None  # what it remembers of the made-up row
+            step._current_transition = None  # drop the synthetic row
             step.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,34 +158,35 @@ class Prepare:
         """Prepare a block of frame rows for the policy.
 
         Args:
-            batch: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state`
-                float32 (N, S), `action` float32 (N, T, A), `action_is_pad` bool (N, T), `task` (N,)
-                strings, and others.
+            batch: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` float32 (N, S), `action` float32
+                (N, T, A), `action_is_pad` bool (N, T), `task` strings (N,), and others.
         Returns:
-            The same rows, numbers of fixed shape only: cameras, the same memory under the policy's names;
-            the policy's other features, normalised, and their `_is_pad`; what the pipeline added
-            (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L)); with
-            `texts`, `task_bytes` (`texts.as_bytes`); ROW_COLUMNS, where the block has them; with `is_skipped`, also
-            `is_read` bool (N,), its opposite.
+            Numeric columns of fixed shape for the same rows:
+            - cameras under the policy's names, without a copy;
+            - the policy's other features, normalised, and their `_is_pad`;
+            - columns that the pipeline adds: `observation.language.tokens` int64 (N, L) and
+              `observation.language.attention_mask` bool (N, L);
+            - `task_bytes` (`texts.as_bytes`), if `texts` is set;
+            - ROW_COLUMNS of the block, and `is_read` bool (N,), the opposite of `is_skipped`.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
-                action is not finite, where the row counts.
+                action of a row that is not skipped is not finite.
         """
         cameras = {name: _pictures(batch, key) for key, name in self._cameras.items()}
         return cameras | self.without_cameras(batch) | _handed_on(batch)
 
     def without_cameras(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what LeRobot's pipeline makes of a block but for its cameras; raises as `__call__`."""
+        """Run LeRobot's pipeline on a block without its cameras. Raises as `__call__`."""
         rest = {key: value for key, value in batch.items() if key not in self._cameras}
         rows = len(next(iter(batch.values())))
-        # The tokenizer refuses to do nothing, so an empty block borrows a row to learn its columns.
+        # The tokenizer refuses empty input, so an empty block runs with a blank row to learn its columns.
         prepared = self._run(rest if rows else {key: _blank_row(value) for key, value in rest.items()})
         columns = {key: value[:rows] for key, value in prepared.items()}
         self._check_finite(batch, columns)
         return columns
 
     def _check_finite(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:
-        """NaN in a state becomes an ordinary word of PI0.5's prompt, and in an action the loss of a whole step."""
+        """Refuse NaN and infinity: in a state they become words of PI0.5's prompt, in an action the loss of a step."""
         for key in self._features & prepared.keys():
             bad = ~np.isfinite(prepared[key]).all(axis=tuple(range(1, prepared[key].ndim)))
             bad &= ~batch.get("is_skipped", np.zeros_like(bad))
@@ -205,9 +206,9 @@ class Prepare:
                     raise ValueError(f"'task' holds values that are not strings: {data[key][:5]}")
             elif value.dtype.kind in "biuf":
                 if value.dtype.kind != "f" and self._renamed.get(key, key) in self._features:
-                    # LeRobot's normaliser casts its statistics to what it is given: 0.49 would become 0.
+                    # LeRobot's normaliser casts its statistics to the input's dtype: in int64, 0.49 would become 0.
                     value = value.astype(np.float32)
-                # Blocks are read-only views of shared memory, which torch cannot express.
+                # Blocks are read-only views of shared memory, which torch does not support.
                 data[key] = torch.from_numpy(value if value.flags.writeable else value.copy())
         processed = self._pipeline(data)
         keys = {key for key in processed if key in self._features or key not in columns}
@@ -216,13 +217,13 @@ class Prepare:
         return arrays | ({TASK_BYTES: as_bytes(processed[TASK])} if self._texts else {})
 
     def _check_split(self, preprocessor: PolicyProcessorPipeline, config: PreTrainedConfig) -> None:
-        """Compare with the whole pipeline on a made-up row: a step that needs images must not go unseen."""
+        """Compare the split with the whole pipeline on a synthetic row, to find steps that need images."""
         normalizer = _normalizer(self._pipeline)
         originals = {name: key for key, name in self._renamed.items()}
         rng = np.random.default_rng(0)
         row: dict[str, np.ndarray] = {"task": np.array([""], dtype=object)}
         for key in sorted(self._features):
-            # Pretrained policies declare a padded state; its statistics have the dataset's shape.
+            # Pretrained policies declare a padded state; the statistics have the dataset's shape.
             stats = normalizer._tensor_stats.get(key, {}) if normalizer else {}
             declared = {**config.input_features, **config.output_features}[key].shape
             shape = next((tuple(value.shape) for name, value in stats.items() if name != "count"), declared)
@@ -252,13 +253,13 @@ def _window(deltas: Sequence[int] | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PreparedRobot:
-    """How blocks of a mixture are prepared for one of its robots.
+    """Preparation of one robot's rows in a mixture.
 
     Attributes:
-        prepare: with the robot's own statistics, for blocks whose features have the policy's names.
-        cameras: those that it has, by the policy's names.
-        widths: entries of its vectors in a block, by their names; zeros follow them.
-        opening: what its instructions begin with.
+        prepare: preparation with the robot's statistics, for blocks with the policy's feature names.
+        cameras: the robot's cameras, by the policy's names.
+        widths: widths of its vectors by name; a block pads them with zeros.
+        opening: prefix of its instructions.
     """
 
     prepare: Prepare
@@ -268,14 +269,15 @@ class PreparedRobot:
 
 
 class PrepareRobots:
-    """`Prepare` for blocks of a run's rows: each row by its own robot's pipeline, at its own width.
+    """`Prepare` for blocks with rows of several robots: each row runs through its robot's pipeline at its width.
 
-    Rows of a run's only robot get no columns besides those of its pipeline.
+    With one robot, the result is exactly that of its `Prepare`.
 
     Args:
-        robots: in any order. robot_of: the robot of each dataset, by its number in `robots`.
+        robots: robots of the run.
+        robot_of: index in `robots` of each dataset.
         cameras: all cameras in a block, by the policy's names.
-        own_widths: whether each row's loss is over the dimensions that its robot has.
+        own_widths: whether each row's loss covers only its robot's action dimensions.
     """
 
     def __init__(
@@ -288,11 +290,11 @@ class PrepareRobots:
         """Prepare a block of frame rows.
 
         Args:
-            batch: as for `Prepare`; vectors of all rows are as long as the longest.
+            batch: columns as for `Prepare`, with vectors padded to the widest robot.
         Returns:
-            As `Prepare`; of several robots, with vectors of the same length, zeros after a robot's own. These also have
-            `CAMERA_is_present` bool (N,) of each camera, `action_dims` bool (N, A), the dimensions of a row's robot,
-            and its number `robot_index` int64 (N,).
+            Columns as from `Prepare`. With several robots, vectors are padded with zeros, and there are three more
+            kinds of columns: `CAMERA_is_present` bool (N,) for each camera, `robot_index` int64 (N,), and with
+            `own_widths` `action_dims` bool (N, A), True for dimensions of the row's robot.
         """
         if len(self._robots) == 1:
             return self._robots[0].prepare(batch)
@@ -323,13 +325,13 @@ class PrepareRobots:
 
 
 def _handed_on(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what no pipeline makes: which row it is, and whether it was read."""
+    """Return the columns that identify rows, and `is_read`."""
     read = {"is_read": ~batch["is_skipped"]} if "is_skipped" in batch else {}
     return read | {key: batch[key] for key in ROW_COLUMNS if key in batch}
 
 
 def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-    """A camera of a block. Raises ValueError unless it is uint8 (N, ..., H, W, 3)."""
+    """Return a camera's column. Raise ValueError unless it is uint8 (N, ..., H, W, 3)."""
     if key not in batch:
         raise ValueError(f"the block has no camera '{key}'; its columns are {sorted(batch)}")
     images = batch[key]
@@ -339,18 +341,18 @@ def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
 
 
 def _fixed_shape(step: ProcessorStep) -> ProcessorStep:
-    """Have a tokenizer pad to its longest prompt, not to a block's: a batch's rows come from several blocks."""
+    """Make a tokenizer pad to `max_length`, not to a block's longest prompt: a batch has rows of several blocks."""
     if isinstance(step, TokenizerProcessorStep) and step.padding == "longest":
         step.padding = "max_length"
     return step
 
 
 def _blank_prepare(trusted: bool) -> Prepare:
-    """Called before the rest of a pickle is opened, which may hold objects of classes that came with a policy."""
+    """Make an empty `Prepare` before unpickling restores attributes, whose classes may be the policy's own code."""
     if trusted:
         from transformers.dynamic_module_utils import init_hf_modules
 
-        init_hf_modules()  # where transformers keeps such code becomes a place to import from
+        init_hf_modules()  # makes transformers' cache of such code importable
     return Prepare.__new__(Prepare)
 
 
@@ -378,16 +380,15 @@ def _rename_map(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
 
 
 class DeviceHalf(nn.Module):
-    """The preprocessor's images, on the training worker's device: uint8 to what LeRobot's policies expect.
+    """The preprocessor's image steps, on the training worker's device: uint8 to normalised float32.
 
-    The values are those of `LeRobotDataset` and the normaliser, to the bit, on CPU and CUDA. No host sync, but for
-    policies whose images go through a language model's own processor (BATCH_STEPS).
+    Values equal those of `LeRobotDataset` and LeRobot's normaliser bit for bit, on CPU and CUDA. The host does not wait
+    for the device, except for policies with BATCH_STEPS.
 
     Args:
-        preprocessor: from `pipelines.make_processors`; None if the policy does not normalise images.
-        config: the policy's configuration.
-        augment: what becomes of a camera in training, while it is in [0, 1]: (its key, images, places in the stream)
-            to images.
+        preprocessor: pipeline from `pipelines.make_processors`; None if the policy does not normalise images.
+        config: configuration of the policy.
+        augment: function of (camera key, images in [0, 1], stream positions) that returns images; training only.
     """
 
     divisor: Tensor
@@ -400,7 +401,7 @@ class DeviceHalf(nn.Module):
     ):
         super().__init__()
         self._augment = augment
-        # A tensor: dividing by a number, CUDA multiplies by its reciprocal, which is one bit off at times.
+        # A tensor, because CUDA divides by a Python number via its reciprocal, which may differ in the last bit.
         self.register_buffer("divisor", torch.tensor(255.0), persistent=False)
         self._keys = tuple(config.image_features)
         self._scales: dict[str, tuple[NormalizationMode, str, str]] = {}
@@ -436,10 +437,10 @@ class DeviceHalf(nn.Module):
         self._scales[key] = (mode, f"shift_{number}", f"scale_{number}")
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Replace cameras uint8 (B, H, W, 3) by float32 (B, 3, H, W); the rest stays.
+        """Convert cameras from uint8 (B, H, W, 3) to float32 (B, 3, H, W); keep other columns and float cameras.
 
-        In [0, 1], or as the policy normalises images; in train mode augmented before, where that was asked for. With a
-        window of observations, (B, T, H, W, 3). Cameras that are float already stay as they are.
+        Images are in [0, 1], then augmented in train mode, then normalised if the policy does. Cameras with a window
+        of observations are (B, T, H, W, 3).
         """
         converted = dict(batch)
         places = converted.pop(STREAM_POSITION, None)
@@ -461,7 +462,7 @@ class DeviceHalf(nn.Module):
         return converted if self._of_batch is None else self._processed(self._of_batch, converted)
 
     def _processed(self, pipeline: PolicyProcessorPipeline, batch: dict[str, Any]) -> dict[str, Any]:
-        """Run the steps of a language model's own processor, which works on the host: waits for the device."""
+        """Run BATCH_STEPS on the host, which waits for the device."""
         device = self.divisor.device
         on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
         changed = {key: value for key, value in pipeline(on_host).items() if value is not on_host.get(key)}

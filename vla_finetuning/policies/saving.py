@@ -1,4 +1,4 @@
-"""Write a trained policy as LeRobot loads it."""
+"""Write a trained policy, or its adapters, as a pretrained folder that LeRobot loads."""
 
 import contextlib
 import copy
@@ -29,20 +29,18 @@ def save_pretrained(
     config: PreTrainedConfig | None = None,
     weights_of: Path | None = None,
 ) -> None:
-    """Write what LeRobot calls a pretrained policy. An existing folder is replaced, never half-written.
+    """Write a LeRobot pretrained folder. An existing folder is replaced atomically.
 
-    config.json, model.safetensors, both processors with their statistics, and the tokenizer if LeRobot
-    would fetch it by name. No device and no local path is in it. `from_pretrained` and
-    `make_pre_post_processors` of LeRobot read it.
+    The folder has config.json, model.safetensors, both processors with their statistics, and a copy of a tokenizer
+    that LeRobot would fetch by name. It names no device and no local path. LeRobot's `from_pretrained` and
+    `make_pre_post_processors` read it.
 
     Args:
-        config: what is written of the policy's configuration; its own when None.
-        weights_of: a folder that the same policy was written to, whose weights this one shares (as one file under two
-            names, where the file system has that).
-
+        config: configuration to write; the policy's own if None.
+        weights_of: folder to which the same policy was written before; its weights are hard-linked if possible.
     Raises:
-        ValueError: the tokenizer has no name under which LeRobot would find it.
-        OSError: of the file system; nothing is left behind.
+        ValueError: the tokenizer has no name by which LeRobot would find it.
+        OSError: the file system failed; nothing is left behind.
     """
     with _pretrained_folder(folder, config or policy.config, preprocessor, postprocessor) as partial:
         if weights_of is not None:
@@ -63,11 +61,12 @@ def save_adapters(
     folder: Path,
     config: PreTrainedConfig,
 ) -> None:
-    """Write what LeRobot calls a pretrained policy that uses PEFT: adapters, and where the other weights are.
+    """Write a LeRobot pretrained folder of a policy that uses PEFT: adapters, and the name of their base.
 
     Args:
-        adapted: from `lora.add_adapters`. config: what is written of its policy's configuration. The others as for
-            `save_pretrained`, and `lora.write_adapters`.
+        adapted: result of `lora.add_adapters`.
+        base, revision: see `lora.write_adapters`.
+        preprocessor, postprocessor, folder, config: see `save_pretrained`.
     """
     config = copy.deepcopy(config)
     config.use_peft = True
@@ -82,7 +81,7 @@ def _pretrained_folder(
     preprocessor: PolicyProcessorPipeline,
     postprocessor: PolicyProcessorPipeline,
 ) -> Iterator[Path]:
-    """Yield a temporary folder with a pretrained policy's all but its weights; it then takes the place of `folder`."""
+    """Yield a temporary folder for the weights, then add all other files and rename it to `folder`."""
     with atomic_folder(folder, replace=True) as partial:
         partial.mkdir()
         config = copy.deepcopy(config)
@@ -109,7 +108,7 @@ def _pretrained_folder(
 def _save_tokenizer(preprocessor: PolicyProcessorPipeline, folder: Path) -> None:
     for step in preprocessor.steps:
         if type(step) is not TokenizerProcessorStep:
-            continue  # other classes know how to save themselves
+            continue  # subclasses save themselves
         if "tokenizer_name" not in step.get_config():
             raise ValueError(
                 "the preprocessor's tokenizer was given as an object, and LeRobot saves only the name of one on "
