@@ -1,9 +1,9 @@
-"""Image augmentation on the device: parameters drawn by row, from the seed and the row's place in the stream.
+"""Augment images on the device, with parameters drawn for each row from the seed and the row's stream position.
 
-So a row's augmentation depends on no worker, batch or restart, and is another one in every epoch and for each camera.
-Parameters are drawn where the frames are, by a counter-based generator in whole numbers: CPU and CUDA draw the same.
+A row's augmentation does not depend on worker, batch or restarts, and differs between epochs and cameras. A
+counter-based integer generator draws the parameters on the images' device: CPU and CUDA draw the same values.
 
-Runs in the training worker, on cameras as floats in [0, 1], before a policy normalises them. Legend: B rows.
+Runs in the training worker, on cameras as floats in [0, 1], before normalisation. Legend: B rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torchvision.transforms import InterpolationMode, v2
 
 from vla_finetuning.options.dataset import ImageTransformOptions
 
-# Numbers that one camera of one row may draw.
+# Maximum number of draws for one camera of one row.
 DRAWS = 256
-# What openpi does with a camera, at most (its `preprocessing_pytorch.py`; docs/recipe.md says where its JAX differs).
+# Limits of openpi's augmentation (`preprocessing_pytorch.py`; docs/recipe.md describes differences from its JAX code).
 CROP, DEGREES, LEAST_DEGREES = 0.95, 5.0, 0.1
 BRIGHTNESS, CONTRAST, SATURATION = (0.7, 1.3), (0.6, 1.4), (0.5, 1.5)
 WRIST = "wrist"
@@ -34,7 +34,7 @@ WRIST = "wrist"
 
 @dataclass(frozen=True)
 class Uniform:
-    """A function of values that are uniform in `ranges`: images and a (B,) tensor for each range to images."""
+    """Apply `function` with one uniform value (B,) for each range in `ranges`."""
 
     function: Callable[..., Tensor]
     ranges: Sequence[tuple[float, float]]
@@ -50,7 +50,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class InTurn:
-    """One step after the other."""
+    """Apply all steps in order."""
 
     steps: Sequence[Step]
 
@@ -66,10 +66,10 @@ class InTurn:
 
 @dataclass(frozen=True)
 class Subset:
-    """`count` of the steps for each row, without replacement by their weights: LeRobot's `RandomSubsetApply`.
+    """Apply `count` steps to each row, drawn by weight without replacement, like LeRobot's `RandomSubsetApply`.
 
-    In their order, or if `shuffled` in the order in which they were drawn. Rows differ in what they get, and the host
-    does not know which: every step is computed for all rows, and where it is not wanted, the row stays as it was.
+    Steps run in their order, or in the drawn order if `shuffled`. Rows draw different steps, which the host does not
+    know: every step is computed for all rows, and `torch.where` keeps the rows that did not draw it.
     """
 
     steps: Sequence[Step]
@@ -83,7 +83,7 @@ class Subset:
 
     def __call__(self, images: Tensor, numbers: Tensor) -> Tensor:
         racing, *step_numbers = numbers.split([len(self.steps), *(step.draws for step in self.steps)], dim=1)
-        # Arrivals at these rates come in the order of draws without replacement.
+        # Sorting exponential arrival times with these rates gives draws without replacement.
         arrivals = torch.stack([-torch.log1p(-racing[:, i]) / weight for i, weight in enumerate(self.weights)], dim=1)
         rank = (arrivals[:, :, None] > arrivals[:, None, :]).sum(dim=2)
         for turn in range(self.count) if self.shuffled else [None]:
@@ -93,19 +93,19 @@ class Subset:
         return images
 
 
-# Part of an augmentation: images float32 (B, 3, H, W) and `draws` numbers (B, draws) from [0, 1) to images.
+# A step maps images float32 (B, 3, H, W) and draws in [0, 1), float32 (B, step.draws), to images.
 Step = Uniform | InTurn | Subset
 
 
-# ---- what is drawn --------------------------------------------------------------------------------------------------
+# ---- random numbers -------------------------------------------------------------------------------------------------
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def drawn(seed: int, position: Tensor, camera: int) -> Tensor:
-    """Numbers in [0, 1), float32 (B, DRAWS): of the seed, each row's position int64 (B,), and the camera's number.
+    """Draw numbers in [0, 1), float32 (B, DRAWS), as a function of seed, row positions int64 (B,) and camera index.
 
-    SplitMix64 (Steele, Lea and Flood 2014), whose state is a counter: any number is computed without those before it.
+    SplitMix64 (Steele, Lea and Flood 2014): its state is a counter, so any draw is computed directly.
     """
     key = int.from_bytes(hashlib.blake2b(struct.pack("<q", seed), digest_size=8).digest(), "little", signed=True)
     counters = (position[:, None] * 64 + camera) * DRAWS + torch.arange(DRAWS, device=position.device)
@@ -114,14 +114,14 @@ def drawn(seed: int, position: Tensor, camera: int) -> Tensor:
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """The output of SplitMix64 for a state, int64 of any shape; products wrap around."""
+    """Compute SplitMix64's output for states, int64 of any shape. Products wrap around."""
     state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
     return state ^ _shifted(state, 31)
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    """To the right, filled up with zeros."""
+    """Shift right and fill with zeros (logical shift)."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -131,10 +131,11 @@ def _signed(value: int) -> int:
 
 
 class Augmentation:
-    """What becomes of each camera.
+    """Augmentation of all cameras.
 
     Args:
-        steps: by the policy's camera key.
+        seed: seed of the run.
+        steps: step by the policy's camera key.
     """
 
     def __init__(self, seed: int, steps: dict[str, Step]):
@@ -143,9 +144,12 @@ class Augmentation:
 
     @torch.no_grad()
     def __call__(self, key: str, images: Tensor, position: Tensor) -> Tensor:
-        """Augment one camera: float32 (B, 3, H, W) in [0, 1], or with a window (B, T, 3, H, W), to the same.
+        """Augment the images of one camera. All frames of a row's window get the same parameters.
 
-        All frames of a row's window get the same. position: int64 (B,).
+        Args:
+            key: the policy's key of the camera; cameras without a step are returned unchanged.
+            images: float32 (B, 3, H, W) in [0, 1], or (B, T, 3, H, W) with a window.
+            position: stream positions of the rows, int64 (B,).
         """
         step = self._steps.get(key)
         if step is None:
@@ -153,23 +157,26 @@ class Augmentation:
         numbers = drawn(self._seed, position, self._numbers[key])[:, : step.draws]
         frames = images if images.ndim == 4 else images.flatten(0, 1)
         device_type = images.device.type if torch.amp.is_autocast_available(images.device.type) else "cpu"
-        with torch.autocast(device_type, enabled=False):  # products of coordinates need float32
+        with torch.autocast(device_type, enabled=False):  # pixel coordinates need float32
             frames = step(frames, numbers.repeat_interleave(len(frames) // len(numbers), dim=0))
         return frames.view_as(images)
 
 
-# ---- what is done -------------------------------------------------------------------------------------------------
+# ---- transforms ---------------------------------------------------------------------------------------------------
 
 
 def augmentation_of(
     name: str, transforms: ImageTransformOptions, seed: int, keys: Sequence[str]
 ) -> Augmentation | None:
-    """Return what a run asks for, for its policy's cameras by their keys; None for nothing.
+    """Make the augmentation of a run; return None if the run has none.
 
     Args:
-        name: --train.augmentation. transforms: --dataset.image_transforms.
+        name: value of --train.augmentation.
+        transforms: options --dataset.image_transforms.
+        seed: seed of the run.
+        keys: the policy's camera keys.
     Raises:
-        ValueError: a transform that is unknown, or not supported here.
+        ValueError: a transform is unknown or not supported.
     """
     if name == "openpi":
         return Augmentation(seed, {key: openpi_step(wrist=WRIST in key) for key in keys})
@@ -180,7 +187,7 @@ def augmentation_of(
 
 
 def openpi_step(wrist: bool) -> Step:
-    """Augment a camera as openpi's PyTorch does in training, with parameters drawn by row, and not by batch."""
+    """Make openpi's PyTorch augmentation of a camera. Parameters are drawn by row, not by batch as in openpi."""
     color = [
         Uniform(lambda images, factor: images * _each(factor), [BRIGHTNESS]),
         Uniform(_openpi_contrast, [CONTRAST]),
@@ -192,10 +199,10 @@ def openpi_step(wrist: bool) -> Step:
 
 
 def lerobot_step(options: ImageTransformOptions) -> Step | None:
-    """`--dataset.image_transforms`, which LeRobot's own classes read; None if no transform has a weight.
+    """Make the step of `--dataset.image_transforms`, parsed by LeRobot's own classes; None if it applies no transform.
 
     Raises:
-        ValueError: a type or an option that LeRobot does not know, or that is not done here.
+        ValueError: LeRobot does not know a type or option, or it is not supported, or all weights are 0.
     """
     transforms: dict[str, Any] = dict(options.tfs) or ImageTransformsConfig().tfs
     steps, weights = [], []
@@ -236,7 +243,7 @@ def _lerobot_transform(flag: str, transform: Any) -> Step:
         parts = [Uniform(functions[name], [tuple(limits)]) for name, limits in intervals.items() if limits is not None]
         if not parts:
             raise ValueError(f"{flag}: this ColorJitter changes nothing; leave it out")
-        # In an order that torchvision draws each time.
+        # torchvision draws their order for each image.
         return parts[0] if len(parts) == 1 else Subset(parts, [1.0] * len(parts), len(parts), shuffled=True)
     if isinstance(transform, SharpnessJitter):
         return Uniform(enhance.sharpness, [transform.sharpness])
@@ -263,9 +270,13 @@ def _each(values: Tensor) -> Tensor:
 def _affine(
     images: Tensor, degrees: Tensor, wide: Tensor, high: Tensor, scale: Tensor, x: Tensor, y: Tensor, *, mode: str
 ) -> Tensor:
-    """torchvision's `affine`, a matrix for each image; translations in shares of width and height, to whole pixels.
+    """Apply torchvision's `affine` with one matrix per image.
 
-    The matrix is inverted on paper: `torch.linalg.inv` would have the host wait for the device.
+    The inverse is in closed form, because `torch.linalg.inv` makes the host wait for the device.
+
+    Args:
+        wide, high: translations as shares of width and height, rounded to whole pixels.
+        x, y: shear in degrees.
     """
     height, width = images.shape[-2:]
     turn, x, y = (torch.deg2rad(angle) for angle in (degrees, x, y))
@@ -281,16 +292,20 @@ def _affine(
     grid = torch.stack([from_x, from_y], dim=-1)
     if mode == "nearest":
         return F.grid_sample(images, grid, mode=mode, align_corners=False)
-    # Where only a part of a pixel is of the image, torchvision takes that share of it twice.
+    # torchvision multiplies pixels at the border by their coverage twice: once in the sample, once by the mask.
     sampled = F.grid_sample(F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0), grid, align_corners=False)
     return sampled[:, :3] * sampled[:, 3:]
 
 
 def _openpi_crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """A part of the image, resized bilinearly to all of it. top, left: shares of the places where it may begin."""
+    """Crop each image and resize the crop bilinearly to the whole size.
+
+    Args:
+        top, left: offset of the crop as a share of the largest offset.
+    """
 
     def places(size: int, share: Tensor) -> Tensor:
-        """Return where each of `size` pixels comes from, (B, size), in the coordinates of `grid_sample`."""
+        """Return source coordinates of `size` pixels for `grid_sample`, (B, size)."""
         part = int(size * CROP)
         start = torch.floor(share * (size - part + 1)).clamp(max=size - part)[:, None]
         within = (torch.arange(size, device=images.device) + 0.5) * (part / size) - 0.5
@@ -303,7 +318,7 @@ def _openpi_crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
 
 
 def _openpi_rotate(images: Tensor, degrees: Tensor) -> Tensor:
-    """About the centre of openpi's grid, whose corners are the image's; small angles leave it as it is."""
+    """Rotate about the centre, on openpi's grid from -1 to 1 at the corner pixels; skip angles up to LEAST_DEGREES."""
     height, width = images.shape[-2:]
     turn = torch.deg2rad(degrees)[:, None, None]
     x = torch.linspace(-1, 1, width, device=images.device)[None, None, :]

@@ -1,4 +1,4 @@
-"""The module that trains, made of a policy: the same in the training worker and where its memory is planned."""
+"""Turn a policy into the module that trains. Used by training workers and by the memory plan."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ def build_loss(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> PolicyLoss:
-    """Choose what of a policy trains, leave off what training never uses, cast what is frozen; return its loss.
+    """Choose a policy's trainable parameters, drop unused ones, cast frozen ones, and return the loss.
 
     Args:
-        policy: changed in place, on any device; the meta device will do.
-        mode, adapters, seed: as for `choose_trainable`.
-        autocast: what the step runs under, and what does not train is cast to; None: everything stays as it is.
-        options: of the loss, as for `Family.make_loss`.
+        policy: policy on any device, meta included; changed in place.
+        mode, adapters, seed: see `choose_trainable`.
+        autocast: dtype of the step's autocast, to which frozen parameters are cast; None casts nothing.
+        options: options of `Family.make_loss`.
     """
     choose_trainable(policy, mode, adapters, seed)
     leave_off_unused(policy)

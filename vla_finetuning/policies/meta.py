@@ -1,4 +1,4 @@
-"""Build a policy without storage: to count, and to compare names and shapes."""
+"""Build a policy without storage, to count parameters and to compare names and shapes."""
 
 import contextlib
 import copy
@@ -12,20 +12,19 @@ from vla_finetuning.policies.registry import family_of
 
 
 def meta_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
-    """Build a policy on the meta device, as LeRobot does for its configuration.
+    """Build the policy of a configuration on the meta device.
 
-    Only of a family that is built `from_config` or `offline`: others may download their backbones.
+    Requires a family with `from_config` or `offline`: others may download their backbones.
 
     Raises:
-        ValueError: LeRobot does not build it.
+        ValueError: LeRobot cannot build the policy.
     """
     config = family_of(config).without_downloads(copy.deepcopy(config))
     config.device = "meta"
-    # LeRobot's SmolVLA prints what it does.
-    try:
+    try:  # redirected, because LeRobot's SmolVLA prints its progress
         with torch.device("meta"), contextlib.redirect_stdout(None):
             return get_policy_class(config.type)(config)
-    except Exception as error:  # whatever LeRobot, torch or a backbone raises of sizes and names
+    except Exception as error:  # LeRobot, torch and backbones raise many types for bad sizes and names
         reason = " ".join(str(error).split()) or repr(error)
         raise ValueError(
             f"a '{config.type}' policy cannot be built from its configuration ({type(error).__name__}: {reason:.500}): "

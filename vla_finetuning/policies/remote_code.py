@@ -1,11 +1,10 @@
-"""Code that comes along with weights: not run, unless the user has said so.
+"""Block Python code that comes with downloaded weights, unless the user trusts it.
 
-transformers runs Python files of a folder or a Hub repository where a configuration names them (`auto_map`) and
-`trust_remote_code=True` is passed, as LeRobot 0.6.1 does for what a policy's files name: a folder of JSON files could
-run a program. It is decided here instead, at the two places of transformers, and of diffusers, that every such load
-passes: where it resolves whether code is wanted, and where it executes a file.
-
-A process is guarded from the first load of a policy on, for good: some policies load more at their first batch.
+transformers runs Python files of a folder or Hub repository if a configuration names them (`auto_map`) and the caller
+passes `trust_remote_code=True`. LeRobot 0.6.1 passes it for repositories that a policy's files name, so a folder of
+JSON files could run a program. `remote_code` patches the two functions of transformers and diffusers that every such
+load calls: one decides whether code is allowed, one executes it. The patch stays for the life of the process, because
+some policies load more at their first batch.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ logger = logging.getLogger(__name__)
 HOW_TO_TRUST = (
     "read that code; if you trust it with this machine and your tokens, --policy.trust_remote_code true lets it run"
 )
-# Names of transformers 5.5 and diffusers 0.39.
+# Names in transformers 5.5 and diffusers 0.39.
 DECIDES, EXECUTES = "resolve_trust_remote_code", "get_class_in_module"
-# Policies of LeRobot 0.6.1 that load something with `trust_remote_code=True`, and the option that names it. groot does
-# so too, for a model that transformers itself has.
+# Policies of LeRobot 0.6.1 that pass `trust_remote_code=True`, and the option that names the repository. groot passes
+# it too, but for a model that transformers implements.
 BRINGS_CODE = {
     "pi0_fast": "action_tokenizer_name",
     "wall_x": "action_tokenizer_path",
@@ -40,23 +39,23 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
 class RemoteCodeError(ValueError):
-    """A policy wants to run code that came along with it, and the user has not said that it may."""
+    """A policy needs to run its own code, and the user has not allowed it."""
 
 
 def brought_along(config: PreTrainedConfig) -> str | None:
-    """Return the folder or Hub id whose code a policy of this type runs by design; None if it runs none."""
+    """Return the folder or Hub id whose code the policy needs to run; None if it needs none."""
     option = BRINGS_CODE.get(config.type)
     return getattr(config, option, None) if option else None
 
 
 @contextlib.contextmanager
 def remote_code(trusted: bool) -> Iterator[None]:
-    """While the block runs, code that comes with a policy runs if `trusted`; elsewhere in a process it never does.
+    """Allow a policy's own code inside the block if `trusted`; outside of such blocks it never runs.
 
-    What runs is named in the log. To be put around whatever is loaded on behalf of a policy's files.
+    Wrap every load that a policy's files control. Executed files are logged.
 
     Raises:
-        RemoteCodeError: (inside the block) transformers was about to run code, naming it.
+        RemoteCodeError: raised inside the block if untrusted code would run.
     """
     _guard()
     before = _trusted.set(trusted)
@@ -67,10 +66,10 @@ def remote_code(trusted: bool) -> Iterator[None]:
 
 
 def _guard() -> None:
-    """Put these functions behind checks, under every name they have been imported by already."""
+    """Patch the deciding and executing functions in every module that has imported them."""
     import diffusers.utils.dynamic_modules_utils as diffusers_code
     import transformers.dynamic_module_utils as transformers_code
-    import transformers.generation.utils  # noqa: F401  (has its own names for them, and runs `custom_generate`)
+    import transformers.generation.utils  # noqa: F401  (imports them for `custom_generate`)
 
     guards: list[tuple[Any, str, Callable[..., Any]]] = [
         (transformers_code, DECIDES, _decides),
@@ -81,7 +80,7 @@ def _guard() -> None:
     for owner, name, guard in guards:
         original = getattr(owner, name)
         if original.__module__ == __name__:
-            continue  # done before
+            continue  # patched already
         replacement = guard(original, owner)
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is original:
@@ -102,7 +101,7 @@ def _decides(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
             return original(trust, model_name, has_local_code, has_remote_code, error_message, upstream_repo)
         if has_remote_code and not has_local_code:
             raise _only_by_code(model_name, upstream_repo or "it")
-        return False  # transformers' own class does
+        return False  # use transformers' own class
 
     return resolve_trust_remote_code
 

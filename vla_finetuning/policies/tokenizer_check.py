@@ -1,7 +1,7 @@
-"""Load a tokenizer that came from elsewhere in a process that may take so much time and memory, before this one does.
+"""Test a downloaded tokenizer in a subprocess with limits of CPU time and memory, before this process loads it.
 
-Expressions and replacements in a tokenizer.json can take any time and memory for a short text, and the `tokenizers`
-library has no limits. The process imports that library alone: 0.7 s for a vocabulary of 257,000.
+Regular expressions and replacements in a tokenizer.json can take any time and memory for a short text, and the
+`tokenizers` library has no limits. The subprocess imports only that library: 0.7 s for a vocabulary of 257,000.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pathlib import Path
 
 from vla_finetuning.files import read_foreign_json
 
-# PaliGemma's has 34 MB.
+# PaliGemma's tokenizer.json has 34 MB.
 MAX_BYTES = 256 * 2**20
-# How much longer the normalizers may make a text: those of known tokenizers do not.
+# Largest growth of a text by normalizers. Those of known tokenizers do not lengthen texts.
 MAX_GROWTH = 16
 MAX_CPU_S, MAX_MEMORY_BYTES = 10, 2**30
-# Characters of the texts that are tried: a dataset's instruction may have as many.
+# Characters of the test texts: the longest instruction that a dataset may have.
 LONGEST = 20_000
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse a tokenizer.json that takes too long, too much memory or makes texts much longer.
+    """Refuse a tokenizer.json that takes too much time or memory, or lengthens texts too much.
 
     Args:
-        path: of the file; nothing is checked where there is none.
+        path: path of the file; a missing file passes.
     Raises:
-        ValueError: it does so, with an instruction as long as may be, or it cannot be loaded.
+        ValueError: the longest instruction exceeds a limit, or the file cannot be loaded.
     """
     if path.exists():
         status = path.stat()
@@ -40,13 +40,13 @@ def check_tokenizer(path: Path) -> None:
 def _check(path: Path, content: tuple[int, int]) -> None:
     _check_growth(path)
     command = [sys.executable, "-m", __name__, str(path), str(MAX_CPU_S)]
-    # The limit is of CPU time, which other work on the machine does not shorten; an idle process takes none.
+    # The child limits its CPU time, which does not depend on the machine's load. The timeout ends an idle child.
     try:
         done = subprocess.run(command, capture_output=True, timeout=60 * MAX_CPU_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{path}: loading it did not end in {error.timeout:.0f} s; save the tokenizer anew") from error
     if done.returncode:
-        # A library that gets no memory or no more time ends its process.
+        # At a limit, the library ends the process without an exception.
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.returncode}"
         raise ValueError(
             f"{path}: loading it and splitting one instruction takes more than {MAX_CPU_S} s of CPU time or "
@@ -55,7 +55,7 @@ def _check(path: Path, content: tuple[int, int]) -> None:
 
 
 def _check_growth(path: Path) -> None:
-    """Refuse normalizers that replace texts by longer ones, one after the other, whatever text that is."""
+    """Refuse normalizers whose replacements may together lengthen some text by more than MAX_GROWTH."""
     saved = read_foreign_json(path, MAX_BYTES)
     pending = [saved.get("normalizer")] if isinstance(saved, dict) else []
     growth = 1.0
@@ -66,7 +66,7 @@ def _check_growth(path: Path) -> None:
         pending += step.get("normalizers") or []
         pattern, content = step.get("pattern"), step.get("content")
         if isinstance(content, str):
-            # An expression may match an empty text, between any two characters.
+            # A regular expression may match the empty string between any two characters.
             literal = pattern.get("String") if isinstance(pattern, dict) else None
             growth *= max(1.0, len(content) / len(literal) if literal else 1 + len(content))
     if growth > MAX_GROWTH:
@@ -84,7 +84,7 @@ def _load(path: str, cpu_s: int) -> None:
 
     tokenizer = Tokenizer.from_file(path)
     printable = "".join(map(chr, range(32, 127)))
-    alike = "a" * (LONGEST - 1) + "!"  # what expressions with nested repetitions take longest for
+    alike = "a" * (LONGEST - 1) + "!"  # worst case of regular expressions with nested repetitions
     for text in ((printable * (LONGEST // len(printable) + 1))[:LONGEST], alike):
         tokenizer.encode(text)
 

@@ -1,4 +1,4 @@
-"""Which parameters of a policy train, their dtypes, and which ones training does not need."""
+"""Choose a policy's trainable parameters and their dtypes, and drop parameters that training does not use."""
 
 import logging
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainableReport:
-    """Numbers of parameters (scalars, not tensors) after `choose_trainable`.
+    """Counts of parameters (scalars, not tensors) after `choose_trainable`.
 
     Attributes:
-        total, trainable: of the whole policy.
-        frozen: those that do not train, by part of the policy.
-        adapted: where adapters train, what each name that the user gave for them matched, as lines.
-        parts: of the policy (`Family.parts`), of which something trains.
+        total: number of parameters of the policy.
+        trainable: number of trainable parameters.
+        frozen: number of frozen parameters by part of the policy.
+        adapted: lines that say which layers each name in --peft.* matched; empty without adapters.
+        parts: parts (`Family.parts`) with trainable parameters.
     """
 
     total: int
@@ -41,16 +42,17 @@ def choose_trainable(
 ) -> TrainableReport:
     """Set `requires_grad` of every parameter according to the mode, and count.
 
-    `heads` trains the projections of actions and time, `expert` also the action expert, `full` everything.
-    What the family says is never used in training is frozen in every mode, so that every trainable parameter gets a
-    gradient in every step and DDP runs with `find_unused_parameters=False`.
+    `heads` trains the projections of actions and time, `expert` also the action expert, `full` everything. Parameters
+    in the part UNUSED are always frozen: every trainable parameter then gets a gradient in every step, and DDP runs
+    with `find_unused_parameters=False`.
 
     Args:
-        policy: any for `full`; one whose family names no modes stays as its configuration made it.
-        mode: what trains.
-        adapters: where enabled, these are put into the policy and train, whatever the mode. seed: of their weights.
+        policy: policy to change in place. A family without modes takes `full` only, and keeps its `requires_grad`.
+        mode: value of --train.mode.
+        adapters: adapters to add; if enabled, they train instead of the mode's parts.
+        seed: seed of the adapters' weights.
     Raises:
-        ValueError: the mode is unknown, or none of the policy's family; adapters name a layer that there is not.
+        ValueError: the mode is unknown or the family lacks it; adapters name a missing layer.
     """
     if mode not in ("heads", "expert", "full"):
         raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
@@ -88,12 +90,12 @@ _NORMS = (PiGemmaRMSNorm, LlamaRMSNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.b
 
 
 def with_float32_masters(policy: PreTrainedPolicy) -> PreTrainedPolicy:
-    """A policy made float32, in place, if anything that its configuration lets train is in another precision.
+    """Convert a policy to float32 in place if a trainable parameter has another precision; return the policy.
 
-    Some of LeRobot's policies take the precision of a backbone's configuration: SmolVLA's expert is bfloat16 where
-    SmolVLM's text model says so (LeRobot 0.6.1), and steps of Adam are then mostly rounded away. Frozen weights become
-    float32 too, as forwards do not expect two precisions where they had one; `cast_frozen` casts them for training.
-    Where the policy's own option says the precision (`dtype`), the driver has looked at it, and it stays.
+    Some policies of LeRobot take the precision from a backbone's configuration, e.g. SmolVLA's bfloat16 expert (LeRobot
+    0.6.1). Adam's updates would then mostly be rounded away. Frozen weights become float32 too, because forwards expect
+    one precision; `cast_frozen` casts them for training. Policies with an option `dtype`, which the driver checks, stay
+    unchanged.
     """
     if family_of(policy.config).from_config and hasattr(policy.config, "dtype"):
         return policy
@@ -108,9 +110,9 @@ def with_float32_masters(policy: PreTrainedPolicy) -> PreTrainedPolicy:
 
 
 def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
-    """Take away what a policy never uses in training and `choose_trainable` froze; return the names.
+    """Remove frozen parameters in the part UNUSED; return their names.
 
-    The family's loss gives the same numbers without them; LeRobot's own `forward` does not run any more.
+    The family's loss gives the same numbers without them. LeRobot's own `forward` no longer runs.
     """
     parts = family_of(policy.config).parts(policy)
     names = [n for n, p in policy.named_parameters() if not p.requires_grad and parts.get(n) == UNUSED]
@@ -121,11 +123,11 @@ def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
 
 
 def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
-    """Cast the weights that do not train to `dtype`, in place; what trains keeps its precision.
+    """Cast frozen weights to `dtype` in place.
 
-    For bfloat16 on GPUs, under autocast, which would cast the float32 weights again in every step. What autocast
-    computes in float32 keeps it: the norms, and what the vision tower starts from, patches and positions, which give
-    the residual stream its precision. The heads keep it too: losses compute some of them without autocast.
+    Under bfloat16 autocast this saves the cast of float32 weights in every step. Norms, and the vision tower's patch
+    and position embeddings, stay float32, as autocast computes with them: they set the residual stream's precision.
+    Heads stay too, because losses compute some of them without autocast.
     """
     heads = {name for name, part in family_of(policy.config).parts(policy).items() if part == "heads"}
     unchanged = {
@@ -141,7 +143,7 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
 
 
 def autocast_of(precision: str, device: torch.device) -> torch.dtype | None:
-    """Return what a run of that `--train.precision` computes under on `device`; None: fp32 throughout."""
-    # Before Ampere it is emulated, which is slower than fp32.
+    """Return the autocast dtype for a value of `--train.precision` on `device`; None for fp32."""
+    # GPUs before Ampere emulate bf16, which is slower than fp32.
     auto = precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if precision == "bf16" or auto else None
