@@ -1,6 +1,6 @@
-"""The training step and its batches. Independent of the policy.
+"""Run the training step: batches to the device, forward and backward, optimizer, metrics. Independent of the policy.
 
-Between two log steps nothing here reads a value from the device: losses, gradient norms and the count of skipped
+Between two log steps nothing here reads a value from the device. Losses, gradient norms and the count of skipped
 steps stay device tensors until `DeviceMetrics.gather` fetches all of them in one collective and one read.
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 
-# What a training process may be doing, each moment one thing. `other`: whatever no mark names, such as drawing noise.
+# Phases of a training process, one at a time. `other` is everything between named phases, such as drawing noise.
 Phase = Literal[
     "data_wait",
     "copy",
@@ -48,7 +48,7 @@ Phase = Literal[
     "checkpoint",
     "other",
 ]
-# What a line of metrics.jsonl says of every policy; other names are means that a policy's own forward computed.
+# Names in metrics.jsonl that do not depend on the policy. Other names are means that a policy's own forward computes.
 COMMON_METRICS = frozenset(
     (
         *("step", "epoch", "lr", "loss", "grad_norm", "nonfinite_steps", "samples", "samples_per_s", "step_s"),
@@ -58,25 +58,25 @@ COMMON_METRICS = frozenset(
         *("loss_by_robot", "eval_loss_by_robot", "eval_loss_by_task", "eval_loss_by_time"),
     )
 )
-# Names of means without labels that a window may have; more are left out, in the order of the alphabet.
+# Maximum number of unlabelled means in a window. Of more, the alphabetically first are kept.
 MOST_MEANS = 32
 
 
 class Clock:
-    """A hook on what a training process does next. This one does nothing; diagnostics/step_clock.py measures."""
+    """A hook that is called at each phase of a training process. The base class ignores it."""
 
     def mark(self, phase: Phase) -> None:
-        """A phase begins, and lasts until the next one."""
+        """Begin a phase, which lasts until the next call."""
 
 
 UNWATCHED = Clock()
 
 
 class NumpyToTorchCollate:
-    """numpy columns of a batch -> CPU tensors, in pinned memory when they will be copied to a GPU.
+    """Convert a batch's numpy columns to CPU tensors, pinned if they will be copied to a GPU.
 
-    Runs in Ray Data's prefetching thread. PyTorch's caching host allocator hands a pinned buffer out again only when
-    the copies issued from it are done, so buffers are reused without a wait.
+    Runs in Ray Data's prefetching thread. PyTorch's caching host allocator reuses a pinned buffer only after the copies
+    from it are done, so nothing here waits.
 
     Args:
         pin_memory: whether a GPU will copy from the tensors.
@@ -86,7 +86,7 @@ class NumpyToTorchCollate:
         self.pin_memory = pin_memory and _can_pin()
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Batch:
-        """Columns (B, ...) of numbers to tensors of the same dtype and shape. Raises ValueError: one has objects."""
+        """Copy numeric columns (B, ...) to tensors of equal dtype and shape. Raise ValueError for object columns."""
         tensors = {}
         for key, values in batch.items():
             if values.dtype == object:
@@ -109,7 +109,10 @@ def _can_pin() -> bool:
 
 
 def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock = UNWATCHED) -> Iterator[Batch]:
-    """Batches on `device`, the next one copied on a side stream; `HOST_COLUMNS`, and all without a GPU, stay put."""
+    """Yield batches on `device`; copy the next batch on a side stream. `HOST_COLUMNS` stay on the host.
+
+    Without a GPU, batches are yielded unchanged.
+    """
     if device.type != "cuda":
         yield from batches
         return
@@ -123,7 +126,7 @@ def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock
         with torch.cuda.stream(stream):
             clock.mark("copy")
             copied = {k: v if k in HOST_COLUMNS else v.to(device, non_blocking=True) for k, v in batch.items()}
-            clock.mark("copy")  # ends here on this stream; the one that computes may have to wait for it
+            clock.mark("copy")  # the copy ends here on the side stream; the compute stream may have to wait for it
         return copied
 
     upcoming = fetch()
@@ -132,7 +135,7 @@ def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock
         current_stream.wait_stream(stream)
         for tensor in upcoming.values():
             if tensor.is_cuda:
-                # Allocated on the side stream: its memory may be reused only when this stream is done with it.
+                # The side stream allocated the memory, and must not reuse it before the compute stream is done.
                 tensor.record_stream(current_stream)
         current, upcoming = upcoming, None
         yield current
@@ -140,7 +143,7 @@ def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock
 
 
 class TimedIterator:
-    """Yields what `then` makes of batches, and adds up how long it waited for them, in seconds."""
+    """Iterate over `then(batches)`, and sum the seconds spent waiting for `batches` in `waited_s`."""
 
     def __init__(self, batches: Iterable[Batch], then: Callable[[Iterator[Batch]], Iterator[Batch]] = iter):
         self.waited_s = 0.0
@@ -150,7 +153,7 @@ class TimedIterator:
         return self
 
     def peek(self) -> Batch:
-        """The batch that is next, which stays next."""
+        """Return the next batch without consuming it."""
         batch = next(self)
         self._batches = itertools.chain([batch], self._batches)
         return batch
@@ -171,7 +174,7 @@ class TimedIterator:
 
 
 def enable_gpu_perf_flags(deterministic: bool = False) -> None:
-    """TF32 matrix products and cuDNN autotuning; or, if asked, only kernels that repeat bit for bit."""
+    """Enable TF32 matrix products and cuDNN autotuning; if `deterministic`, only kernels that repeat bit for bit."""
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -182,14 +185,14 @@ def enable_gpu_perf_flags(deterministic: bool = False) -> None:
 
 
 def enable_expandable_segments() -> None:
-    """Have PyTorch's allocator grow its segments, for prompts of several lengths, unless the environment sets it."""
+    """Enable expandable segments of PyTorch's allocator, for prompts of several lengths; the environment overrides."""
     if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Not by the environment: PyTorch reads it once, and in Ray Train's workers it has by now (torch 2.11).
+        # PyTorch reads the environment variables only once, before code in Ray Train's workers runs (torch 2.11).
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def card_of_device(device: torch.device) -> Card | None:
-    """The GPU by its name and memory; None for those that `cards.py` does not know, and for the CPU."""
+    """Return the entry of `cards.py` for a GPU, by its name and memory; None for unknown GPUs and the CPU."""
     if device.type != "cuda":
         return None
     # "A100-SXM4-80GB" is an A100; "RTX A1000" is not, nor is an "L40" an L4.
@@ -203,23 +206,29 @@ def card_of_device(device: torch.device) -> Card | None:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
+    """Return the peak dense bf16 FLOP/s of a GPU; None for unknown GPUs and the CPU."""
     card = card_of_device(device)
     return None if card is None else card.flops
 
 
 @dataclass
 class TrainableOptimizer:
-    """An optimizer over what trains, its parameter list made once, and the learning rate as a function of the step.
+    """An optimizer over the trainable parameters, with clipping, a learning rate schedule and an optional average.
 
-    A step whose gradients are not all finite changes nothing: a device flag tells the kernel.
+    A step with non-finite gradients changes nothing: the kernel reads a device flag. The parameter list is made once.
 
     Attributes:
-        optimizer: follows the protocol of fused optimizers: with `found_inf` 1.0 its step changes nothing. Adam or
-            AdamW where parameters are sharded. A parameter group may have an `lr_scale` of the schedule's rate.
-        average, decay: an exponential moving average of `params`, fp32, sharded where they are; empty for none.
-        keeps_gradients: gradients are in memory that stays (DDP's buckets), and are zeroed in place; else they are
-            freed after every step.
+        optimizer: optimizer with the protocol of fused kernels: its step changes nothing if `found_inf` is 1.0. Adam or
+            AdamW if parameters are sharded. A parameter group may have an `lr_scale`.
+        names: names of `params`.
+        params: trainable parameters.
+        buffers: buffers to save in checkpoints, by name.
+        schedule: learning rate by the number of optimizer steps done before.
+        clip_norm: largest gradient norm.
+        keeps_gradients: whether gradients stay in memory (DDP's buckets) and are zeroed in place. Else they are freed
+            after every step.
+        average: exponential moving average of `params`, fp32, sharded like them; empty if disabled.
+        decay: decay of the average.
     """
 
     optimizer: torch.optim.Optimizer
@@ -233,12 +242,14 @@ class TrainableOptimizer:
     decay: float = 0.0
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors that training may change, by name: parameters that train, and buffers saved with them."""
+        """Return the trainable parameters and the saved buffers, by name."""
         return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)} | self.buffers
 
     def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
-        """Clip, update, clear gradients. `number`: optimizer steps done before this one (sets the learning rate).
+        """Clip gradients, update parameters and average, and clear gradients.
 
+        Args:
+            number: optimizer steps done before this one, for the schedule.
         Returns:
             Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
         """
@@ -248,7 +259,7 @@ class TrainableOptimizer:
         scale = None
         if sharded:
             norm = norm_of_shards(gradients)
-            # What gradients are divided by: as `clip_grads_with_norm_` has it, in the kernel that reads them anyway.
+            # The divisor of `clip_grads_with_norm_`; the optimizer's kernel divides, which saves a pass.
             scale = ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
         else:
             norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -266,7 +277,7 @@ class TrainableOptimizer:
 
     @torch.no_grad()
     def _update(self, scale: Tensor | None, skipped: Tensor) -> None:
-        """Update, unless `skipped`. `scale`: what gradients of shards are to be divided by; None for whole ones."""
+        """Update parameters unless `skipped`. Divide sharded gradients by `scale`; None if they are not sharded."""
         if scale is not None:
             self._update_shards(scale, skipped)
             return
@@ -276,7 +287,7 @@ class TrainableOptimizer:
         self.optimizer.step()
 
     def _update_shards(self, scale: Tensor, skipped: Tensor) -> None:
-        """Do what `optimizer.step` does, by the same kernel, on local shards: in a quarter of the host's time."""
+        """Run `optimizer.step`'s kernel on local shards directly, in a quarter of the host time with DTensors."""
         if not self.optimizer.state:
             self.state()
         for group in self.optimizer.param_groups:
@@ -307,12 +318,12 @@ class TrainableOptimizer:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
     def named_average(self) -> dict[str, Tensor]:
-        """The averaged parameters, `average.<name>`; none where there is no average."""
+        """Return the averaged parameters as `average.<name>`; empty if disabled."""
         return {f"average.{name}": tensor for name, tensor in zip(self.names, self.average, strict=False)}
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """While the block runs, parameters have the average's values; afterwards their own again, bit for bit."""
+        """Swap the average's values into the parameters during the block, and the exact old values back after it."""
         self._swap()
         try:
             yield
@@ -321,7 +332,7 @@ class TrainableOptimizer:
 
     @torch.no_grad()
     def _follow(self, skipped: Tensor) -> None:
-        """average = decay x average + (1 - decay) x parameters; unchanged after a skipped step."""
+        """Update the average: decay x average + (1 - decay) x parameters, unless the step was skipped."""
         if not self.average:
             return
         share = (1 - self.decay) * (1 - skipped)
@@ -336,9 +347,10 @@ class TrainableOptimizer:
             local_shard(average).copy_(current)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state by parameter name: `exp_avg.<name>` and so on.
+        """Return the optimizer's state tensors by parameter name: `exp_avg.<name>` and so on.
 
-        Before the first step these are zeros, as the optimizer would make them; values written into them count.
+        Before the first step it creates them as zeros, like the optimizer. A checkpoint is restored by writing into
+        the returned tensors.
         """
         kinds = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         flat: dict[str, Tensor] = {}
@@ -365,7 +377,7 @@ def make_trainable_optimizer(
     clip_norm: float,
     decay: float | None = None,
 ) -> TrainableOptimizer:
-    """Fused AdamW over the parameters of `module` that require gradients; see `take_optimizer`."""
+    """Make fused AdamW over the trainable parameters of `module`; see `take_optimizer`."""
     params = list(trainable_parameters(module).values())
     optimizer = torch.optim.AdamW(params, lr=schedule(0), betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
     return take_optimizer(module, optimizer, schedule=schedule, clip_norm=clip_norm, decay=decay)
@@ -379,7 +391,7 @@ def take_optimizer(
     clip_norm: float,
     decay: float | None = None,
 ) -> TrainableOptimizer:
-    """Return what the step needs of an optimizer over `trainable_parameters`. `decay`: of their average, if any."""
+    """Wrap an optimizer over `trainable_parameters(module)`. `decay` enables the average of parameters."""
     named = trainable_parameters(module)
     keeps_gradients = all(param.grad is not None for param in named.values())
     return TrainableOptimizer(
@@ -396,13 +408,13 @@ def take_optimizer(
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong in a checkpoint, by name: statistics of batch norms, codebooks; PI0.5 has none."""
+    """Return the persistent buffers by name, e.g. batch norm statistics and codebooks; PI0.5 has none."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in module.state_dict().items() if name not in parameters}
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of `module` that require gradients, by name.
+    """Return the parameters of `module` that require gradients, by name.
 
     Raises:
         ValueError: there is none, or one is not float32 (Adam in bf16 does not learn: OpenTau #181).
@@ -417,9 +429,10 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """Learning rate before optimizer step n (from 0), LeRobot's and openpi's `CosineDecaySchedule`.
+    """Return the learning rate as a function of the optimizer steps done before.
 
-    Linear from peak / (warmup_steps + 1) over the warm-up; cosine over the whole run, down to `final`.
+    Same formula as LeRobot's `CosineDecayWithWarmupSchedulerConfig`: linear from peak / (warmup_steps + 1) during the
+    warm-up, then a cosine down to `final` whose period begins at step 0. openpi's begins after the warm-up.
     """
 
     def schedule(step: int) -> float:
@@ -434,9 +447,9 @@ def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> C
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module) -> Iterator[None]:
-    """While the block runs, backward adds to this process's gradients; the first one after it exchanges them.
+    """Accumulate gradients locally during the block; the first backward after it exchanges them.
 
-    fsdp2_reshard exchanges them as they are made: a process then holds its shards of them alone.
+    fsdp2_reshard exchanges gradients in every backward, so that each process only holds its shards.
     """
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
@@ -455,19 +468,19 @@ def accumulating(model: nn.Module) -> Iterator[None]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards the parameters, by its methods: importing its classes takes half a second."""
+    """Return whether FSDP2 shards the parameters. Looks at methods, because importing FSDP2 takes half a second."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a DTensor, and any other tensor as it is."""
+    """Return this process's shard of a DTensor; other tensors unchanged."""
     sharded: Any = tensor
     return sharded.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @torch.no_grad()
 def norm_of_shards(tensors: list[Tensor]) -> Tensor:
-    """The norm of all DTensors of one mesh, 0-d float32. A collective over the mesh's last dimension."""
+    """Compute the norm of DTensors of one mesh, 0-d float32, by a collective over the mesh's last dimension."""
     norms = torch._foreach_norm([local_shard(tensor) for tensor in tensors])
     squares = torch.stack(norms).square().sum()
     mesh = cast(Any, tensors[0]).device_mesh
@@ -476,12 +489,12 @@ def norm_of_shards(tensors: list[Tensor]) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor as the plain tensor that all processes have; all must ask. Others as they are. No host read."""
+    """Gather a DTensor on all processes, all of which must call this; other tensors unchanged. No host read."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class StepResult(NamedTuple):
-    """One optimizer step of this rank, on the device, not read: its part of the loss, gradient norm, 1.0 if skipped."""
+    """Result of an optimizer step, on the device: this rank's share of the loss, gradient norm, 1.0 if skipped."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -505,31 +518,34 @@ def train_step(
     keep_casts: bool = False,
     clock: Clock = UNWATCHED,
 ) -> StepResult:
-    """One optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
+    """Run an optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
 
     Args:
-        model: `forward(batch, noise, time)` gives a 0-d loss, the mean over the micro-batch; maybe `parallel.spread`.
-        batches: yields this rank's micro-batches, on `device`.
+        model: module whose `forward(batch, noise, time)` returns a micro-batch's mean loss, 0-d; may be wrapped by
+            `parallel.spread`.
+        optimizer: optimizer of the model.
+        batches: iterator of this rank's micro-batches on `device`.
         step: optimizer steps done before.
-        grad_accum: micro-batches of this rank in this step.
-        mean_over: micro-batches of the step over all ranks, by the number of ranks: what gradients are divided by,
-            before their mean over the ranks is taken. Differs from `grad_accum` where ranks have unequally many.
-        draws: micro-step -> (noise, time) for its rows.
-        autocast: bf16, or None for fp32.
-        keep_casts: weights that autocast casts are cast once for all micro-batches; the copies stay until the last
+        grad_accum: number of micro-batches of this rank in this step.
+        mean_over: divisor of the loss: micro-batches of all ranks, divided by the number of ranks. Differs from
+            `grad_accum` if ranks have unequal numbers of micro-batches.
+        draws: function of the micro-step that returns (noise, time) for its rows.
+        autocast: torch.bfloat16, or None for fp32.
+        device: device of the model.
+        keep_casts: whether autocast casts weights only once for all micro-batches and keeps the copies until the last
             backward.
-        clock: gets what happens when.
+        clock: receiver of the phases.
     """
     total = torch.zeros((), device=device)
     casting = partial(torch.autocast, device.type, autocast)
-    # Autocast forgets at the end of the outermost block, which any block is.
+    # Autocast drops its cache of casts at the end of the outermost block, enabled or not.
     with casting(enabled=True) if keep_casts and autocast is not None else contextlib.nullcontext():
         for micro in range(grad_accum):
             clock.mark("data_wait")
             batch = next(batches)
             clock.mark("forward")
             noise, flow_time = draws(micro)
-            # Gradients travel between workers once per step, with the last micro-batch.
+            # Exchange gradients between workers once per step, in the backward of the last micro-batch.
             with accumulating(model) if micro + 1 < grad_accum else contextlib.nullcontext():
                 with casting(enabled=autocast is not None):
                     loss = model(batch, noise, flow_time)
@@ -542,7 +558,7 @@ def train_step(
 
 
 class DeviceMetrics:
-    """Sums of a window of steps, on the device; all ranks' are fetched in one collective and one read."""
+    """Sums over a window of steps, on the device. All ranks' sums are fetched in one collective and one read."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -551,7 +567,7 @@ class DeviceMetrics:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a window: its time runs from here on, and all sums are zero."""
+        """Begin a window: reset its time and all sums."""
         self.steps = self.samples = 0
         self._started = time.perf_counter()
         self._step_sums = torch.zeros(2, device=self.device)  # losses, skipped steps
@@ -560,16 +576,16 @@ class DeviceMetrics:
             sums.zero_()
 
     def add_step(self, result: StepResult, samples: int) -> None:
-        """Add an optimizer step of this rank, which had so many rows."""
+        """Add an optimizer step of this rank with `samples` rows."""
         self.steps += 1
         self.samples += samples
-        # A skipped step's loss may be NaN and must not hide the others'.
+        # A skipped step's loss may be NaN and must not hide the other losses.
         loss = torch.where(result.skipped > 0, torch.zeros_like(result.loss), result.loss)
         self._step_sums += torch.stack([loss, result.skipped])
         self._grad_norm = result.grad_norm
 
     def add(self, name: str, value: Tensor | float) -> None:
-        """Add a value, 0-d, to the mean of this name; one that is not finite counts in neither sum nor number."""
+        """Add a 0-d value to the mean `name`. Values that are not finite are ignored."""
         sums = self.sums(name)
         if isinstance(value, Tensor):
             finite = value.isfinite()
@@ -580,19 +596,22 @@ class DeviceMetrics:
             sums[1, 0] += 1
 
     def sums(self, name: str, labels: Sequence[str] = ()) -> Tensor:
-        """Return float32 (2, labels or 1): sums and their counts, to be added to in place; the same on all ranks."""
+        """Return the sums and counts of a mean, float32 (2, max(len(labels), 1)), to add to in place.
+
+        Labels must be the same on all ranks.
+        """
         if name not in self._sums:
             self._labels[name] = tuple(labels)
             self._sums[name] = torch.zeros(2, max(len(labels), 1), device=self.device)
         return self._sums[name]
 
     def gather(self, host: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """Fetch the window of all ranks, which goes on until `restart`. Every rank must call it.
+        """Fetch the window of all ranks, without resetting it. Every rank must call it.
 
         Args:
-            host: numbers of this rank, under the same names on all ranks, `waited_s` for data among them.
+            host: numbers of this rank by name; the same names on all ranks; `waited_s` is required.
         Returns:
-            The metrics of a line of metrics.jsonl, the means by name among them; and by name each rank's number.
+            Metrics for a line of metrics.jsonl, with means by name; and numbers by name, each with one entry per rank.
         """
         counts = {
             "steps": self.steps,
@@ -602,7 +621,7 @@ class DeviceMetrics:
         }
         labelled = [name for name, labels in self._labels.items() if labels]
         plain = sorted(self._labels.keys() - set(labelled))[:MOST_MEANS]
-        # A policy's own names may differ between ranks; how many numbers a rank sends may not.
+        # A policy's own names may differ between ranks, so all ranks send MOST_MEANS sums and a digest of the names.
         numbers = {**counts, **host, "digest": zlib.crc32(repr(plain).encode())}
         names = ["loss", "skipped", "grad_norm", *numbers]
         sums = [self._sums[name].flatten() for name in (*labelled, *plain)]
@@ -635,7 +654,7 @@ class DeviceMetrics:
         }
 
     def _means(self, names: Sequence[str], ranks: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """Compute the means by name, or by name and label (None where nothing was added)."""
+        """Compute means by name, or by name and label; None for labels without values."""
         total = [sum(column) for column in zip(*ranks, strict=True)]
         means: dict[str, Any] = {}
         for name in names:
