@@ -256,7 +256,6 @@ class TrainableOptimizer:
         clock.mark("clip")
         gradients = [param.grad for param in self.params if param.grad is not None]
         sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
-        scale = None
         if sharded:
             norm = norm_of_shards(gradients)
             # The divisor of `clip_grads_with_norm_`; the optimizer's kernel divides, which saves a pass.
@@ -269,23 +268,19 @@ class TrainableOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number) * group.get("lr_scale", 1.0)
         clock.mark("optimizer")
-        self._update(scale, skipped)
+        if sharded:
+            self._update_shards(scale, skipped)
+        else:
+            # The protocol that torch.amp.GradScaler uses with fused optimizers.
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self.optimizer.step()
         self._follow(skipped)
         clock.mark("zero_grad_schedule")
         self.clear_gradients()
         return norm.detach(), skipped
 
     @torch.no_grad()
-    def _update(self, scale: Tensor | None, skipped: Tensor) -> None:
-        """Update parameters unless `skipped`. Divide sharded gradients by `scale`; None if they are not sharded."""
-        if scale is not None:
-            self._update_shards(scale, skipped)
-            return
-        # The protocol that torch.amp.GradScaler uses with fused optimizers.
-        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self.optimizer.step()
-
     def _update_shards(self, scale: Tensor, skipped: Tensor) -> None:
         """Run `optimizer.step`'s kernel on local shards directly, in a quarter of the host time with DTensors."""
         if not self.optimizer.state:

@@ -8,7 +8,7 @@ from diagnostics import find_unused_params
 from diagnostics.find_unused_params import UnusedReport, find_unused
 from tests import in_process
 from tests.tiny import make_batch, make_policy
-from vla_finetuning.policies import build
+from vla_finetuning.policies import trainable
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
 
@@ -20,7 +20,7 @@ def names(report, fate):
 @pytest.fixture
 def everything_trains(monkeypatch):
     """As if the project did not know PI0.5's unused parts."""
-    monkeypatch.setattr(build, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
+    monkeypatch.setattr(trainable, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
 
 
 def test_what_trains_is_reached(run, tmp_path):

@@ -1,7 +1,11 @@
-"""Choose a policy's trainable parameters and their dtypes, and drop parameters that training does not use."""
+"""Turn a policy into the module that trains: trainable parameters, dtypes, adapters, loss.
+
+`build_loss` does all of it, for training workers and for the memory plan.
+"""
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
@@ -11,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vla_finetuning.options.peft import PeftOptions
 from vla_finetuning.options.train import TrainMode
-from vla_finetuning.policies.family import UNUSED
+from vla_finetuning.policies.family import UNUSED, PolicyLoss
 from vla_finetuning.policies.lora import adapted_layers, add_adapters
 from vla_finetuning.policies.registry import family_of, types_that
 
@@ -140,6 +144,30 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
         for name, parameter in () if module in unchanged else module.named_parameters(recurse=False):
             if not parameter.requires_grad and parameter.is_floating_point() and f"{place}.{name}" not in heads:
                 parameter.data = parameter.data.to(dtype)
+
+
+def build_loss(
+    policy: PreTrainedPolicy,
+    mode: TrainMode,
+    *,
+    adapters: PeftOptions | None = None,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    **options: Any,
+) -> PolicyLoss:
+    """Choose a policy's trainable parameters, drop unused ones, cast frozen ones, and return the loss.
+
+    Args:
+        policy: policy on any device, meta included; changed in place.
+        mode, adapters, seed: see `choose_trainable`.
+        autocast: dtype of the step's autocast, to which frozen parameters are cast; None casts nothing.
+        options: options of `Family.make_loss`.
+    """
+    choose_trainable(policy, mode, adapters, seed)
+    leave_off_unused(policy)
+    if autocast is not None:
+        cast_frozen(policy, autocast)
+    return family_of(policy.config).make_loss(policy, **options)
 
 
 def autocast_of(precision: str, device: torch.device) -> torch.dtype | None:

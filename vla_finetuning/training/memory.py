@@ -27,11 +27,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from util import local_shard, make_trainable_optimizer, train_step
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.attention import Shape
-from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.trainable import build_loss
 from vla_finetuning.training.parallel import cache_casts, gathered_bytes, hold_gradients, is_sharded, spread, units
 
 GIB = 2**30

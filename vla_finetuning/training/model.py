@@ -19,7 +19,6 @@ from vla_finetuning.plan.record import record_attention
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
-from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss, time_without_given
@@ -27,7 +26,7 @@ from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.policies.trainable import autocast_of
+from vla_finetuning.policies.trainable import autocast_of, build_loss
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
