@@ -109,10 +109,7 @@ def _can_pin() -> bool:
 
 
 def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock = UNWATCHED) -> Iterator[Batch]:
-    """Yield batches on `device`; copy the next batch on a side stream. `HOST_COLUMNS` stay on the host.
-
-    Without a GPU, batches are yielded unchanged.
-    """
+    """Yield batches on a GPU, copying the next one on a side stream. `HOST_COLUMNS`, and batches for a CPU, stay."""
     if device.type != "cuda":
         yield from batches
         return
@@ -218,17 +215,12 @@ class TrainableOptimizer:
     A step with non-finite gradients changes nothing: the kernel reads a device flag. The parameter list is made once.
 
     Attributes:
-        optimizer: optimizer with the protocol of fused kernels: its step changes nothing if `found_inf` is 1.0. Adam or
-            AdamW if parameters are sharded. A parameter group may have an `lr_scale`.
-        names: names of `params`.
-        params: trainable parameters.
+        optimizer: optimizer whose step changes nothing if `found_inf` is 1.0, like torch's fused kernels; Adam or AdamW
+            if parameters are sharded. A parameter group may have an `lr_scale`.
         buffers: buffers to save in checkpoints, by name.
         schedule: learning rate by the number of optimizer steps done before.
-        clip_norm: largest gradient norm.
-        keeps_gradients: whether gradients stay in memory (DDP's buckets) and are zeroed in place. Else they are freed
-            after every step.
-        average: exponential moving average of `params`, fp32, sharded like them; empty if disabled.
-        decay: decay of the average.
+        keeps_gradients: whether gradients stay in memory (DDP's buckets) and are zeroed in place, not freed.
+        average: exponential moving average of `params` with `decay`, fp32, sharded like them; empty if disabled.
     """
 
     optimizer: torch.optim.Optimizer
@@ -246,10 +238,8 @@ class TrainableOptimizer:
         return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)} | self.buffers
 
     def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
-        """Clip gradients, update parameters and average, and clear gradients.
+        """Clip gradients, update parameters and average, and clear gradients. `number` steps were done before.
 
-        Args:
-            number: optimizer steps done before this one, for the schedule.
         Returns:
             Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
         """
@@ -516,9 +506,7 @@ def train_step(
     """Run an optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
 
     Args:
-        model: module whose `forward(batch, noise, time)` returns a micro-batch's mean loss, 0-d; may be wrapped by
-            `parallel.spread`.
-        optimizer: optimizer of the model.
+        model: module that returns a micro-batch's mean loss, 0-d, for (batch, noise, time).
         batches: iterator of this rank's micro-batches on `device`.
         step: optimizer steps done before.
         grad_accum: number of micro-batches of this rank in this step.
@@ -526,10 +514,7 @@ def train_step(
             `grad_accum` if ranks have unequal numbers of micro-batches.
         draws: function of the micro-step that returns (noise, time) for its rows.
         autocast: torch.bfloat16, or None for fp32.
-        device: device of the model.
-        keep_casts: whether autocast casts weights only once for all micro-batches and keeps the copies until the last
-            backward.
-        clock: receiver of the phases.
+        keep_casts: whether autocast keeps its casts of weights from the first micro-batch to the last backward.
     """
     total = torch.zeros((), device=device)
     casting = partial(torch.autocast, device.type, autocast)
@@ -591,10 +576,7 @@ class DeviceMetrics:
             sums[1, 0] += 1
 
     def sums(self, name: str, labels: Sequence[str] = ()) -> Tensor:
-        """Return the sums and counts of a mean, float32 (2, max(len(labels), 1)), to add to in place.
-
-        Labels must be the same on all ranks.
-        """
+        """Return a mean's sums and counts, float32 (2, labels or 1), to add to in place. All ranks use equal labels."""
         if name not in self._sums:
             self._labels[name] = tuple(labels)
             self._sums[name] = torch.zeros(2, max(len(labels), 1), device=self.device)

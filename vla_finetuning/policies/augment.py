@@ -131,12 +131,7 @@ def _signed(value: int) -> int:
 
 
 class Augmentation:
-    """Augmentation of all cameras.
-
-    Args:
-        seed: seed of the run.
-        steps: step by the policy's camera key.
-    """
+    """Augmentation of a run's cameras, with a step for each of the policy's camera keys."""
 
     def __init__(self, seed: int, steps: dict[str, Step]):
         self._seed, self._steps = seed, steps
@@ -144,12 +139,9 @@ class Augmentation:
 
     @torch.no_grad()
     def __call__(self, key: str, images: Tensor, position: Tensor) -> Tensor:
-        """Augment the images of one camera. All frames of a row's window get the same parameters.
+        """Augment one camera: float32 (B, 3, H, W) in [0, 1], or (B, T, 3, H, W) with a window; positions int64 (B,).
 
-        Args:
-            key: the policy's key of the camera; cameras without a step are returned unchanged.
-            images: float32 (B, 3, H, W) in [0, 1], or (B, T, 3, H, W) with a window.
-            position: stream positions of the rows, int64 (B,).
+        All frames of a row's window get the same parameters.
         """
         step = self._steps.get(key)
         if step is None:
@@ -173,7 +165,6 @@ def augmentation_of(
     Args:
         name: value of --train.augmentation.
         transforms: options --dataset.image_transforms.
-        seed: seed of the run.
         keys: the policy's camera keys.
     Raises:
         ValueError: a transform is unknown or not supported.
@@ -270,13 +261,9 @@ def _each(values: Tensor) -> Tensor:
 def _affine(
     images: Tensor, degrees: Tensor, wide: Tensor, high: Tensor, scale: Tensor, x: Tensor, y: Tensor, *, mode: str
 ) -> Tensor:
-    """Apply torchvision's `affine` with one matrix per image.
+    """Apply torchvision's `affine` with one matrix per image: translations as shares of the size, angles in degrees.
 
     The inverse is in closed form, because `torch.linalg.inv` makes the host wait for the device.
-
-    Args:
-        wide, high: translations as shares of width and height, rounded to whole pixels.
-        x, y: shear in degrees.
     """
     height, width = images.shape[-2:]
     turn, x, y = (torch.deg2rad(angle) for angle in (degrees, x, y))
@@ -298,11 +285,7 @@ def _affine(
 
 
 def _openpi_crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """Crop each image and resize the crop bilinearly to the whole size.
-
-    Args:
-        top, left: offset of the crop as a share of the largest offset.
-    """
+    """Crop each image and resize it bilinearly; `top` and `left` are shares of the largest offset."""
 
     def places(size: int, share: Tensor) -> Tensor:
         """Return source coordinates of `size` pixels for `grid_sample`, (B, size)."""

@@ -118,23 +118,15 @@ class PolicyLoss(nn.Module):
         raise NotImplementedError(self.policy.config.type)
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the vision features of a batch whose images are float, as `images` returns them.
+        """Compute vision features (N, tokens, width) by camera. Images are float; N is a camera's number of rows.
 
         `forward` accepts a camera's features in place of its images, with the same result. Implemented by losses with
         the option `feature_cache`.
-
-        Returns:
-            Features (N, tokens, width) by camera. N is the number of rows of that camera.
         """
         raise NotImplementedError(self.policy.config.type)
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
-        """List the attention layers that use the kernel `attention`, with their shapes.
-
-        Args:
-            cameras: number of cameras in a batch.
-            prompts: lengths of prompts, in tokens.
-        """
+        """List the attention layers that use `attention`, each with its shape for each prompt length."""
         return []
 
     def make_units(self) -> list[nn.Module]:
@@ -142,10 +134,7 @@ class PolicyLoss(nn.Module):
         return self._training_modules(UNIT)
 
     def _training_modules(self, names: str) -> list[nn.Module]:
-        """List modules with trainable parameters whose names match the regular expression `names`.
-
-        Modules that share a parameter with another module are left out: FSDP2 would shard the parameter twice.
-        """
+        """List trainable modules whose names match a regular expression, without shared parameters (sharded twice)."""
         places: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             places.setdefault(parameter, []).append(name)
@@ -257,11 +246,7 @@ class Family:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
-        """Return the values of the policy's own freezing options that describe a run.
-
-        Args:
-            training: parts (`parts`) that have trainable parameters.
-        """
+        """Return the policy's own freezing options as they describe a run in which the parts in `training` train."""
         return {}
 
     def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
@@ -314,8 +299,6 @@ class Family:
         """Return `prepare`, extended by the columns that the loss needs besides the processors' output.
 
         Args:
-            prepare: `Prepare` of the policy's processors.
-            config: configuration of the policy.
             tokenizer_step: step with `input_tokenizer`; None if the processors make no tokens.
         """
         return prepare
@@ -398,11 +381,7 @@ class Family:
     def env_features(
         self, config: PreTrainedConfig, env: Any, features: dict[str, PolicyFeature]
     ) -> dict[str, PolicyFeature]:
-        """Return the features of an environment as seen through `env_processors`.
-
-        Args:
-            features: features of the environment itself.
-        """
+        """Return an environment's features after `env_processors`, from its own `features`."""
         return features
 
     # ---- processors and files ----------------------------------------------------------------------------------------
@@ -426,11 +405,7 @@ class Family:
         return config
 
     def with_cameras(self, config: PreTrainedConfig, cameras: int, prompt: int | None = None) -> PreTrainedConfig:
-        """Copy the configuration for `cameras` cameras, without recomputation and compilation.
-
-        Args:
-            prompt: number of language tokens; None keeps the configured number.
-        """
+        """Copy the configuration for so many cameras and, unless None, language tokens; never recompute or compile."""
         raise NotImplementedError(self.type)
 
     def empty_inputs(
@@ -440,11 +415,7 @@ class Family:
         raise NotImplementedError(self.type)
 
     def tokens(self, config: PreTrainedConfig, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
-        """Count the token positions of a row: images, language with padding, and every draw.
-
-        Args:
-            prompt: number of language tokens with padding; None for the tokenizer's length.
-        """
+        """Count the token positions of a row: images, `prompt` language tokens with padding, and every draw."""
         raise NotImplementedError(self.type)
 
 
