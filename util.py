@@ -195,11 +195,11 @@ def card_of_device(device: torch.device) -> Card | None:
     # "A100-SXM4-80GB" is an A100; "RTX A1000" is not, nor is an "L40" an L4.
     words = set(re.split(r"[\s-]", torch.cuda.get_device_name(device)))
     named = [card for card in CARDS if words >= set(card.words.split())]
-    alike = {card.gib: card for card in named if card.words == named[0].words and card.gib is not None}
-    if len(alike) < 2:
+    by_size = {card.gib: card for card in named if card.words == named[0].words and card.gib is not None}
+    if len(by_size) < 2:
         return named[0] if named else None
     gib = torch.cuda.get_device_properties(device).total_memory / 2**30  # an A100 has one of two sizes
-    return alike[min(alike, key=lambda card_gib: abs(card_gib - gib))]
+    return by_size[min(by_size, key=lambda card_gib: abs(card_gib - gib))]
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -265,7 +265,7 @@ class TrainableOptimizer:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.optimizer.step()
-        self._follow(skipped)
+        self._update_average(skipped)
         clock.mark("zero_grad_schedule")
         self.clear_gradients()
         return norm.detach(), skipped
@@ -316,7 +316,7 @@ class TrainableOptimizer:
             self._swap()
 
     @torch.no_grad()
-    def _follow(self, skipped: Tensor) -> None:
+    def _update_average(self, skipped: Tensor) -> None:
         """Update the average: decay x average + (1 - decay) x parameters, unless the step was skipped."""
         if not self.average:
             return
@@ -337,13 +337,13 @@ class TrainableOptimizer:
         Before the first step it creates them as zeros, like the optimizer. A checkpoint is restored by writing into
         the returned tensors.
         """
-        kinds = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
+        groups = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         flat: dict[str, Tensor] = {}
         for name, param in zip(self.names, self.params, strict=True):
             state = self.optimizer.state[param]
             if not state:
-                adam = "betas" in kinds[id(param)]
-                momentum = ["momentum_buffer"] if kinds[id(param)].get("momentum") else []
+                adam = "betas" in groups[id(param)]
+                momentum = ["momentum_buffer"] if groups[id(param)].get("momentum") else []
                 if adam:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 for key in ["exp_avg", "exp_avg_sq"] if adam else momentum:
@@ -597,24 +597,24 @@ class DeviceMetrics:
             "peak_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         }
         labelled = [name for name, labels in self._labels.items() if labels]
-        plain = sorted(self._labels.keys() - set(labelled))[:MOST_MEANS]
+        unlabelled = sorted(self._labels.keys() - set(labelled))[:MOST_MEANS]
         # A policy's own names may differ between ranks, so all ranks send MOST_MEANS sums and a digest of the names.
-        numbers = {**counts, **host, "digest": zlib.crc32(repr(plain).encode())}
+        numbers = {**counts, **host, "digest": zlib.crc32(repr(unlabelled).encode())}
         names = ["loss", "skipped", "grad_norm", *numbers]
-        sums = [self._sums[name].flatten() for name in (*labelled, *plain)]
-        sums.append(torch.zeros(2 * (MOST_MEANS - len(plain)), device=self.device))
+        sums = [self._sums[name].flatten() for name in (*labelled, *unlabelled)]
+        sums.append(torch.zeros(2 * (MOST_MEANS - len(unlabelled)), device=self.device))
         on_host = torch.tensor(list(numbers.values()), dtype=torch.float64).to(self.device)
         on_device = [part.double() for part in (self._step_sums, self._grad_norm[None])]
-        mine = torch.cat([*on_device, on_host, *(part.double() for part in sums)])
+        local = torch.cat([*on_device, on_host, *(part.double() for part in sums)])
         if dist.is_initialized():
-            gathered = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
-            dist.all_gather_into_tensor(gathered, mine)
+            gathered = torch.empty(dist.get_world_size() * len(local), dtype=local.dtype, device=self.device)
+            dist.all_gather_into_tensor(gathered, local)
         else:
-            gathered = mine
-        ranks = gathered.view(-1, len(mine)).tolist()
+            gathered = local
+        ranks = gathered.view(-1, len(local)).tolist()
         by_rank = {name: [rank[number] for rank in ranks] for number, name in enumerate(names)}
-        agreed = labelled + (plain if len(set(by_rank["digest"])) == 1 else [])
-        return {**self._means(agreed, [rank[len(names) :] for rank in ranks]), **self._summary(by_rank)}, by_rank
+        common = labelled + (unlabelled if len(set(by_rank["digest"])) == 1 else [])
+        return {**self._means(common, [rank[len(names) :] for rank in ranks]), **self._summary(by_rank)}, by_rank
 
     def _summary(self, by_rank: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         samples, elapsed_s = sum(by_rank["samples"]), max(by_rank["elapsed_s"])

@@ -54,7 +54,7 @@ from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import ALIGNMENT
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.tiny import make_tiny_base
-from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
+from vla_finetuning.policies.trainable import autocast_dtype, cast_frozen, choose_trainable
 from vla_finetuning.run import checkpoint as checkpoints
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, Progress
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
@@ -237,7 +237,7 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
 def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> dict[str, Any]:
     """One batch of chunks, as the open-loop evaluation predicts them: in its precision, and what is frozen cast."""
     config, bf16 = updates.policy_config(device), device.type == "cuda"
-    autocast = autocast_of("bf16" if bf16 else "fp32", device)
+    autocast = autocast_dtype("bf16" if bf16 else "fp32", device)
     policy = updates.make_policy(config, mode, device).eval()
     if autocast is not None:
         cast_frozen(policy, autocast)

@@ -150,7 +150,7 @@ def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
 @pytest.mark.gate
 def test_lerobots_own_forward_waits_where_it_is_known_to(run, monkeypatch, one_step):
     monkeypatch.setattr(PI05Loss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
-    monkeypatch.setattr(trainable, "leave_off_unused", lambda policy: [])  # it uses more than its loss needs
+    monkeypatch.setattr(trainable, "remove_unused", lambda policy: [])  # it uses more than its loss needs
     found = audit_syncs.audit(run)
     assert {(Path(sync.where.file).name, sync.where.source) for sync in found.syncs} == {
         ("flow_matching.py", "return dist.sample((bsize,)).to(device)"),

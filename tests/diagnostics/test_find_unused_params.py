@@ -10,7 +10,7 @@ from tests import in_process
 from tests.tiny import make_batch, make_policy
 from vla_finetuning.policies import trainable
 from vla_finetuning.policies.families.pi05 import PI05Loss
-from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
+from vla_finetuning.policies.trainable import choose_trainable, remove_unused
 
 
 def names(report, fate):
@@ -31,7 +31,7 @@ def test_what_trains_is_reached(run, tmp_path):
     assert len(report.of("used")) > 30
     policy = run.policy.start()
     choose_trainable(policy, run.config.train.mode)
-    leave_off_unused(policy)
+    remove_unused(policy)
     assert {p.name: tuple(p.shape) for p in report.parameters} == {n: p.shape for n, p in policy.named_parameters()}
 
 

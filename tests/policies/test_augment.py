@@ -15,7 +15,7 @@ from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies import augment
-from vla_finetuning.policies.augment import InTurn, Subset, Uniform, augmentation_of, drawn, openpi_step
+from vla_finetuning.policies.augment import Sequential, Subset, Uniform, draw_uniform, make_augmentation, openpi_step
 from vla_finetuning.policies.processors import DeviceHalf
 
 ROWS, HEIGHT, WIDTH = 6, 40, 56
@@ -32,19 +32,21 @@ def images(rows=ROWS, seed=0):
 
 def augmentation(policy, name="none", enable=True, **transforms):
     options = ImageTransformOptions(enable=enable, tfs=transforms)
-    return augmentation_of(name, options, Config().seed, list(policy.image_features))
+    return make_augmentation(name, options, Config().seed, list(policy.image_features))
 
 
 def test_what_is_drawn_is_splitmix64():
     """Its outputs for a published seed; and a row's numbers, whatever else is in the batch, on whatever device."""
-    state = [augment._signed(1234567 + n * augment._GOLDEN) for n in (1, 2, 3)]
-    found = [value % 2**64 for value in augment._mixed(torch.tensor(state)).tolist()]
+    state = [augment._to_int64(1234567 + n * augment._GOLDEN) for n in (1, 2, 3)]
+    found = [value % 2**64 for value in augment._splitmix64(torch.tensor(state)).tolist()]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     position = torch.tensor([7, 2**40, 0, 3])
-    numbers = drawn(11, position, 2)
-    assert torch.equal(drawn(11, position[[2, 0]], 2), numbers[[2, 0]])
-    assert not torch.equal(drawn(12, position, 2), numbers) and not torch.equal(drawn(11, position, 1), numbers)
-    many = drawn(0, torch.arange(2000), 0).double()
+    numbers = draw_uniform(11, position, 2)
+    assert torch.equal(draw_uniform(11, position[[2, 0]], 2), numbers[[2, 0]])
+    assert not torch.equal(draw_uniform(12, position, 2), numbers) and not torch.equal(
+        draw_uniform(11, position, 1), numbers
+    )
+    many = draw_uniform(0, torch.arange(2000), 0).double()
     assert many.min() >= 0 and many.max() < 1
     assert many.mean().item() == pytest.approx(0.5, abs=0.003) and many.var().item() == pytest.approx(1 / 12, abs=0.001)
     # Neighbours, in rows and in numbers, have nothing to do with each other.
@@ -92,7 +94,7 @@ def test_a_transform_is_lerobots_on_the_same_parameters(name):
     kind, kwargs, params_of = LEROBOTS[name]
     transform = make_transform_from_config(ImageTransformConfig(type=kind, kwargs=kwargs))
     step = augment._lerobot_transform("here", transform)
-    before, numbers = images(), drawn(3, torch.arange(ROWS), 0)[:, : step.draws]
+    before, numbers = images(), draw_uniform(3, torch.arange(ROWS), 0)[:, : step.draws]
     found = step(before, numbers)
     values = [low + (high - low) * numbers[:, i].double() for i, (low, high) in enumerate(step.ranges)]
     expected = torch.stack(
@@ -126,7 +128,7 @@ def openpis(image, top, left, degrees, brightness, contrast, saturation, wrist):
 @pytest.mark.parametrize("wrist", [False, True])
 def test_openpis_augmentation_is_its_formula(wrist):
     step, before = openpi_step(wrist), images()
-    numbers = drawn(5, torch.arange(ROWS), 1)[:, : step.draws]
+    numbers = draw_uniform(5, torch.arange(ROWS), 1)[:, : step.draws]
     if not wrist:
         numbers[0, 2], numbers[1, :2] = 0.505, 0.9999999  # a turn too small to be done; the last place
     found = step(before, numbers)
@@ -145,7 +147,7 @@ def test_of_several_transforms_each_row_has_some_by_their_weights():
     """Pairs come as often as `torch.multinomial` without replacement would give them; in order, or as drawn."""
     digits = [Uniform(lambda x, digit=digit: 10 * x + digit, []) for digit in (1, 2, 3)]
     weights, rows = [1.0, 2.0, 5.0], 20_000
-    numbers = drawn(1, torch.arange(rows), 0)[:, :3]
+    numbers = draw_uniform(1, torch.arange(rows), 0)[:, :3]
     nothing = torch.zeros(rows, 1, 1, 1)
     for shuffled in (False, True):
         found = Subset(digits, weights, 2, shuffled)(nothing, numbers).flatten().int().tolist()
@@ -197,7 +199,7 @@ def test_a_color_jitter_of_several_parts_has_them_in_any_order():
     )
     assert isinstance(step, Subset) and step.shuffled and step.count == 2
     assert [list(part.ranges) for part in step.steps] == [[(0.0, 2.0)], [(-0.1, 0.1)]]
-    assert InTurn([step, step]).draws == 2 * step.draws == 8
+    assert Sequential([step, step]).draws == 2 * step.draws == 8
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.policies.flow_policies import (
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.policies.attention import Shape, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
+from vla_finetuning.policies.trainable import choose_trainable, remove_unused
 
 FUSED = torch.nn.functional.scaled_dot_product_attention
 # Options of SmolVLA that change the order or the number of tokens and layers.
@@ -81,7 +81,7 @@ def test_in_float32_without_what_training_never_uses(backbone, kind, mode, optio
     arguments = make_batch(policy)
     choose_trainable(policy, mode)
     expected, wanted = lerobots(policy, *arguments)
-    left_off = leave_off_unused(policy)
+    left_off = remove_unused(policy)
     assert left_off and not set(left_off) & dict(policy.named_parameters()).keys()
     loss = make_loss(policy, **{"attention": "sdpa", **of_loss})(*arguments)
     loss.backward()

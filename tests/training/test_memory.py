@@ -14,7 +14,7 @@ from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.options.train import TrainOptions
 from vla_finetuning.policies import recompute
 from vla_finetuning.policies.families.pi05 import PI05Loss
-from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
+from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, remove_unused
 from vla_finetuning.training.memory import step_memory
 from vla_finetuning.training.parallel import cache_casts
 
@@ -33,7 +33,7 @@ CASES = pytest.mark.parametrize(
 def build(mode, attention, checkpointing, bf16):
     policy = make_policy(2)
     choose_trainable(policy, mode)
-    leave_off_unused(policy)
+    remove_unused(policy)
     if bf16:
         cast_frozen(policy, torch.bfloat16)
     loss = PI05Loss(policy, attention=attention, checkpointing=checkpointing)

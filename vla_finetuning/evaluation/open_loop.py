@@ -37,7 +37,7 @@ from vla_finetuning.policies.processors import to_float
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.spec import PolicySpec, Robot
-from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
+from vla_finetuning.policies.trainable import autocast_dtype, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
 
 # Held-out frames that a run ends with predicting, evenly spaced, and how many are read, and predicted, at once.
@@ -336,7 +336,7 @@ def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> 
     }
     saved = load_policy_config(folder)
     saved.device = device.type
-    options["autocast"] = autocast = autocast_of(spec.train.precision, device)
+    options["autocast"] = autocast = autocast_dtype(spec.train.precision, device)
     # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
     pre, post = load_processors(folder, saved, trusted=spec.trusted)
     with remote_code(spec.trusted):

@@ -24,7 +24,7 @@ from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.registry import family_of, require_trained, train_as, types_that
-from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
+from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, code_source, remote_code
 from vla_finetuning.policies.spec import pretrained_digests, weights_file
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
 from vla_finetuning.run.checkpoint import check_base, latest_checkpoint, load_progress
@@ -62,7 +62,7 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     """
     base = Base(*resolve_policy(config, path))
     policy_type, family = base.config.type, family_of(base.config)
-    if (brought := brought_along(base.config)) and not config.policy_trust_remote_code:
+    if (brought := code_source(base.config)) and not config.policy_trust_remote_code:
         raise RemoteCodeError(f"{base.name}: a '{policy_type}' runs code that comes with {brought}: {HOW_TO_TRUST}")
     if config.dataset.on_error == "skip" and not family.row_losses:
         raise ValueError(

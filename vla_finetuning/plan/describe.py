@@ -22,7 +22,7 @@ from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.matching import aligned
 from vla_finetuning.policies.own_names import describe_names
 from vla_finetuning.policies.registry import describe_unproven, family_of
-from vla_finetuning.policies.remote_code import brought_along
+from vla_finetuning.policies.remote_code import code_source
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.terminal import escaped
 
@@ -168,7 +168,7 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
         lines.append(
             f"             the first 0 to {delay} actions of a chunk are given and have no loss (--policy.{MAX_DELAY})"
         )
-    if policy.trusted and (brought := brought_along(policy.config)):
+    if policy.trusted and (brought := code_source(policy.config)):
         lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
     return lines
 

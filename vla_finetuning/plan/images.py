@@ -12,7 +12,7 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.options.programs import Config
-from vla_finetuning.policies.augment import augmentation_of
+from vla_finetuning.policies.augment import make_augmentation
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of
 
@@ -60,7 +60,7 @@ def check_images(config: Config, policy_config: PreTrainedConfig) -> None:
     """Refuse an augmentation or a size that the frames of the policy's cameras cannot have."""
     if config.augments:
         keys = list(policy_config.image_features)
-        augmentation_of(config.train.augmentation, config.dataset.image_transforms, config.seed, keys)
+        make_augmentation(config.train.augmentation, config.dataset.image_transforms, config.seed, keys)
     if isinstance(requested := config.dataset.image_size, list):
         size, why_not = _policy_size(policy_config)
         if size != requested:

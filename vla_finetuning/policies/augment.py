@@ -49,7 +49,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class InTurn:
+class Sequential:
     """Apply all steps in order."""
 
     steps: Sequence[Step]
@@ -82,9 +82,9 @@ class Subset:
         return len(self.steps) + sum(step.draws for step in self.steps)
 
     def __call__(self, images: Tensor, numbers: Tensor) -> Tensor:
-        racing, *step_numbers = numbers.split([len(self.steps), *(step.draws for step in self.steps)], dim=1)
+        race, *step_numbers = numbers.split([len(self.steps), *(step.draws for step in self.steps)], dim=1)
         # Sorting exponential arrival times with these rates gives draws without replacement.
-        arrivals = torch.stack([-torch.log1p(-racing[:, i]) / weight for i, weight in enumerate(self.weights)], dim=1)
+        arrivals = torch.stack([-torch.log1p(-race[:, i]) / weight for i, weight in enumerate(self.weights)], dim=1)
         rank = (arrivals[:, :, None] > arrivals[:, None, :]).sum(dim=2)
         for turn in range(self.count) if self.shuffled else [None]:
             for i, step in enumerate(self.steps):
@@ -94,7 +94,7 @@ class Subset:
 
 
 # A step maps images float32 (B, 3, H, W) and draws in [0, 1), float32 (B, step.draws), to images.
-Step = Uniform | InTurn | Subset
+Step = Uniform | Sequential | Subset
 
 
 # ---- random numbers -------------------------------------------------------------------------------------------------
@@ -102,30 +102,30 @@ Step = Uniform | InTurn | Subset
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def drawn(seed: int, position: Tensor, camera: int) -> Tensor:
+def draw_uniform(seed: int, position: Tensor, camera: int) -> Tensor:
     """Draw numbers in [0, 1), float32 (B, DRAWS), as a function of seed, row positions int64 (B,) and camera index.
 
     SplitMix64 (Steele, Lea and Flood 2014): its state is a counter, so any draw is computed directly.
     """
     key = int.from_bytes(hashlib.blake2b(struct.pack("<q", seed), digest_size=8).digest(), "little", signed=True)
     counters = (position[:, None] * 64 + camera) * DRAWS + torch.arange(DRAWS, device=position.device)
-    bits = _mixed(counters * _signed(_GOLDEN) + key)
-    return _shifted(bits, 40).to(torch.float32) / 2**24
+    bits = _splitmix64(counters * _to_int64(_GOLDEN) + key)
+    return _shift_right(bits, 40).to(torch.float32) / 2**24
 
 
-def _mixed(state: Tensor) -> Tensor:
+def _splitmix64(state: Tensor) -> Tensor:
     """Compute SplitMix64's output for states, int64 of any shape. Products wrap around."""
-    state = (state ^ _shifted(state, 30)) * _signed(_FIRST)
-    state = (state ^ _shifted(state, 27)) * _signed(_SECOND)
-    return state ^ _shifted(state, 31)
+    state = (state ^ _shift_right(state, 30)) * _to_int64(_FIRST)
+    state = (state ^ _shift_right(state, 27)) * _to_int64(_SECOND)
+    return state ^ _shift_right(state, 31)
 
 
-def _shifted(value: Tensor, bits: int) -> Tensor:
+def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros (logical shift)."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def _to_int64(value: int) -> int:
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
@@ -146,7 +146,7 @@ class Augmentation:
         step = self._steps.get(key)
         if step is None:
             return images
-        numbers = drawn(self._seed, position, self._numbers[key])[:, : step.draws]
+        numbers = draw_uniform(self._seed, position, self._numbers[key])[:, : step.draws]
         frames = images if images.ndim == 4 else images.flatten(0, 1)
         device_type = images.device.type if torch.amp.is_autocast_available(images.device.type) else "cpu"
         with torch.autocast(device_type, enabled=False):  # pixel coordinates need float32
@@ -157,7 +157,7 @@ class Augmentation:
 # ---- transforms ---------------------------------------------------------------------------------------------------
 
 
-def augmentation_of(
+def make_augmentation(
     name: str, transforms: ImageTransformOptions, seed: int, keys: Sequence[str]
 ) -> Augmentation | None:
     """Make the augmentation of a run; return None if the run has none.
@@ -180,13 +180,13 @@ def augmentation_of(
 def openpi_step(wrist: bool) -> Step:
     """Make openpi's PyTorch augmentation of a camera. Parameters are drawn by row, not by batch as in openpi."""
     color = [
-        Uniform(lambda images, factor: images * _each(factor), [BRIGHTNESS]),
+        Uniform(lambda images, factor: images * _per_image(factor), [BRIGHTNESS]),
         Uniform(_openpi_contrast, [CONTRAST]),
         Uniform(_openpi_saturation, [SATURATION]),
         Uniform(lambda images: images.clamp(0, 1), []),
     ]
     geometry = [Uniform(_openpi_crop, [(0, 1), (0, 1)]), Uniform(_openpi_rotate, [(-DEGREES, DEGREES)])]
-    return InTurn(color if wrist else [*geometry, *color])
+    return Sequential(color if wrist else [*geometry, *color])
 
 
 def lerobot_step(options: ImageTransformOptions) -> Step | None:
@@ -231,11 +231,11 @@ def _lerobot_transform(flag: str, transform: Any) -> Step:
             "hue": lambda images, turn: enhance.adjust_hue(images, 2 * math.pi * turn),
         }
         intervals = {name: getattr(transform, name) for name in functions}
-        parts = [Uniform(functions[name], [tuple(limits)]) for name, limits in intervals.items() if limits is not None]
-        if not parts:
+        steps = [Uniform(functions[name], [tuple(limits)]) for name, limits in intervals.items() if limits is not None]
+        if not steps:
             raise ValueError(f"{flag}: this ColorJitter changes nothing; leave it out")
         # torchvision draws their order for each image.
-        return parts[0] if len(parts) == 1 else Subset(parts, [1.0] * len(parts), len(parts), shuffled=True)
+        return steps[0] if len(steps) == 1 else Subset(steps, [1.0] * len(steps), len(steps), shuffled=True)
     if isinstance(transform, SharpnessJitter):
         return Uniform(enhance.sharpness, [transform.sharpness])
     if isinstance(transform, v2.RandomAffine):
@@ -243,9 +243,9 @@ def _lerobot_transform(flag: str, transform: Any) -> Step:
             raise ValueError(
                 f"{flag}: RandomAffine turns about the middle here, and fills up with black; leave center and fill out"
             )
-        wide, high = transform.translate or (0.0, 0.0)
+        dx, dy = transform.translate or (0.0, 0.0)
         shear = [*(transform.shear or ()), 0.0, 0.0, 0.0, 0.0]
-        ranges = [tuple(transform.degrees), (-wide, wide), (-high, high), tuple(transform.scale or (1.0, 1.0))]
+        ranges = [tuple(transform.degrees), (-dx, dx), (-dy, dy), tuple(transform.scale or (1.0, 1.0))]
         mode = "bilinear" if transform.interpolation is InterpolationMode.BILINEAR else "nearest"
         return Uniform(partial(_affine, mode=mode), [*ranges, (shear[0], shear[1]), (shear[2], shear[3])])
     raise ValueError(
@@ -254,29 +254,29 @@ def _lerobot_transform(flag: str, transform: Any) -> Step:
     )
 
 
-def _each(values: Tensor) -> Tensor:
+def _per_image(values: Tensor) -> Tensor:
     return values[:, None, None, None]
 
 
 def _affine(
-    images: Tensor, degrees: Tensor, wide: Tensor, high: Tensor, scale: Tensor, x: Tensor, y: Tensor, *, mode: str
+    images: Tensor, angle: Tensor, dx: Tensor, dy: Tensor, scale: Tensor, shear_x: Tensor, shear_y: Tensor, *, mode: str
 ) -> Tensor:
     """Apply torchvision's `affine` with one matrix per image: translations as shares of the size, angles in degrees.
 
     The inverse is in closed form, because `torch.linalg.inv` makes the host wait for the device.
     """
     height, width = images.shape[-2:]
-    turn, x, y = (torch.deg2rad(angle) for angle in (degrees, x, y))
-    a, c = torch.cos(turn - y) / torch.cos(y), torch.sin(turn - y) / torch.cos(y)
-    b, d = -a * torch.tan(x) - torch.sin(turn), -c * torch.tan(x) + torch.cos(turn)
-    moved_x, moved_y = torch.round(wide * width), torch.round(high * height)
+    angle, shear_x, shear_y = (torch.deg2rad(value) for value in (angle, shear_x, shear_y))
+    a, c = torch.cos(angle - shear_y) / torch.cos(shear_y), torch.sin(angle - shear_y) / torch.cos(shear_y)
+    b, d = -a * torch.tan(shear_x) - torch.sin(angle), -c * torch.tan(shear_x) + torch.cos(angle)
+    offset_x, offset_y = torch.round(dx * width), torch.round(dy * height)
     inverse = torch.stack([d, -b, -c, a]).div(scale)[:, :, None, None]
     grid_x = torch.linspace((1 - width) / 2, (width - 1) / 2, width, device=images.device)[None, None, :]
     grid_y = torch.linspace((1 - height) / 2, (height - 1) / 2, height, device=images.device)[None, :, None]
-    grid_x, grid_y = grid_x - moved_x[:, None, None], grid_y - moved_y[:, None, None]
-    from_x = (inverse[0] * grid_x + inverse[1] * grid_y) / (width / 2)
-    from_y = (inverse[2] * grid_x + inverse[3] * grid_y) / (height / 2)
-    grid = torch.stack([from_x, from_y], dim=-1)
+    grid_x, grid_y = grid_x - offset_x[:, None, None], grid_y - offset_y[:, None, None]
+    source_x = (inverse[0] * grid_x + inverse[1] * grid_y) / (width / 2)
+    source_y = (inverse[2] * grid_x + inverse[3] * grid_y) / (height / 2)
+    grid = torch.stack([source_x, source_y], dim=-1)
     if mode == "nearest":
         return F.grid_sample(images, grid, mode=mode, align_corners=False)
     # torchvision multiplies pixels at the border by their coverage twice: once in the sample, once by the mask.
@@ -287,15 +287,15 @@ def _affine(
 def _openpi_crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
     """Crop each image and resize it bilinearly; `top` and `left` are shares of the largest offset."""
 
-    def places(size: int, share: Tensor) -> Tensor:
+    def source_coordinates(size: int, share: Tensor) -> Tensor:
         """Return source coordinates of `size` pixels for `grid_sample`, (B, size)."""
-        part = int(size * CROP)
-        start = torch.floor(share * (size - part + 1)).clamp(max=size - part)[:, None]
-        within = (torch.arange(size, device=images.device) + 0.5) * (part / size) - 0.5
-        return 2 * (within.clamp(0, part - 1) + start + 0.5) / size - 1
+        cropped = int(size * CROP)
+        start = torch.floor(share * (size - cropped + 1)).clamp(max=size - cropped)[:, None]
+        offsets = (torch.arange(size, device=images.device) + 0.5) * (cropped / size) - 0.5
+        return 2 * (offsets.clamp(0, cropped - 1) + start + 0.5) / size - 1
 
     height, width = images.shape[-2:]
-    rows, columns = places(height, top), places(width, left)
+    rows, columns = source_coordinates(height, top), source_coordinates(width, left)
     grid = torch.stack([columns[:, None, :].expand(-1, height, -1), rows[:, :, None].expand(-1, -1, width)], dim=-1)
     return F.grid_sample(images, grid, align_corners=False)
 
@@ -303,19 +303,19 @@ def _openpi_crop(images: Tensor, top: Tensor, left: Tensor) -> Tensor:
 def _openpi_rotate(images: Tensor, degrees: Tensor) -> Tensor:
     """Rotate about the centre, on openpi's grid from -1 to 1 at the corner pixels; skip angles up to LEAST_DEGREES."""
     height, width = images.shape[-2:]
-    turn = torch.deg2rad(degrees)[:, None, None]
+    angle = torch.deg2rad(degrees)[:, None, None]
     x = torch.linspace(-1, 1, width, device=images.device)[None, None, :]
     y = torch.linspace(-1, 1, height, device=images.device)[None, :, None]
-    cos, sin = torch.cos(turn), torch.sin(turn)
-    turned = F.grid_sample(images, torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1), align_corners=False)
-    return torch.where(_each(degrees.abs() > LEAST_DEGREES), turned, images)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    rotated = F.grid_sample(images, torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1), align_corners=False)
+    return torch.where(_per_image(degrees.abs() > LEAST_DEGREES), rotated, images)
 
 
 def _openpi_contrast(images: Tensor, factor: Tensor) -> Tensor:
     mean = images.mean(dim=(1, 2, 3), keepdim=True)
-    return (images - mean) * _each(factor) + mean
+    return (images - mean) * _per_image(factor) + mean
 
 
 def _openpi_saturation(images: Tensor, factor: Tensor) -> Tensor:
     gray = images.mean(dim=1, keepdim=True)
-    return gray + (images - gray) * _each(factor)
+    return gray + (images - gray) * _per_image(factor)

@@ -41,13 +41,13 @@ MAX_DELAY = "rtc_training_max_delay"
 # 0-d column of a batch: the mean of `PolicyLoss.count` over all micro-batches of the step.
 MEAN_COUNT = "mean_count"
 # Word embeddings: a sixth of PI0.5's trainable parameters in mode `full`.
-WORDS = r".*\.(language_model|text_model)\.embed_tokens"
+WORD_EMBEDDINGS = r".*\.(language_model|text_model)\.embed_tokens"
 # FSDP2 units of policies with a PaliGemma: the language model's MLPs and the vision tower's layers. The language
 # model's layers are no units: LeRobot 0.6.1 never calls them, so their hooks would not fire (#3767).
-UNIT = (
+UNIT_NAMES = (
     r".*\.(language_model|gemma_expert\.model)\.layers\.\d+\.mlp"
     r"|.*\.vision_model\.encoder\.layers\.\d+"
-    rf"|{WORDS}"
+    rf"|{WORD_EMBEDDINGS}"
 )
 
 
@@ -89,8 +89,8 @@ class PolicyLoss(nn.Module):
             batch: columns that `Family.check_batch` accepts, on the policy's device.
             noise, time: rows of `Family.draw`; None if the policy draws them itself.
         """
-        loss, *rest = self.policy.forward(self.images(batch))
-        self.note(rest[0] if rest else None)
+        loss, *extra = self.policy.forward(self.images(batch))
+        self.note(extra[0] if extra else None)
         return loss
 
     def note(self, values: Mapping[str, Any] | None) -> None:
@@ -131,19 +131,19 @@ class PolicyLoss(nn.Module):
 
     def make_units(self) -> list[nn.Module]:
         """List the modules that FSDP2 gathers and frees one at a time: each is called and has trainable parameters."""
-        return self._training_modules(UNIT)
+        return self._training_modules(UNIT_NAMES)
 
     def _training_modules(self, names: str) -> list[nn.Module]:
         """List trainable modules whose names match a regular expression, without shared parameters (sharded twice)."""
-        places: dict[nn.Parameter, list[str]] = {}
+        paths: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            places.setdefault(parameter, []).append(name)
+            paths.setdefault(parameter, []).append(name)
         return [
             module
             for name, module in self.named_modules()
             if re.fullmatch(names, name)
             and any(parameter.requires_grad for parameter in module.parameters())
-            and all(place.startswith(f"{name}.") for weight in module.parameters() for place in places[weight])
+            and all(path.startswith(f"{name}.") for weight in module.parameters() for path in paths[weight])
         ]
 
 
@@ -335,8 +335,8 @@ class Family:
         """
         deltas = config.action_delta_indices
         shape = (len(batch[ACTION]), *([] if deltas is None else [len(deltas)]))
-        if (found := tuple(batch[ACTION].shape[:-1])) != shape:
-            raise ValueError(f"a chunk of actions is {found}, expected {shape}, and its dimensions")
+        if (actual := tuple(batch[ACTION].shape[:-1])) != shape:
+            raise ValueError(f"a chunk of actions is {actual}, expected {shape}, and its dimensions")
         if config.image_features and not batch.keys() & config.image_features.keys():
             raise ValueError(
                 f"the batch has none of the policy's cameras {list(config.image_features)}: {sorted(batch)}"

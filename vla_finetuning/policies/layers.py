@@ -18,7 +18,7 @@ from transformers.models.gemma.modeling_gemma import rotate_half
 
 from vla_finetuning.columns import IS_PRESENT
 from vla_finetuning.policies.attention import Kernel
-from vla_finetuning.policies.family import WORDS
+from vla_finetuning.policies.family import WORD_EMBEDDINGS
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.processors import DeviceHalf
 
@@ -67,7 +67,7 @@ class LayeredLoss(FlowLoss):
                 if any(parameter.requires_grad for parameter in layer.parameters()):
                     self._units[layer] = Unit(module for module in layer.modules() if isinstance(module, nn.Linear))
             self.units = nn.ModuleList(self._units.values())
-        return [*self._units.values(), *self._training_modules(WORDS)]
+        return [*self._units.values(), *self._training_modules(WORD_EMBEDDINGS)]
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return self.compiler(function) if self.compiler else function

@@ -36,7 +36,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 8 * 2**20
 # Fields of a saved configuration that describe the base's origin and publication, not the policy trained from it.
 # `license` is kept: it also applies to derived policies.
-WHENCE = ("pretrained_path", "pretrained_revision", "push_to_hub", "repo_id", "private", "tags")
+ORIGIN_FIELDS = ("pretrained_path", "pretrained_revision", "push_to_hub", "repo_id", "private", "tags")
 PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
 
 
@@ -44,17 +44,17 @@ def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedC
     """Read a policy's configuration from its folder, overridden by options such as "--chunk_size=20".
 
     Unlike `PreTrainedConfig.from_pretrained`, it leaves no temporary file, ignores the parser's own flags and drops the
-    fields in WHENCE. MAX_DELAY is read from robot.json.
+    fields in ORIGIN_FIELDS. MAX_DELAY is read from robot.json.
 
     Raises:
         OSError, ValueError: config.json is unreadable or not a policy's, or the policy has no such option.
     """
     saved = read_foreign_json(folder / "config.json")
     policy_type = saved.pop("type")
-    saved = {name: value for name, value in saved.items() if name not in WHENCE}
-    about = read_foreign_json(folder / ROBOT_NAME) if (folder / ROBOT_NAME).is_file() else {}
+    saved = {name: value for name, value in saved.items() if name not in ORIGIN_FIELDS}
+    facts = read_foreign_json(folder / ROBOT_NAME) if (folder / ROBOT_NAME).is_file() else {}
     return make_policy_config(
-        policy_type, options, saved | {key: about[key] for key in about.keys() & {MAX_DELAY}}, "config.json"
+        policy_type, options, saved | {key: facts[key] for key in facts.keys() & {MAX_DELAY}}, "config.json"
     )
 
 
@@ -74,10 +74,10 @@ def make_policy_config(
     config.device = "cpu"
     _check_sizes(config, source)
     if max_delay is not None:
-        most = config.chunk_size - 1
-        if not max_delay.isdecimal() or int(max_delay) > most:
+        limit = config.chunk_size - 1
+        if not max_delay.isdecimal() or int(max_delay) > limit:
             raise ValueError(
-                f"--policy.{MAX_DELAY}={max_delay}: expected a whole number of actions from 0 to {most}, so that one "
+                f"--policy.{MAX_DELAY}={max_delay}: expected a whole number of actions from 0 to {limit}, so that one "
                 f"of a chunk (--policy.chunk_size={config.chunk_size}) is left to predict"
             )
         setattr(config, MAX_DELAY, int(max_delay))
@@ -106,9 +106,9 @@ def _check_sizes(config: PreTrainedConfig, source: str) -> None:
             continue
         if value < 1 and re.fullmatch(_POSITIVE, field.name):
             raise ValueError(f"{prefix}--policy.{field.name}={value}: must be positive")
-        most = next((limit for names, limit in _LARGEST.items() if re.search(names, field.name)), value)
-        if value > most:
-            raise ValueError(f"{prefix}{field.name} is {value:,}, more than the {most:,} that a policy may have")
+        largest = next((largest for names, largest in _LARGEST.items() if re.search(names, field.name)), value)
+        if value > largest:
+            raise ValueError(f"{prefix}{field.name} is {value:,}, more than the {largest:,} that a policy may have")
 
 
 def fetch_pretrained(
@@ -129,7 +129,7 @@ def fetch_pretrained(
         ValueError: unknown URI scheme; revision of a local folder; unknown repository or revision; no access.
         OSError: the Hub cannot be reached and the cache lacks the files.
     """
-    folder, commit = _here(path), None
+    folder, commit = _local_folder(path), None
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{path} is a local folder, which has no revision {revision!r}")
@@ -145,7 +145,7 @@ def fetch_pretrained(
     return folder, commit
 
 
-def _here(path: str) -> Path:
+def _local_folder(path: str) -> Path:
     """Return the local folder; copy one in a bucket to this machine after a check that it holds a policy."""
     folder = as_path(path)
     if "://" in path:
@@ -215,10 +215,10 @@ def _check_finite(folder: Path, weights: Mapping[str, Tensor]) -> None:
     for key, tensor in weights.items():
         # The sum is fast, but may overflow for huge finite values: count only if it is not finite.
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
-            bad = int((~torch.isfinite(tensor)).sum())
-            if bad:
+            count = int((~torch.isfinite(tensor)).sum())
+            if count:
                 raise ValueError(
-                    f"{key} in {folder} holds values that are not finite, {bad:,} of {tensor.numel():,}: the file is "
+                    f"{key} in {folder} holds values that are not finite, {count:,} of {tensor.numel():,}: the file is "
                     "damaged, or the policy had diverged when it was saved; start from another one"
                 )
 
@@ -270,9 +270,9 @@ def check_header(path: Path) -> None:
     if not path.exists():
         return
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        begin = file.read(64)
-        refuse_pointer(str(path), begin)
-        size = int.from_bytes(begin[:8], "little") if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+        head = file.read(64)
+        refuse_pointer(str(path), head)
+        size = int.from_bytes(head[:8], "little") if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     if size is None or size > MAX_HEADER_BYTES:
         fault = "is not a regular file" if size is None else f"claims a header of {size / 2**20:,.0f} MiB"
         raise ValueError(
@@ -307,8 +307,8 @@ def _check_keys(
 
 def _explain_names(folder: Path, names: Sequence[str]) -> None:
     """Raise ValueError with LeRobot's migration command if the weights predate LeRobot's processors."""
-    inside = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-    if old := [name for name in names if name.removeprefix("model.").startswith(inside)]:
+    prefixes = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+    if old := [name for name in names if name.removeprefix("model.").startswith(prefixes)]:
         raise ValueError(
             f"the weights in {folder} have normalisation inside of the policy ({old[0]}), as LeRobot saved it before "
             "processors: python -m lerobot.processor.migrate_policy_normalization "

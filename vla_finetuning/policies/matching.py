@@ -124,8 +124,8 @@ def match_features(
     fitted = copy.deepcopy(config)
     fitted.output_features = outputs
     fitted.input_features = fitted.input_features or {key: f for key, f in features.items() if key not in outputs}
-    described = {key: dataset_features[source] for key, source in sources.items()}
-    _tell_features(fitted, described)
+    metadata_features = {key: dataset_features[source] for key, source in sources.items()}
+    _set_feature_metadata(fitted, metadata_features)
     fitted.validate_features()  # adds inputs as the policy's constructor does; they need statistics too
     inputs = fitted.input_features
     cameras = [key for key, feature in features.items() if feature.type is FeatureType.VISUAL]
@@ -136,30 +136,30 @@ def match_features(
                 f"the policy needs '{key}', and the dataset's features are {sorted(dataset_features)}; "
                 f'--rename_map=\'{{"observation.x": "{key}"}}\' gives one of them that name'
             )
-    exact = getattr(config, "proprio_dim", None)
-    if exact is not None and OBS_STATE in features and features[OBS_STATE].shape != (exact,):
+    proprio_dim = getattr(config, "proprio_dim", None)
+    if proprio_dim is not None and OBS_STATE in features and features[OBS_STATE].shape != (proprio_dim,):
         shape = features[OBS_STATE].shape
         raise ValueError(
-            f"'{sources[OBS_STATE]}' has the shape {shape}, and the policy's proprio_dim is {exact}: give "
+            f"'{sources[OBS_STATE]}' has the shape {shape}, and the policy's proprio_dim is {proprio_dim}: give "
             f"--policy.proprio_dim={shape[0]}, or null for a policy that sees no state"
         )
     for key, limit in ((OBS_STATE, "max_state_dim"), (ACTION, "max_action_dim")):
         if key in features:
             _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))
 
-    keeps = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
+    fixed = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
     config.output_features = outputs
     config.input_features = {
-        key: feature if feature.type in keeps or key not in features else replace(feature, shape=features[key].shape)
+        key: feature if feature.type in fixed or key not in features else replace(feature, shape=features[key].shape)
         for key, feature in inputs.items()
     }
-    _tell_features(config, described)
+    _set_feature_metadata(config, metadata_features)
     if hasattr(config, "action_feature_names"):
-        named = list(dataset_features[ACTION].names or ()) or config.action_feature_names
+        names = list(dataset_features[ACTION].names or ()) or config.action_feature_names
         # The base's names may belong to another robot.
-        config.action_feature_names = named if named and len(named) == outputs[ACTION].shape[0] else None
+        config.action_feature_names = names if names and len(names) == outputs[ACTION].shape[0] else None
 
-    used = {**inputs, **outputs}
+    all_features = {**inputs, **outputs}
     rows = tuple(
         FeatureRow(
             None if key in masked else sources[key],
@@ -168,10 +168,10 @@ def match_features(
             tuple(feature.shape),
             normalization_mode(config, feature.type).value,
         )
-        for key, feature in used.items()
+        for key, feature in all_features.items()
     )
-    read = {row.dataset_key for row in rows}
-    metadata: Any = SimpleNamespace(features=[key for key in dataset_features if key in read], fps=fps)
+    dataset_keys = {row.dataset_key for row in rows}
+    metadata: Any = SimpleNamespace(features=[key for key in dataset_features if key in dataset_keys], fps=fps)
     return FeatureMatch(
         camera_keys=tuple(sources[key] for key in config.image_features if key in cameras),
         rows=rows,
@@ -179,7 +179,7 @@ def match_features(
     )
 
 
-def _tell_features(config: PreTrainedConfig, features: Mapping[str, DatasetFeature]) -> None:
+def _set_feature_metadata(config: PreTrainedConfig, features: Mapping[str, DatasetFeature]) -> None:
     """Pass a dataset's features to a configuration that accepts them, as LeRobot's `make_policy` does."""
     if callable(set_features := getattr(config, "set_dataset_feature_metadata", None)):
         set_features(
@@ -200,9 +200,9 @@ def _check_rename_map(
         if config.input_features and name not in config.input_features:
             hint = f": it has '{key}' already, leave that out" if key in config.input_features else ""
             raise ValueError(f"{entry}, and the policy's inputs are {sorted(config.input_features)}{hint}")
-        same = sorted(other for other in names if names[other] == name)
-        if len(same) > 1:
-            raise ValueError(f"{entry}, so that {same} would all be called '{name}'")
+        duplicates = sorted(other for other in names if names[other] == name)
+        if len(duplicates) > 1:
+            raise ValueError(f"{entry}, so that {duplicates} would all be called '{name}'")
 
 
 def _check_cameras(
@@ -223,7 +223,7 @@ def _check_cameras(
     can_mask = masks and len(missing) < len(policy_cameras) - len(empty)
     if not unknown and (not missing or (missing_cameras == "mask" and can_mask)):
         return empty | set(missing)
-    problems, ways = [], []
+    problems, remedies = [], []
     if missing:
         reason = f"are not among those chosen ({list(left_out)} are left out)" if left_out else "the dataset lacks"
         problems.append(f"the policy has cameras that {reason}: {missing}")
@@ -232,30 +232,30 @@ def _check_cameras(
     if missing and unknown:
         pairs = _pair_names(unknown, missing)
         suggestion = json.dumps({**rename_map, **{sources[key]: name for key, name in pairs.items()}})
-        ways.append(f"if these are the same cameras, --rename_map='{suggestion}'")
+        remedies.append(f"if these are the same cameras, --rename_map='{suggestion}'")
     if left_out:
-        ways.append("choose more cameras with --dataset.camera_keys")
+        remedies.append("choose more cameras with --dataset.camera_keys")
     if unknown:
-        ways.append("name the dataset's cameras to use with --dataset.camera_keys")
+        remedies.append("name the dataset's cameras to use with --dataset.camera_keys")
     if missing and cameras and masks:
-        ways.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
-    ways = ways or ["choose another policy"]
-    remedy = f". Either {', or '.join(ways)}" if len(ways) > 1 else f"; {ways[0]}"
+        remedies.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
+    remedies = remedies or ["choose another policy"]
+    remedy = f". Either {', or '.join(remedies)}" if len(remedies) > 1 else f"; {remedies[0]}"
     raise ValueError("; ".join(problems) + remedy)
 
 
 def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Pair each key with the most similar unused name, best pairs first."""
 
-    def last(key: str) -> str:
+    def tail(key: str) -> str:
         return key.rpartition(".")[2]
 
-    likeness = sorted(
-        ((difflib.SequenceMatcher(None, last(key), last(name)).ratio(), key, name) for key in keys for name in names),
+    candidates = sorted(
+        ((difflib.SequenceMatcher(None, tail(key), tail(name)).ratio(), key, name) for key in keys for name in names),
         key=lambda candidate: -candidate[0],
     )
     pairs: dict[str, str] = {}
-    for _, key, name in likeness:
+    for _, key, name in candidates:
         if key not in pairs and name not in pairs.values():
             pairs[key] = name
     return pairs

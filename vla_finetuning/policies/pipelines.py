@@ -85,23 +85,23 @@ def make_processors(
     if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
         steps = _saved_steps(folder, config)
         normalization = {"norm_map": config.normalization_mapping, "stats": renamed}
-        before: dict[str, Any] = {
+        pre: dict[str, Any] = {
             "device_processor": {"device": "cpu"},
             "normalizer_processor": {"features": features, **normalization},
             "rename_observations_processor": {"rename_map": dict(rename_map)},
             **_tokenizer_overrides(folder, config, steps, trusted),
         }
-        after: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, **normalization}}
+        post: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, **normalization}}
         relative = bool(getattr(config, "use_relative_actions", False))
         if relative or "relative_actions_processor" in steps:
-            before["relative_actions_processor"] = {
+            pre["relative_actions_processor"] = {
                 "enabled": relative,
                 "exclude_joints": getattr(config, "relative_exclude_joints", []),
                 "action_names": getattr(config, "action_feature_names", None),
             }
         if relative or "absolute_actions_processor" in steps:
-            after["absolute_actions_processor"] = {"enabled": relative}
-        options |= {"pretrained_path": str(folder), "preprocessor_overrides": before, "postprocessor_overrides": after}
+            post["absolute_actions_processor"] = {"enabled": relative}
+        options |= {"pretrained_path": str(folder), "preprocessor_overrides": pre, "postprocessor_overrides": post}
     elif (tokenizer := family.tokenizer_name(config)) is not None:
         _check_named_tokenizer(config, tokenizer)
     try:
@@ -142,7 +142,7 @@ def saved_rename_map(folder: Path) -> dict[str, str]:
     Raises:
         ValueError, OSError: the file cannot be read.
     """
-    names = (_saved_step(folder, "rename_observations_processor").get("config") or {}).get("rename_map")
+    names = (_find_saved_step(folder, "rename_observations_processor").get("config") or {}).get("rename_map")
     return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
 
 
@@ -155,7 +155,7 @@ def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int,
     Raises:
         ValueError, OSError: a file cannot be read.
     """
-    name = _saved_step(folder, "normalizer_processor").get("state_file")
+    name = _find_saved_step(folder, "normalizer_processor").get("state_file")
     if family_of(config).pads_statistics or not isinstance(name, str) or Path(name).name != name:
         return {}
     check_header(folder / name)
@@ -171,7 +171,7 @@ def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int,
     return shapes
 
 
-def _saved_step(folder: Path, name: str) -> dict[str, Any]:
+def _find_saved_step(folder: Path, name: str) -> dict[str, Any]:
     """Return the entry of the step `name` in a folder's own preprocessor; empty if it has none."""
     file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
     saved = read_foreign_json(file) if file.is_file() else {}
@@ -235,7 +235,7 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
                 "named by a Python class are refused, as the file could name any"
             ) from error
         for step, options, state_file in steps:
-            if reason := _why_not(step, options, state_file, config):
+            if reason := _explain_refusal(step, options, state_file, config):
                 raise ValueError(
                     f"{file}: the step {step!r:.100} {reason}; write the file anew with LeRobot, or leave it out"
                 )
@@ -246,16 +246,16 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
     return options_by_step
 
 
-def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
+def _explain_refusal(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
     """Explain why a saved step is refused; return None if it is allowed."""
     if step not in ProcessorStepRegistry.list():
         return "is not registered by LeRobot under that name"
     step_class = ProcessorStepRegistry.get(step)
     # Packages of the configuration and its base classes.
-    homes = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
+    config_modules = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
     module = step_class.__module__
     if step not in SHARED_STEPS and not any(
-        module == h or module.rpartition(".")[0] == h.rpartition(".")[0] for h in homes
+        module == home or module.rpartition(".")[0] == home.rpartition(".")[0] for home in config_modules
     ):
         return f"does not belong to a '{config.type}' policy"
     params = inspect.signature(step_class).parameters
@@ -319,12 +319,12 @@ def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Se
 
 def _check_prompt_length(config: PreTrainedConfig, preprocessor: PolicyProcessorPipeline, folder: Path | None) -> None:
     """Refuse a `tokenizer_max_length` below the `max_length` of the saved tokenizer step."""
-    longest = getattr(config, "tokenizer_max_length", None)
+    limit = getattr(config, "tokenizer_max_length", None)
     for step in preprocessor.steps:
         length = getattr(step, "max_length", None)
-        if isinstance(longest, int) and isinstance(length, int) and length > longest:
+        if isinstance(limit, int) and isinstance(length, int) and length > limit:
             raise ValueError(
-                f"--policy.tokenizer_max_length={longest}: the tokenizer saved in {folder} makes prompts of up to "
+                f"--policy.tokenizer_max_length={limit}: the tokenizer saved in {folder} makes prompts of up to "
                 f"{length} tokens; leave the option out, or give {length}"
             )
 

@@ -35,7 +35,7 @@ Stats = Mapping[str, Mapping[str, Any]]
 # Prefix of PI0.5's `empty_cameras`, inputs that no dataset has.
 EMPTY_CAMERA = f"{OBS_IMAGES}.empty_camera_"
 # Columns that identify a row, for messages.
-PLACE = ("dataset_index", "episode_index", "frame_index", "index")
+ROW_KEYS = ("dataset_index", "episode_index", "frame_index", "index")
 # Folder in an export with a copy of the tokenizer that LeRobot's processor fetches from the Hub by name.
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -143,8 +143,8 @@ class Prepare:
         features = {**config.input_features, **config.output_features}
         self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
-        full_pipeline = _with_steps(preprocessor, [_fixed_shape(copy.copy(step)) for step in preprocessor.steps])
-        self._pipeline = _with_steps(full_pipeline, [step for step in full_pipeline.steps if not _of_batch(step)])
+        full_pipeline = _with_steps(preprocessor, [_pad_to_max_length(copy.copy(step)) for step in preprocessor.steps])
+        self._pipeline = _with_steps(full_pipeline, [step for step in full_pipeline.steps if not _needs_batch(step)])
         self._renamed = _rename_map(self._pipeline)
         self._check_split(full_pipeline, config)
         for step in self._pipeline.steps:
@@ -172,15 +172,15 @@ class Prepare:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action of a row that is not skipped is not finite.
         """
-        cameras = {name: _pictures(batch, key) for key, name in self._cameras.items()}
-        return cameras | self.without_cameras(batch) | _handed_on(batch)
+        cameras = {name: _camera_column(batch, key) for key, name in self._cameras.items()}
+        return cameras | self.without_cameras(batch) | _row_columns(batch)
 
     def without_cameras(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run LeRobot's pipeline on a block without its cameras. Raises as `__call__`."""
-        rest = {key: value for key, value in batch.items() if key not in self._cameras}
+        inputs = {key: value for key, value in batch.items() if key not in self._cameras}
         rows = len(next(iter(batch.values())))
         # The tokenizer refuses empty input, so an empty block runs with a blank row to learn its columns.
-        prepared = self._run(rest if rows else {key: _blank_row(value) for key, value in rest.items()})
+        prepared = self._run(inputs if rows else {key: _blank_row(value) for key, value in inputs.items()})
         columns = {key: value[:rows] for key, value in prepared.items()}
         self._check_finite(batch, columns)
         return columns
@@ -188,10 +188,10 @@ class Prepare:
     def _check_finite(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:
         """Refuse NaN and infinity: in a state they become words of PI0.5's prompt, in an action the loss of a step."""
         for key in self._features & prepared.keys():
-            bad = ~np.isfinite(prepared[key]).all(axis=tuple(range(1, prepared[key].ndim)))
-            bad &= ~batch.get("is_skipped", np.zeros_like(bad))
-            if bad.any():
-                place = ", ".join(f"{name} {batch[name][bad.argmax()]}" for name in PLACE if name in batch)
+            invalid = ~np.isfinite(prepared[key]).all(axis=tuple(range(1, prepared[key].ndim)))
+            invalid &= ~batch.get("is_skipped", np.zeros_like(invalid))
+            if invalid.any():
+                place = ", ".join(f"{name} {batch[name][invalid.argmax()]}" for name in ROW_KEYS if name in batch)
                 raise ValueError(
                     f"'{key}' holds NaN or infinity, or what follows it in its window does, at {place}: repair the "
                     "dataset, or leave the episode out with --dataset.episodes"
@@ -299,7 +299,7 @@ class PrepareRobots:
         if len(self._robots) == 1:
             return self._robots[0].prepare(batch)
         robot = self._robot_of[batch["dataset_index"]]
-        columns = {key: _pictures(batch, key) for key in self._cameras}
+        columns = {key: _camera_column(batch, key) for key in self._cameras}
         rest = {key: value for key, value in batch.items() if key not in columns}
         prepared: dict[str, np.ndarray] = {}
         for number in np.unique(robot) if len(robot) else (0,):
@@ -321,16 +321,16 @@ class PrepareRobots:
         if self._own_widths:
             widths = np.array([layout.widths[ACTION] for layout in self._robots])[robot]
             columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]
-        return columns | _handed_on(batch)
+        return columns | _row_columns(batch)
 
 
-def _handed_on(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _row_columns(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the columns that identify rows, and `is_read`."""
     read = {"is_read": ~batch["is_skipped"]} if "is_skipped" in batch else {}
     return read | {key: batch[key] for key in ROW_COLUMNS if key in batch}
 
 
-def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+def _camera_column(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
     """Return a camera's column. Raise ValueError unless it is uint8 (N, ..., H, W, 3)."""
     if key not in batch:
         raise ValueError(f"the block has no camera '{key}'; its columns are {sorted(batch)}")
@@ -340,7 +340,7 @@ def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
     return images
 
 
-def _fixed_shape(step: ProcessorStep) -> ProcessorStep:
+def _pad_to_max_length(step: ProcessorStep) -> ProcessorStep:
     """Make a tokenizer pad to `max_length`, not to a block's longest prompt: a batch has rows of several blocks."""
     if isinstance(step, TokenizerProcessorStep) and step.padding == "longest":
         step.padding = "max_length"
@@ -367,7 +367,7 @@ def _with_steps(pipeline: PolicyProcessorPipeline, steps: list[ProcessorStep]) -
     return changed
 
 
-def _of_batch(step: ProcessorStep) -> bool:
+def _needs_batch(step: ProcessorStep) -> bool:
     return getattr(step, "_registry_name", None) in BATCH_STEPS
 
 
@@ -405,11 +405,11 @@ class DeviceHalf(nn.Module):
         self.register_buffer("divisor", torch.tensor(255.0), persistent=False)
         self._keys = tuple(config.image_features)
         self._scales: dict[str, tuple[NormalizationMode, str, str]] = {}
-        self._of_batch: PolicyProcessorPipeline | None = None
+        self._batch_pipeline: PolicyProcessorPipeline | None = None
         if preprocessor is None:
             return
-        if steps := [step for step in preprocessor.steps if _of_batch(step)]:
-            self._of_batch = _with_steps(preprocessor, steps)
+        if steps := [step for step in preprocessor.steps if _needs_batch(step)]:
+            self._batch_pipeline = _with_steps(preprocessor, steps)
         if any(getattr(step, "_registry_name", None) == IMAGENET_STEP for step in preprocessor.steps):
             for number, key in enumerate(self._keys):
                 mean, std = (torch.tensor(IMAGENET_STATS[name]).reshape(3, 1, 1) for name in ("mean", "std"))
@@ -418,10 +418,10 @@ class DeviceHalf(nn.Module):
         if normalizer is None:
             return
         mode = normalizer.norm_map.get(FeatureType.VISUAL, NormalizationMode.IDENTITY)
-        chosen = normalizer.normalize_observation_keys
+        keys = normalizer.normalize_observation_keys
         for number, key in enumerate(self._keys):
             stats = normalizer._tensor_stats.get(key, {})
-            if mode is NormalizationMode.IDENTITY or not stats or (chosen is not None and key not in chosen):
+            if mode is NormalizationMode.IDENTITY or not stats or (keys is not None and key not in keys):
                 continue
             if mode is NormalizationMode.MEAN_STD:
                 shift, scale = stats["mean"], stats["std"] + normalizer.eps
@@ -443,14 +443,14 @@ class DeviceHalf(nn.Module):
         of observations are (B, T, H, W, 3).
         """
         converted = dict(batch)
-        places = converted.pop(STREAM_POSITION, None)
+        positions = converted.pop(STREAM_POSITION, None)
         for key in self._keys:
             if key not in batch or batch[key].dtype != torch.uint8:
                 continue
             image = to_float(batch[key], self.divisor)
             if self._augment is not None and self.training:
-                assert places is not None
-                image = self._augment(key, image, places)
+                assert positions is not None
+                image = self._augment(key, image, positions)
             if key in self._scales:
                 mode, shift, scale = self._scales[key]
                 image = image - getattr(self, shift)
@@ -459,9 +459,9 @@ class DeviceHalf(nn.Module):
                 else:
                     image = 2 * image / getattr(self, scale) - 1
             converted[key] = image
-        return converted if self._of_batch is None else self._processed(self._of_batch, converted)
+        return converted if self._batch_pipeline is None else self._run_on_host(self._batch_pipeline, converted)
 
-    def _processed(self, pipeline: PolicyProcessorPipeline, batch: dict[str, Any]) -> dict[str, Any]:
+    def _run_on_host(self, pipeline: PolicyProcessorPipeline, batch: dict[str, Any]) -> dict[str, Any]:
         """Run BATCH_STEPS on the host, which waits for the device."""
         device = self.divisor.device
         on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}

@@ -15,7 +15,7 @@ from vla_finetuning.policies import (
 from vla_finetuning.policies.family import Family
 
 # Attribute of a configuration that overrides its family. It is no dataclass field, so no file has it.
-CHOSEN = "_family"
+FAMILY_ATTRIBUTE = "_family"
 # Packages whose policy types the tests compare with lerobot-train.
 PROVEN = ("lerobot", "vla_finetuning")
 
@@ -28,12 +28,12 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a configuration: the one set by `train_as`, else the one of its class."""
-    return getattr(config, CHOSEN, None) or family_of_class(type(config), config.type)
+    return getattr(config, FAMILY_ATTRIBUTE, None) or family_of_class(type(config), config.type)
 
 
 def train_as(config: PreTrainedConfig, family: Family) -> None:
     """Make `family_of` return `family` for a configuration and its copies. Saved files do not record it."""
-    setattr(config, CHOSEN, family)
+    setattr(config, FAMILY_ATTRIBUTE, family)
 
 
 def family_of_class(config_class: type, policy_type: str) -> Family:
@@ -48,9 +48,9 @@ def family_of_class(config_class: type, policy_type: str) -> Family:
     return next(filter(None, candidates), Family(policy_type, in_float32=True, reads_texts=True))
 
 
-def types_that(can: Callable[[Family], object]) -> str:
-    """List the policy types whose family satisfies `can`, for a message."""
-    return ", ".join(name for name, family in FAMILIES.items() if can(family))
+def types_that(condition: Callable[[Family], object]) -> str:
+    """List the policy types whose family satisfies `condition`, for a message."""
+    return ", ".join(name for name, family in FAMILIES.items() if condition(family))
 
 
 def find_type(policy_type: Any) -> None:

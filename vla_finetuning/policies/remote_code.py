@@ -26,10 +26,10 @@ HOW_TO_TRUST = (
     "read that code; if you trust it with this machine and your tokens, --policy.trust_remote_code true lets it run"
 )
 # Names in transformers 5.5 and diffusers 0.39.
-DECIDES, EXECUTES = "resolve_trust_remote_code", "get_class_in_module"
+DECIDE, EXECUTE = "resolve_trust_remote_code", "get_class_in_module"
 # Policies of LeRobot 0.6.1 that pass `trust_remote_code=True`, and the option that names the repository. groot passes
 # it too, but for a model that transformers implements.
-BRINGS_CODE = {
+CODE_OPTIONS = {
     "pi0_fast": "action_tokenizer_name",
     "wall_x": "action_tokenizer_path",
     "gaussian_actor": "vision_encoder_name",
@@ -42,9 +42,9 @@ class RemoteCodeError(ValueError):
     """A policy needs to run its own code, and the user has not allowed it."""
 
 
-def brought_along(config: PreTrainedConfig) -> str | None:
+def code_source(config: PreTrainedConfig) -> str | None:
     """Return the folder or Hub id whose code the policy needs to run; None if it needs none."""
-    option = BRINGS_CODE.get(config.type)
+    option = CODE_OPTIONS.get(config.type)
     return getattr(config, option, None) if option else None
 
 
@@ -57,7 +57,7 @@ def remote_code(trusted: bool) -> Iterator[None]:
     Raises:
         RemoteCodeError: raised inside the block if untrusted code would run.
     """
-    _guard()
+    _patch()
     before = _trusted.set(trusted)
     try:
         yield
@@ -65,17 +65,17 @@ def remote_code(trusted: bool) -> Iterator[None]:
         _trusted.reset(before)
 
 
-def _guard() -> None:
+def _patch() -> None:
     """Patch the deciding and executing functions in every module that has imported them."""
     import diffusers.utils.dynamic_modules_utils as diffusers_code
     import transformers.dynamic_module_utils as transformers_code
     import transformers.generation.utils  # noqa: F401  (imports them for `custom_generate`)
 
     guards: list[tuple[Any, str, Callable[..., Any]]] = [
-        (transformers_code, DECIDES, _decides),
-        (transformers_code, EXECUTES, _executes),
-        (diffusers_code, DECIDES, _diffusers_decides),
-        (diffusers_code, EXECUTES, _executes),
+        (transformers_code, DECIDE, _guard_decision),
+        (transformers_code, EXECUTE, _guard_execution),
+        (diffusers_code, DECIDE, _guard_diffusers_decision),
+        (diffusers_code, EXECUTE, _guard_execution),
     ]
     for owner, name, guard in guards:
         original = getattr(owner, name)
@@ -87,7 +87,7 @@ def _guard() -> None:
                 setattr(module, name, replacement)
 
 
-def _decides(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
+def _guard_decision(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
     def resolve_trust_remote_code(
         trust_remote_code: bool | None,
         model_name: str,
@@ -100,28 +100,28 @@ def _decides(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
             trust = True if trust_remote_code is None else trust_remote_code
             return original(trust, model_name, has_local_code, has_remote_code, error_message, upstream_repo)
         if has_remote_code and not has_local_code:
-            raise _only_by_code(model_name, upstream_repo or "it")
+            raise _needs_code_error(model_name, upstream_repo or "it")
         return False  # use transformers' own class
 
     return resolve_trust_remote_code
 
 
-def _diffusers_decides(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
+def _guard_diffusers_decision(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
     def resolve_trust_remote_code(trust_remote_code: bool | None, model_name: Any, has_remote_code: bool) -> bool:
         if has_remote_code and not _trusted.get():
-            raise _only_by_code(model_name, "it")
+            raise _needs_code_error(model_name, "it")
         return original(trust_remote_code, model_name, has_remote_code)
 
     return resolve_trust_remote_code
 
 
-def _only_by_code(model_name: Any, whose: str) -> RemoteCodeError:
+def _needs_code_error(model_name: Any, source: str) -> RemoteCodeError:
     return RemoteCodeError(
-        f"{model_name} can only be loaded by code that comes with {whose}, which is not run: {HOW_TO_TRUST}"
+        f"{model_name} can only be loaded by code that comes with {source}, which is not run: {HOW_TO_TRUST}"
     )
 
 
-def _executes(original: Callable[..., type], owner: Any) -> Callable[..., type]:
+def _guard_execution(original: Callable[..., type], owner: Any) -> Callable[..., type]:
     def get_class_in_module(class_name: str, module_path: Any, **options: Any) -> type:
         path = Path(owner.HF_MODULES_CACHE, module_path)
         if not _trusted.get():

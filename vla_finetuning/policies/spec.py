@@ -195,9 +195,9 @@ class PolicySpec:
         """Refuse a folder that changed since the run was planned. Hub folders are pinned to a commit."""
         if self.base["revision"] is not None:
             return
-        found = pretrained_digests(folder)
-        was, now = ({"the weights": base["digest"], **base["files"]} for base in (self.base, found))
-        if changed := sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name)):
+        digests = pretrained_digests(folder)
+        before, after = ({"the weights": base["digest"], **base["files"]} for base in (self.base, digests))
+        if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
             raise ValueError(
                 f"policy {self.base['path']} is not what it was when this run was planned: {', '.join(changed[:5])} "
                 "changed, came or went; put it back as it was, or start a new run"

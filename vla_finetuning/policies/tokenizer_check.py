@@ -20,7 +20,7 @@ MAX_BYTES = 256 * 2**20
 MAX_GROWTH = 16
 MAX_CPU_S, MAX_MEMORY_BYTES = 10, 2**30
 # Characters of the test texts: the longest instruction that a dataset may have.
-LONGEST = 20_000
+MAX_CHARACTERS = 20_000
 
 
 def check_tokenizer(path: Path) -> None:
@@ -37,17 +37,17 @@ def check_tokenizer(path: Path) -> None:
 
 
 @lru_cache(maxsize=8)
-def _check(path: Path, content: tuple[int, int]) -> None:
+def _check(path: Path, fingerprint: tuple[int, int]) -> None:
     _check_growth(path)
     command = [sys.executable, "-m", __name__, str(path), str(MAX_CPU_S)]
     # The child limits its CPU time, which does not depend on the machine's load. The timeout ends an idle child.
     try:
-        done = subprocess.run(command, capture_output=True, timeout=60 * MAX_CPU_S, stdin=subprocess.DEVNULL)
+        child = subprocess.run(command, capture_output=True, timeout=60 * MAX_CPU_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"{path}: loading it did not end in {error.timeout:.0f} s; save the tokenizer anew") from error
-    if done.returncode:
+    if child.returncode:
         # At a limit, the library ends the process without an exception.
-        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {child.returncode}"
         raise ValueError(
             f"{path}: loading it and splitting one instruction takes more than {MAX_CPU_S} s of CPU time or "
             f"{MAX_MEMORY_BYTES / 2**30:.0f} GiB, or fails ({reason:.200}); save the tokenizer anew"
@@ -64,11 +64,11 @@ def _check_growth(path: Path) -> None:
         if not isinstance(step, dict):
             continue
         pending += step.get("normalizers") or []
-        pattern, content = step.get("pattern"), step.get("content")
-        if isinstance(content, str):
+        pattern, fingerprint = step.get("pattern"), step.get("content")
+        if isinstance(fingerprint, str):
             # A regular expression may match the empty string between any two characters.
             literal = pattern.get("String") if isinstance(pattern, dict) else None
-            growth *= max(1.0, len(content) / len(literal) if literal else 1 + len(content))
+            growth *= max(1.0, len(fingerprint) / len(literal) if literal else 1 + len(fingerprint))
     if growth > MAX_GROWTH:
         raise ValueError(
             f"{path}: its normalizers may make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: it is made "
@@ -76,7 +76,7 @@ def _check_growth(path: Path) -> None:
         )
 
 
-def _load(path: str, cpu_s: int) -> None:
+def _try_loading(path: str, cpu_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -84,10 +84,10 @@ def _load(path: str, cpu_s: int) -> None:
 
     tokenizer = Tokenizer.from_file(path)
     printable = "".join(map(chr, range(32, 127)))
-    alike = "a" * (LONGEST - 1) + "!"  # worst case of regular expressions with nested repetitions
-    for text in ((printable * (LONGEST // len(printable) + 1))[:LONGEST], alike):
+    repeated = "a" * (MAX_CHARACTERS - 1) + "!"  # worst case of regular expressions with nested repetitions
+    for text in ((printable * (MAX_CHARACTERS // len(printable) + 1))[:MAX_CHARACTERS], repeated):
         tokenizer.encode(text)
 
 
 if __name__ == "__main__":
-    _load(sys.argv[1], int(sys.argv[2]))
+    _try_loading(sys.argv[1], int(sys.argv[2]))

@@ -60,11 +60,11 @@ def choose_trainable(
     """
     if mode not in ("heads", "expert", "full"):
         raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
-    family, other = family_of(policy.config), "frozen by the policy's configuration"
+    family, default_part = family_of(policy.config), "frozen by the policy's configuration"
     adapted: tuple[str, ...] = ()
     if adapters is not None and adapters.enabled:
         add_adapters(policy, adapters, seed)
-        parts, other = family.parts(policy), "the policy"
+        parts, default_part = family.parts(policy), "the policy"
         for name, parameter in policy.named_parameters():
             if parts.get(name) == UNUSED:
                 parameter.requires_grad_(False)
@@ -84,7 +84,7 @@ def choose_trainable(
     training = frozenset(parts[name] for name, p in policy.named_parameters() if p.requires_grad and name in parts)
     for name, parameter in policy.named_parameters():
         if not parameter.requires_grad:
-            part = parts.get(name, other)
+            part = parts.get(name, default_part)
             frozen[part] = frozen.get(part, 0) + parameter.numel()
     total = sum(parameter.numel() for parameter in policy.parameters())
     return TrainableReport(total, total - sum(frozen.values()), frozen, adapted, training)
@@ -113,7 +113,7 @@ def with_float32_masters(policy: PreTrainedPolicy) -> PreTrainedPolicy:
     return policy.float()
 
 
-def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
+def remove_unused(policy: PreTrainedPolicy) -> list[str]:
     """Remove frozen parameters in the part UNUSED; return their names.
 
     The family's loss gives the same numbers without them. LeRobot's own `forward` no longer runs.
@@ -134,15 +134,15 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
     Heads stay too, because losses compute some of them without autocast.
     """
     heads = {name for name, part in family_of(policy.config).parts(policy).items() if part == "heads"}
-    unchanged = {
+    float32_modules = {
         module
-        for part in policy.modules()
-        if isinstance(part, _NORMS) or (hasattr(part, "patch_embedding") and hasattr(part, "position_embedding"))
-        for module in part.modules()
+        for layer in policy.modules()
+        if isinstance(layer, _NORMS) or (hasattr(layer, "patch_embedding") and hasattr(layer, "position_embedding"))
+        for module in layer.modules()
     }
-    for place, module in policy.named_modules():
-        for name, parameter in () if module in unchanged else module.named_parameters(recurse=False):
-            if not parameter.requires_grad and parameter.is_floating_point() and f"{place}.{name}" not in heads:
+    for module_name, module in policy.named_modules():
+        for name, parameter in () if module in float32_modules else module.named_parameters(recurse=False):
+            if not parameter.requires_grad and parameter.is_floating_point() and f"{module_name}.{name}" not in heads:
                 parameter.data = parameter.data.to(dtype)
 
 
@@ -164,13 +164,13 @@ def build_loss(
         options: options of `Family.make_loss`.
     """
     choose_trainable(policy, mode, adapters, seed)
-    leave_off_unused(policy)
+    remove_unused(policy)
     if autocast is not None:
         cast_frozen(policy, autocast)
     return family_of(policy.config).make_loss(policy, **options)
 
 
-def autocast_of(precision: str, device: torch.device) -> torch.dtype | None:
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """Return the autocast dtype for a value of `--train.precision` on `device`; None for fp32."""
     # GPUs before Ampere emulate bf16, which is slower than fp32.
     auto = precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -39,10 +39,10 @@ def augmented(sheet: Sequence[Moment], config: Config) -> list[Moment]:
         return list(sheet)
     import torch  # only here: looking at a dataset needs neither
 
-    from vla_finetuning.policies.augment import augmentation_of
+    from vla_finetuning.policies.augment import make_augmentation
 
     names = {key: config.rename_map.get(key, key) for moment in sheet for key in moment.images}
-    augmentation = augmentation_of(
+    augmentation = make_augmentation(
         config.train.augmentation, config.dataset.image_transforms, config.seed, sorted(names.values())
     )
     if augmentation is None:

@@ -18,7 +18,7 @@ from vla_finetuning.options.recap import ADVANTAGE, LABEL_DROPOUT
 from vla_finetuning.plan.record import record_attention
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.attention import choose_kernel
-from vla_finetuning.policies.augment import augmentation_of
+from vla_finetuning.policies.augment import make_augmentation
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss, time_without_given
@@ -26,7 +26,7 @@ from vla_finetuning.policies.pipelines import tokenizer_step
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.policies.trainable import autocast_of, build_loss
+from vla_finetuning.policies.trainable import autocast_dtype, build_loss
 from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
@@ -40,11 +40,11 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     Without what training never uses: `export` has it from the base, which it reads anew.
     """
     policy, train = spec.start(), spec.train
-    autocast = autocast_of(train.precision, device)
+    autocast = autocast_dtype(train.precision, device)
     preprocessor, _ = spec.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
     cameras = list(spec.config.image_features)
-    augmentation = augmentation_of(train.augmentation, spec.image_transforms, spec.seed, cameras)
+    augmentation = make_augmentation(train.augmentation, spec.image_transforms, spec.seed, cameras)
     images = DeviceHalf(preprocessor, spec.config, augmentation)
     compiler = None
     if train.compile:
