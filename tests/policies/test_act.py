@@ -43,6 +43,6 @@ def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(monkeypatch):
 def test_what_a_policy_calls_as_the_loop_does_is_not_taken_for_the_loops():
     """A held-out loss would choose the best checkpoint."""
     loss = SimpleNamespace(metrics=DeviceMetrics(torch.device("cpu")), training=True)
-    PolicyLoss.note(loss, {"eval_loss": 0.1, "loss": 2.0, "l1_loss": torch.tensor([3.0]), "text": "x"})
+    PolicyLoss.add_metrics(loss, {"eval_loss": 0.1, "loss": 2.0, "l1_loss": torch.tensor([3.0]), "text": "x"})
     line, _ = loss.metrics.gather({"waited_s": 0.0})
     assert line["l1_loss"] == 3.0 and "eval_loss" not in line and np.isnan(line["loss"])

@@ -115,7 +115,7 @@ class Planted(Family):
 
     modes = {"heads": {"head"}, "expert": {"head"}, "full": {"head", "rest"}}
     train_options = frozenset({"mask_padding"})
-    without_effect = {"use_vae": "--train.vae"}
+    ignored_options = {"use_vae": "--train.vae"}
     row_losses = True
 
     def parts(self, policy):

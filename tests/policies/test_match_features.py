@@ -151,7 +151,7 @@ def test_cameras_that_do_not_match_print_the_flag_to_write():
 def test_cameras_that_were_left_out_are_not_called_lacking():
     config = pretrained_config("a", "b")
     with pytest.raises(ValueError) as caught:
-        match_features(config, dataset_features("a"), {}, fps=10, left_out=["observation.images.b"])
+        match_features(config, dataset_features("a"), {}, fps=10, excluded=["observation.images.b"])
     message = "the policy has cameras that are not among those chosen (['observation.images.b'] are left out)"
     assert message in str(caught.value) and "lacks" not in str(caught.value)
     assert "Either choose more cameras with --dataset.camera_keys, or let the policy run" in str(caught.value)

@@ -235,7 +235,7 @@ def test_in_libero_an_xvla_is_lerobots(normalises, tmp_path):
         root, "xvla", **{"policy.action_mode": "ee6d", "policy.max_state_dim": 20, "policy.max_action_dim": 20}
     )
     policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
-    check_fits(policy.config, env, {}, run.robots[0].match.trained)
+    check_fits(policy.config, env, {}, run.robots[0].match.shapes)
     plain = copy.copy(pre)
     done = ("xvla_image_to_float", "xvla_imagenet_normalize", "xvla_add_domain_id")
     plain.steps = [step for step in pre.steps if getattr(step, "_registry_name", None) not in done]

@@ -180,7 +180,7 @@ def test_freeze_flags_are_the_runs(folder):
         run = trained(folder, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x", mode=mode)
         config = exported_config(run.policy)
         assert (config.train_expert_only, config.freeze_vision_encoder) == (part, part), mode
-    assert {"train_expert_only", "freeze_vision_encoder"} <= family_of(config).without_effect.keys()
+    assert {"train_expert_only", "freeze_vision_encoder"} <= family_of(config).ignored_options.keys()
 
 
 def test_each_robot_of_a_mixture_has_its_own(folder, tmp_path):

@@ -356,7 +356,7 @@ def test_options_reach_the_loss(setting, monkeypatch):
     flags = {"train.attention": "eager", "train.activation_checkpointing": "true", "train.mask_padding": "true"}
 
     runs = [resolved(setting, **flags), resolved(setting)]
-    monkeypatch.setattr(pi05.PI05, "own_loss", Loss)
+    monkeypatch.setattr(pi05.PI05, "loss_class", Loss)
     for run in runs:
         build_model(run.policy, CPU)
     wanted = ("attention", "checkpointing", "mask_padding", "compile")

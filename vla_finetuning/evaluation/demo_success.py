@@ -70,7 +70,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         conditions["untrained"] = Condition("untrained")
     check_fits(trained, env, saved_rename_map(exported), saved_shapes(exported, trained))
     if "untrained" in sources:
-        check_fits(sources["untrained"].config, env, policy.robots[0].rename_map, policy.robots[0].match.trained)
+        check_fits(sources["untrained"].config, env, policy.robots[0].rename_map, policy.robots[0].match.shapes)
     comparison = SideBySide(
         conditions,
         sources,

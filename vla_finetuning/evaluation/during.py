@@ -72,7 +72,7 @@ class Evaluator:
         (robot,) = run.robots
         for meta in [run.rows.metas[number] for number in robot.datasets]:
             check_drawn(how_drawn(meta), self._env, meta.root)
-        check_fits(robot.config, self._env, robot.rename_map, robot.match.trained)  # named as the processors do
+        check_fits(robot.config, self._env, robot.rename_map, robot.match.shapes)  # named as the processors do
         self._failed: dict[int, str] = {}
         self._stop, self._training = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None

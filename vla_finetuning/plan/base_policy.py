@@ -239,7 +239,7 @@ def policy_config_of(label: str, policy_type: str, folder: Path | None, options:
 def check_policy_options(config: Config, policy_config: PreTrainedConfig) -> None:
     """Refuse options of the policy that would be ignored, naming what does the same here."""
     answers = {"device": "--scaling.use_gpu", "pretrained_path": "--policy.path"}
-    answers |= family_of(policy_config).without_effect
+    answers |= family_of(policy_config).ignored_options
     for option in config.policy_options:
         name = option.removeprefix("--").partition("=")[0]
         if name in answers:

@@ -158,7 +158,7 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
             ]
     if policy.parameters is not None:
         is_named = config.peft.enabled or policy.value is not None
-        what_trains = policy.what_trains if is_named else f"--train.mode {policy.what_trains}"
+        what_trains = policy.trained_part if is_named else f"--train.mode {policy.trained_part}"
         lines.append(
             f"             {policy.parameters.total:,} parameters, {policy.parameters.trainable:,} of them train "
             f"({what_trains})" + _flops(policy)

@@ -152,7 +152,7 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
             named, match = _match_robot(lenient, group, fitted, base.name)
         except ValueError as error:
             raise ValueError(f"robot {name}: {error}") from error
-        fitted.input_features = {key: value for key, value in fitted.input_features.items() if key in match.trained}
+        fitted.input_features = {key: value for key, value in fitted.input_features.items() if key in match.shapes}
         used = {key: name for key, name in group.rename_map.items() if key in match.dataset_keys}
         own_names = {name: key for key, name in used.items()}
         opening = f"{name}: " if config.dataset.robot_in_prompt else ""
@@ -179,7 +179,7 @@ def _match_robot(
             names_of_first(group.metas, group.rename_map),
             missing_cameras=config.dataset.missing_cameras,
             fps=meta.fps,
-            left_out=sorted(set(meta.camera_keys) - set(group.camera_keys or meta.camera_keys)),
+            excluded=sorted(set(meta.camera_keys) - set(group.camera_keys or meta.camera_keys)),
         )
     except ValueError as error:
         not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
@@ -402,7 +402,7 @@ def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> 
     deltas = {}
     for robot in robots:
         first = metas[robot.datasets[0]]
-        for name, seconds in robot.match_of_rows.delta_timestamps.items():
+        for name, seconds in robot.row_match.delta_timestamps.items():
             if name in matched:  # in frames of the first dataset
                 deltas[name] = [round(second * first.fps) / metas[0].fps for second in seconds]
     return FeatureMatch(tuple(key for key in base.config.image_features if key not in masked), rows, deltas)

@@ -61,7 +61,7 @@ def _decisions(config: Config, policy: PreTrainedConfig, report: TrainableReport
     for name, value in family.freezes(policy, report.parts).items() if report is not None else ():
         yield name, value, what_trains
     for name, flag in (("compile_model", "compile"), ("gradient_checkpointing", "activation_checkpointing")):
-        if name in family.without_effect:
+        if name in family.ignored_options:
             yield name, getattr(train, flag), f"--train.{flag}={_shown(getattr(train, flag))}"
     if train.precision != "auto":  # which goes by the GPU, or by use_amp
         yield "use_amp", config.planned_in_bf16, f"--train.precision={train.precision}"

@@ -170,7 +170,7 @@ def with_stats(run: Run) -> Run:
     for number, robot in enumerate(robots):
         if not robot.missing_stats:
             continue
-        rows, match = run.rows.of_datasets(robot.datasets), robot.match_of_rows
+        rows, match = run.rows.of_datasets(robot.datasets), robot.row_match
         relative = relative_actions(robot.config)
         computed, joint = computed_stats(run.config, rows, robot.missing_stats, relative, cache_dir)
         options, keys = run.config.dataset, match.dataset_keys
@@ -201,7 +201,7 @@ def make_job(
         batch_size=config.batch_size,
         batches_per_step=config.grad_accum * config.scaling.num_workers,
         scaling=config.scaling,
-        start=Progress(0, 0, identity, policy.base, policy.what_trains, global_batch_size or config.global_batch_size),
+        start=Progress(0, 0, identity, policy.base, policy.trained_part, global_batch_size or config.global_batch_size),
         disk_bytes=config.most_checkpoints(steps) * policy.checkpoint_bytes
         + (weights.stat().st_size if weights.is_file() else 0),
         timeouts=Timeouts.from_environment(),

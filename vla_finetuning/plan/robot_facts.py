@@ -34,7 +34,7 @@ def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
 def _facts(run: Run, robot: Robot) -> dict[str, Any]:
     rows, config = run.rows, robot.config
     meta = rows.metas[robot.datasets[0]]
-    keys = robot.match_of_rows.dataset_keys
+    keys = robot.row_match.dataset_keys
     vectors = {key: dimension_names(meta, key) for key in keys if key in meta.features and key not in meta.camera_keys}
     instructions = sorted({task for n in robot.datasets for task in tasks_of(rows.metas[n], rows.episodes[n])})
     relative = bool(getattr(config, "use_relative_actions", False))

@@ -44,7 +44,7 @@ def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tupl
 
 
 def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode]:
-    d, metas, match, policy_config = config.dataset, rows.metas, robot.match_of_rows, robot.config
+    d, metas, match, policy_config = config.dataset, rows.metas, robot.row_match, robot.config
     keys, cameras = match.dataset_keys, match.camera_keys
     needed = needed_stats(policy_config, metas[0], cameras, keys, d.use_imagenet_stats, rows.any_held_out)
     relative = relative_actions(policy_config)
@@ -69,7 +69,7 @@ def with_placeholders(robot: Robot, metas: Sequence[DatasetMetadata]) -> Robot:
     if not robot.missing_stats:
         return robot
     low, meta = {"min", "mean", "q01", "q10"}, metas[robot.datasets[0]]
-    needed = required_stats(robot.config, {key: meta.features[key] for key in robot.match_of_rows.dataset_keys})
+    needed = required_stats(robot.config, {key: meta.features[key] for key in robot.row_match.dataset_keys})
     shapes = {key: (3, 1, 1) if key in meta.camera_keys else meta.features[key].shape for key in needed}
     stats = {
         key: {name: np.full(shapes[key], 0.0 if name in low else 1.0) for name in names}

@@ -90,10 +90,10 @@ class PolicyLoss(nn.Module):
             noise, time: rows of `Family.draw`; None if the policy draws them itself.
         """
         loss, *extra = self.policy.forward(self.images(batch))
-        self.note(extra[0] if extra else None)
+        self.add_metrics(extra[0] if extra else None)
         return loss
 
-    def note(self, values: Mapping[str, Any] | None) -> None:
+    def add_metrics(self, values: Mapping[str, Any] | None) -> None:
         """Add the values that a training forward returned besides the loss to `metrics`, under LeRobot's names.
 
         Args:
@@ -193,22 +193,22 @@ class Family:
         offline: whether LeRobot builds the network without downloads from `without_downloads(config)`, so that names
             and shapes of weights are known before training. True for every type with `from_config`.
 
-        own_loss: class of the loss if LeRobot's `forward` computes it.
+        loss_class: class of the loss if LeRobot's `forward` computes it.
         modes: trainable parts (`parts`) by `--train.mode`. If empty, only `full` exists, and trains the parameters that
             the policy's configuration leaves trainable.
         train_options: subset of TRAIN_OPTIONS that the loss supports.
-        without_effect: options of the policy without effect here, each with the flag to use instead.
+        ignored_options: options of the policy without effect here, each with a description of its replacement.
         row_losses: whether the loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: whether the loss is a `flow.FlowLoss`, which gives action chunks a probability.
         delays: whether it can train with the option MAX_DELAY, on chunks whose first actions are given.
         writes: whether the loss can `write` texts, as `pi05.PI05Loss` does.
         masks_cameras: whether it runs without some of its cameras.
         sorts_cameras: whether it takes cameras in alphabetical order, whatever their order in the configuration.
-        takes_any: whether it plays with any subset of its cameras and pads or cuts a state of any length.
+        any_inputs: whether it plays with any subset of its cameras and pads or cuts a state of any length.
         pads_statistics: whether its processors pad vectors and statistics before they normalise.
         image_options: options of the policy that control image preprocessing; read with the option `feature_cache`.
         fits_images: whether it first resizes images to its `image_resolution`, if set, with centred black padding.
-        own_processors: whether LeRobot makes its processors anew for a dataset's statistics, and ignores the folder's.
+        rebuilds_processors: whether LeRobot makes new processors for a dataset and ignores the saved ones.
         no_adapters: why adapters (--peft.*) do not train; empty if they do.
         from_config: whether LeRobot builds it from its configuration alone and a folder has all of its weights. It can
             then be built on the meta device, and implements the methods below that raise NotImplementedError.
@@ -225,22 +225,22 @@ class Family:
     sized_by_images: bool = False
     offline: bool = False
 
-    own_loss: ClassVar[LossClass] = PolicyLoss
+    loss_class: ClassVar[LossClass] = PolicyLoss
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()
-    without_effect: ClassVar[Mapping[str, str]] = {}
+    ignored_options: ClassVar[Mapping[str, str]] = {}
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     delays: ClassVar[bool] = False
     writes: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
     sorts_cameras: ClassVar[bool] = False
-    takes_any: ClassVar[bool] = False
+    any_inputs: ClassVar[bool] = False
     pads_statistics: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()
     fits_images: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""
-    own_processors: ClassVar[bool] = False
+    rebuilds_processors: ClassVar[bool] = False
     from_config: ClassVar[bool] = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Family:
         options = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
         if unknown := [name for name, enabled in options.items() if enabled]:
             raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
-        return self.own_loss(policy, images=images)
+        return self.loss_class(policy, images=images)
 
     def training_state(self) -> dict[str, Tensor]:
         """Return the tensors that the loss adds to a checkpoint, by name. They are restored, and never exported."""
@@ -420,7 +420,7 @@ class Family:
 
 
 def parts_by_prefix(policy: PreTrainedPolicy, prefixes: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the part of each parameter by its name: that of the first (prefix, part) whose prefix matches."""
+    """Return the part of each parameter by its name, from the first pair (prefix, part) whose prefix matches."""
     parts = {}
     for name, _ in policy.named_parameters():
         part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)

@@ -112,7 +112,7 @@ def _check_sizes(config: PreTrainedConfig, source: str) -> None:
 
 
 def fetch_pretrained(
-    path: str, revision: str | None = None, look: Callable[[Path], Any] = lambda folder: None
+    path: str, revision: str | None = None, check_config: Callable[[Path], Any] = lambda folder: None
 ) -> tuple[Path, str | None]:
     """Find a pretrained policy, and download it if `path` is a bucket or Hub address.
 
@@ -121,7 +121,7 @@ def fetch_pretrained(
     Args:
         path: folder on a disk or in a bucket, or `owner/name` on the Hub. An existing folder wins.
         revision: branch, tag or commit on the Hub.
-        look: check that is called when only config.json has been downloaded; it may raise.
+        check_config: check that is called when only config.json has been downloaded; it may raise.
     Returns:
         The local folder, and its commit; None as commit unless it is from the Hub.
     Raises:
@@ -139,7 +139,7 @@ def fetch_pretrained(
         commit = resolve_commit(path, revision, repo_type="model")
         folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=("config.json",)))
         _require_config(path, folder)
-        look(folder)
+        check_config(folder)
         folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=PRETRAINED_FILES))
     _require_config(path, folder)
     return folder, commit

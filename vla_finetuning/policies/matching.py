@@ -55,7 +55,7 @@ class FeatureMatch:
         return tuple(row.dataset_key for row in self.rows if row.dataset_key is not None)
 
     @property
-    def trained(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the dataset's shapes by the policy's keys, without masked cameras."""
         return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
 
@@ -95,7 +95,7 @@ def match_features(
     *,
     fps: float,
     missing_cameras: Literal["error", "mask"] = "error",
-    left_out: Sequence[str] = (),
+    excluded: Sequence[str] = (),
 ) -> FeatureMatch:
     """Match a dataset's features to a policy's, and fit the configuration to the dataset in place.
 
@@ -109,7 +109,7 @@ def match_features(
         rename_map: dataset key to policy key, for `observation.*`.
         fps: frames per second of the dataset.
         missing_cameras: "mask" to run without cameras that the dataset lacks, if the policy can.
-        left_out: cameras of the dataset that were not chosen, for a message.
+        excluded: cameras of the dataset that were not chosen, for a message.
     Raises:
         ValueError: features do not match; the message names the key, both shapes or names, and the flag to use.
     """
@@ -129,7 +129,7 @@ def match_features(
     fitted.validate_features()  # adds inputs as the policy's constructor does; they need statistics too
     inputs = fitted.input_features
     cameras = [key for key, feature in features.items() if feature.type is FeatureType.VISUAL]
-    masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras, left_out)
+    masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras, excluded)
     for key, feature in inputs.items():
         if feature.type is not FeatureType.VISUAL and key not in features:
             raise ValueError(
@@ -212,7 +212,7 @@ def _check_cameras(
     sources: Mapping[str, str],
     rename_map: Mapping[str, str],
     missing_cameras: str,
-    left_out: Sequence[str],
+    excluded: Sequence[str],
 ) -> set[str]:
     """Return the policy's cameras to mask. Raise ValueError if others do not match the dataset's."""
     policy_cameras = [key for key, feature in inputs.items() if feature.type is FeatureType.VISUAL]
@@ -225,7 +225,7 @@ def _check_cameras(
         return empty | set(missing)
     problems, remedies = [], []
     if missing:
-        reason = f"are not among those chosen ({list(left_out)} are left out)" if left_out else "the dataset lacks"
+        reason = f"are not among those chosen ({list(excluded)} are left out)" if excluded else "the dataset lacks"
         problems.append(f"the policy has cameras that {reason}: {missing}")
     if unknown:
         problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
@@ -233,7 +233,7 @@ def _check_cameras(
         pairs = _pair_names(unknown, missing)
         suggestion = json.dumps({**rename_map, **{sources[key]: name for key, name in pairs.items()}})
         remedies.append(f"if these are the same cameras, --rename_map='{suggestion}'")
-    if left_out:
+    if excluded:
         remedies.append("choose more cameras with --dataset.camera_keys")
     if unknown:
         remedies.append("name the dataset's cameras to use with --dataset.camera_keys")

@@ -81,7 +81,7 @@ def make_processors(
     config.device = "cpu"
     options: dict[str, Any] = {"dataset_stats": renamed}
     family = family_of(config)
-    folder = None if folder is None or family.own_processors else Path(folder)
+    folder = None if folder is None or family.rebuilds_processors else Path(folder)
     if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
         steps = _saved_steps(folder, config)
         normalization = {"norm_map": config.normalization_mapping, "stats": renamed}

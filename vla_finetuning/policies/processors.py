@@ -277,14 +277,14 @@ class PrepareRobots:
         robots: robots of the run.
         robot_of: index in `robots` of each dataset.
         cameras: all cameras in a block, by the policy's names.
-        own_widths: whether each row's loss covers only its robot's action dimensions.
+        per_robot_dims: whether each row's loss covers only its robot's action dimensions.
     """
 
     def __init__(
-        self, robots: Sequence[PreparedRobot], robot_of: Sequence[int], cameras: Sequence[str], own_widths: bool
+        self, robots: Sequence[PreparedRobot], robot_of: Sequence[int], cameras: Sequence[str], per_robot_dims: bool
     ):
         self._robots, self._robot_of, self._cameras = tuple(robots), np.asarray(robot_of), tuple(cameras)
-        self._own_widths = own_widths
+        self._per_robot_dims = per_robot_dims
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Prepare a block of frame rows.
@@ -294,7 +294,7 @@ class PrepareRobots:
         Returns:
             Columns as from `Prepare`. With several robots, vectors are padded with zeros, and there are three more
             kinds of columns: `CAMERA_is_present` bool (N,) for each camera, `robot_index` int64 (N,), and with
-            `own_widths` `action_dims` bool (N, A), True for dimensions of the row's robot.
+            `per_robot_dims` `action_dims` bool (N, A), True for dimensions of the row's robot.
         """
         if len(self._robots) == 1:
             return self._robots[0].prepare(batch)
@@ -318,7 +318,7 @@ class PrepareRobots:
         columns |= {**prepared, ROBOT: robot.astype(np.int64)}
         for key in self._cameras:
             columns[key + IS_PRESENT] = np.array([key in layout.cameras for layout in self._robots])[robot]
-        if self._own_widths:
+        if self._per_robot_dims:
             widths = np.array([layout.widths[ACTION] for layout in self._robots])[robot]
             columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]
         return columns | _row_columns(batch)

@@ -79,19 +79,19 @@ class Robot:
         return f"{self.name}: " if self.name else ""
 
     @property
-    def match_of_rows(self) -> FeatureMatch:
+    def row_match(self) -> FeatureMatch:
         """Return `match` by the names in rows."""
         return self.match.renamed({dataset_key: name for name, dataset_key in self.own_names.items()})
 
     @property
     def cameras(self) -> tuple[str, ...]:
         """Return the robot's cameras, by the names in rows."""
-        return self.match_of_rows.camera_keys
+        return self.row_match.camera_keys
 
     @property
     def widths(self) -> dict[str, int]:
         """Return the widths of state and action, by the names in rows."""
-        match = self.match_of_rows
+        match = self.row_match
         shapes = {row.dataset_key: row.dataset_shape for row in match.rows}
         return {key: shape[0] for key, shape in shapes.items() if key and shape and key not in match.camera_keys}
 
@@ -218,7 +218,7 @@ class PolicySpec:
         return self.train.augmentation != "none" or self.image_transforms.enable
 
     @property
-    def what_trains(self) -> str:
+    def trained_part(self) -> str:
         """Describe the trainable part of the policy (--train.mode), or its adapters."""
         peft = self.adapters
         if self.value is not None:

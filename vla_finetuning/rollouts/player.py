@@ -561,7 +561,7 @@ def check_fits(
     missing = {key for key in config.input_features if key not in env_features and not key.startswith(EMPTY_CAMERA)}
     # A name that the policy does not know is a slip in the map, not a camera to do without.
     slip = any(key in rename_map and rename_map[key] not in config.input_features for key in features)
-    masks = (family.masks_cameras or family.takes_any) and any(key in env_features for key in config.image_features)
+    masks = (family.masks_cameras or family.any_inputs) and any(key in env_features for key in config.image_features)
     if masks and not slip:
         missing -= config.image_features.keys() - trained.keys()
     if missing:
@@ -578,7 +578,7 @@ def check_fits(
         env_shape, policy_shape = tuple(env_features[key].shape), trained.get(key, tuple(feature.shape))
         if key == OBS_STATE and key not in trained and len(env_shape) == 1:  # padded, where the policy pads
             padded = policy_shape == (getattr(config, "max_state_dim", None),)
-            policy_shape = env_shape if family.takes_any or (padded and env_shape < policy_shape) else policy_shape
+            policy_shape = env_shape if family.any_inputs or (padded and env_shape < policy_shape) else policy_shape
         if env_shape != policy_shape:
             raise ValueError(
                 f"the policy's '{key}' has the shape {policy_shape}, that of --env.type={env.type} {env_shape}: it was "

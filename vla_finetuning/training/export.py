@@ -159,7 +159,7 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
         "compile_model": False,  # how a process computes, and not what
         "gradient_checkpointing": False,
     }
-    for name in replaced.keys() & family_of(config).without_effect.keys():
+    for name in replaced.keys() & family_of(config).ignored_options.keys():
         setattr(config, name, replaced[name])
     config.use_peft = False
     return config

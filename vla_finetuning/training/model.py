@@ -157,7 +157,7 @@ def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
         pipeline = Prepare(preprocessor, cameras, robot.rename_map, robot.config, trusted=spec.trusted, texts=texts)
         robots.append(PreparedRobot(pipeline, frozenset(cameras), robot.widths, robot.opening))
     prepare: Callable[[Columns], Columns]
-    prepare = PrepareRobots(robots, spec.robot_of, rows.camera_keys, own_widths=spec.train.pad_loss == "own")
+    prepare = PrepareRobots(robots, spec.robot_of, rows.camera_keys, per_robot_dims=spec.train.pad_loss == "own")
     if rows.positive is not None:
         prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, LABEL_DROPOUT, spec.seed)
     prepare = family_of(spec.config).prepared(prepare, spec.config, tokenizer_step(preprocessor))

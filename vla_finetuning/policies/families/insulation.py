@@ -118,7 +118,7 @@ class InsulatedLoss(PI05Loss):
             flow = flow.masked_fill(~repeat_rows(batch[HAS_ACTION], draws), 0.0)
             return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
         cross_entropy = by_token.sum() / self._mean_count(batch)[0]
-        self.note({"flow_loss": flow, "token_loss": cross_entropy, **metrics})
+        self.add_metrics({"flow_loss": flow, "token_loss": cross_entropy, **metrics})
         return cross_entropy + self._flow_weight * flow
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:

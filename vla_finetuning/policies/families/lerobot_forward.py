@@ -34,10 +34,10 @@ class ACTLoss(PolicyLoss):
         actions, (mean, log_variance) = self.policy.model(seen)
         errors = F.l1_loss(seen[ACTION], actions, reduction="none") * ~seen["action_is_pad"].unsqueeze(-1)
         loss = errors.sum() / (batch[MEAN_COUNT] * errors.shape[-1])
-        self.note({"l1_loss": loss})
+        self.add_metrics({"l1_loss": loss})
         if config.use_vae and log_variance is not None:
             divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum(-1)
-            self.note({"kld_loss": divergence.mean()})
+            self.add_metrics({"kld_loss": divergence.mean()})
             loss = loss + divergence.mean() * config.kl_weight
         return loss
 
@@ -48,7 +48,7 @@ class ACTLoss(PolicyLoss):
 class ACT(Family):
     """ACT and types that derive from it."""
 
-    own_loss = ACTLoss
+    loss_class = ACTLoss
     train_options = frozenset({"exact_mean"})
 
     def remembers(self, config: Any) -> str:
@@ -120,7 +120,7 @@ class VQBeTLoss(PolicyLoss):
 class VQBeT(Queued):
     """VQ-BeT and types that derive from it."""
 
-    own_loss = VQBeTLoss
+    loss_class = VQBeTLoss
     no_adapters = (
         "its first steps (n_vqvae_training_steps) train a codebook and nothing else, and adapters leave that frozen"
     )
@@ -163,7 +163,7 @@ class FastWAMLoss(PolicyLoss):
 class FastWAM(Family):
     """FastWAM and types that derive from it."""
 
-    own_loss = FastWAMLoss
+    loss_class = FastWAMLoss
     sorts_cameras = True
 
 
@@ -174,7 +174,7 @@ class MolmoAct2(Family):
     """MolmoAct2 and types that derive from it."""
 
     # LeRobot 0.6.1 has names for the steps that normalise which those that replace statistics do not know.
-    own_processors = True
+    rebuilds_processors = True
 
     def cannot_predict(self, config: Any) -> str:
         if config.inference_action_mode is not None:
@@ -191,8 +191,8 @@ ROTATED = (10, 20)
 class XVLA(Family):
     """X-VLA and types that derive from it."""
 
-    takes_any = True
-    without_effect = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
+    any_inputs = True
+    ignored_options = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
 
     def env_processors(self, config: PreTrainedConfig, env: Any, later_steps: Collection[str] = ()) -> tuple[Any, Any]:
         """Return for LIBERO the processors that LeRobot has for end-effector actions with rotations of six numbers.
@@ -238,7 +238,7 @@ class XVLA(Family):
 class VLAJEPA(Family):
     """VLA-JEPA and types that derive from it."""
 
-    without_effect = {"reinit_modules": "weights that all fit the configuration: here none may be left out"}
+    ignored_options = {"reinit_modules": "weights that all fit the configuration: here none may be left out"}
 
 
 FAMILIES = (

@@ -55,7 +55,7 @@ class PI0Loss(PI05Loss):
 class PI0(PI05):
     """PI0 and types that derive from it."""
 
-    own_loss: ClassVar[LossClass] = PI0Loss
+    loss_class: ClassVar[LossClass] = PI0Loss
     heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
     before_actions = 1
     # An action chunk's probability, values and guidance would need the state beside images and prompt.
@@ -84,7 +84,7 @@ class PI0FASTLoss(PolicyLoss):
 class PI0FAST(Family):
     """PI0-FAST and types that derive from it."""
 
-    own_loss = PI0FASTLoss
+    loss_class = PI0FASTLoss
     fits_images = True
     train_options = frozenset({"exact_mean"})
 

@@ -390,7 +390,7 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 class PI05(Family):
     """PI0.5 and the demo's tiny policy: every feature but cached vision features and exact means."""
 
-    own_loss: ClassVar[LossClass] = PI05Loss
+    loss_class: ClassVar[LossClass] = PI05Loss
     modes = {
         "heads": frozenset({"heads"}),
         "expert": frozenset({"heads", "action expert"}),
@@ -399,7 +399,7 @@ class PI05(Family):
     train_options = frozenset(
         {"mask_padding", "noise_draws", "activation_checkpointing", "compile", "knowledge_insulation"}
     )
-    without_effect = {
+    ignored_options = {
         "train_expert_only": "--train.mode expert",
         "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",
         "compile_model": "--train.compile",
@@ -443,7 +443,7 @@ class PI05(Family):
         return parts_by_prefix(policy, prefixes)
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
-        return self.own_loss(policy, **options)
+        return self.loss_class(policy, **options)
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         return sample_noise_and_time(config, rows, seed, step, device)

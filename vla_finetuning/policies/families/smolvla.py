@@ -303,10 +303,10 @@ LAST_LAYERS = "the language model's last layers"
 class SmolVLA(PI0):
     """SmolVLA and types that derive from it: they take what PI0 takes, images, a prompt and the state."""
 
-    own_loss = SmolVLALoss
+    loss_class = SmolVLALoss
     train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"})
     image_options = ("resize_imgs_with_padding", "normalization_mapping")
-    without_effect = {
+    ignored_options = {
         "train_expert_only": "--train.mode: expert, or full",
         "compile_model": "--train.compile",
         "compile_mode": "--train.compile",
