@@ -9,11 +9,11 @@ import pytest
 
 from vla_finetuning.buckets.mirror import remove
 from vla_finetuning.options.job import CONFIG_NAME
-from vla_finetuning.options.programs import Config
+from vla_finetuning.options.programs import PRESETS, Config, GrpoConfig, ValueConfig
 from vla_finetuning.options.scaling import ScalingOptions
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import Progress, commit, write_pieces
-from vla_finetuning.run.folder import changed_options, checkpoint_to_resume, claim_folder, resumption
+from vla_finetuning.run.folder import changed_options, check_folder, checkpoint_to_resume, claim_folder, resumption
 
 
 def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
@@ -112,3 +112,16 @@ def test_a_run_that_is_refused_leaves_no_folder_above_its_own(tmp_path):
     with pytest.raises(KeyError), claim_folder(Config(output_dir=str(tmp_path / "there" / "a" / "b"))):
         raise KeyError
     assert list(tmp_path.iterdir()) == [tmp_path / "there"] and not any((tmp_path / "there").iterdir())
+
+
+def test_a_demo_empties_its_own_folder_and_no_input(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / PRESETS["demo"]["output_dir"]
+    written(folder, "pretrained_model/config.json", "{}")
+    demo = Config(preset="demo", output_dir=str(folder))
+    check_folder(demo)
+    with pytest.raises(FileExistsError, match=r"empties this folder, and policy_path=.*pretrained_model is in it"):
+        check_folder(replace(demo, policy_path=str(folder / "pretrained_model")))
+    for other in (GrpoConfig(preset="demo"), ValueConfig(preset="demo")):
+        with pytest.raises(FileExistsError, match="is not empty"):
+            check_folder(replace(other, output_dir=str(folder)))

@@ -346,12 +346,25 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
 
 
 def _check_free(config: JobOptions) -> None:
-    presets = GRPO_PRESETS if isinstance(config, GrpoConfig) else PRESETS
-    is_demo = config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute()
-    if _contents(config.folder) and not (config.resume or is_demo):
+    if not _contents(config.folder) or config.resume:
+        return
+    # Each demo of a program replaces the one before.
+    presets = {Config: PRESETS, GrpoConfig: GRPO_PRESETS}.get(type(config))
+    if presets and config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute():
+        for name, value in leaves(config.to_json(), ()):
+            if isinstance(value, str) and name != "output_dir" and _is_inside(value, config.folder):
+                raise FileExistsError(
+                    f"--output_dir={address(config.folder)}: the demo empties this folder, and {name}={value} is in "
+                    "it; choose another --output_dir"
+                )
+    else:
         run = "--resume goes on with the run it holds; otherwise choose another"
         remedy = run if (config.folder / CONFIG_NAME).is_file() else "it holds no run; choose another"
         raise FileExistsError(f"--output_dir={address(config.folder)} is not empty: {remedy}")
+
+
+def _is_inside(value: str, folder: Path) -> bool:
+    return any(Path(path.removeprefix("@")).absolute().is_relative_to(folder) for path in value.split(","))
 
 
 def _contents(folder: Path) -> list[str]:
