@@ -136,3 +136,12 @@ def peak_of(profiler):
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+def test_the_fewest_workers_of_an_elastic_group_have_the_most_micro_batches():
+    def planned(accum, *workers):
+        scaling = ScalingOptions(strategy="fsdp2", min_workers=workers[0], num_workers=workers[-1])
+        options = replace(options_of("full", False), scaling=scaling, batch_size=ROWS, grad_accum=accum)
+        return step_memory(make_config(2), options, cameras=2)
+
+    assert planned(1, 2, 4) == planned(2, 2) and planned(2, 2).peak > planned(1, 2).peak

@@ -93,8 +93,10 @@ def step_memory(
         cameras: in a batch. frames: (height, width) of each camera's, uint8, if not as the policy sees them.
         shard_workers: for hsdp, how many workers hold a replica together; all when None.
     """
-    train, batch_size, grad_accum = options.train, options.batch_size, options.grad_accum
-    strategy, workers = options.scaling.strategy, options.scaling.min_workers or options.scaling.num_workers
+    train, batch_size, strategy = options.train, options.batch_size, options.scaling.strategy
+    workers = options.scaling.min_workers or options.scaling.num_workers
+    # Fewer workers of an elastic group take more micro-batches each, for the same step.
+    grad_accum = -(-options.grad_accum * options.scaling.num_workers // workers)
     bf16, draws = options.planned_in_bf16, train.noise_draws
     checkpointing = train.activation_checkpointing or getattr(policy, "gradient_checkpointing", False)
     family, cpu = family_of(policy), torch.device("cpu")
@@ -174,7 +176,7 @@ def step_memory(
                 draws=lambda micro: (noise, time),
                 autocast=autocast,
                 device=cpu,
-                keep_casts=cache_casts(strategy, grad_accum, checkpointing),
+                keep_casts=cache_casts(strategy, options.grad_accum, checkpointing),
             )
         # Without gradients in them, DDP's buckets stand beside these.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
