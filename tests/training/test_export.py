@@ -1,6 +1,7 @@
 """What an export says of itself: of what was trained, and not of what the run started from."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from vla_finetuning.plan.resolve import resolve
 from vla_finetuning.plan.robot_facts import robot_facts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.saving import save_pretrained
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint, exported_config, policy_at
 
@@ -149,7 +151,7 @@ def test_an_export_describes_what_was_trained(folder, tmp_path):
     assert again.policy.start().config.output_features["action"].shape == (26,)
 
 
-def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path):
+def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path, monkeypatch):
     data = f"--dataset.root={folder / 'humanoid'}"
     run = trained(folder, data, "--policy.rtc_training_max_delay=2", f"--output_dir={tmp_path / 'run'}")
     assert "the first 0 to 2 actions of a chunk are given" in describe(run)
@@ -158,6 +160,12 @@ def test_a_policy_that_was_trained_with_given_actions_says_so(folder, tmp_path):
     assert json.loads((where / "robot.json").read_text())["rtc_training_max_delay"] == 2
     again = trained(folder, data, f"--policy.path={where}", "--output_dir=x")
     assert again.policy.config.rtc_training_max_delay == 2
+    # As GRPO exports it, on another node than the driver's.
+    monkeypatch.setattr(PolicySpec, "folder_here", lambda spec: where)
+    elsewhere = replace(again.policy, folder=tmp_path / "on_the_driver")
+    export(elsewhere, exported_checkpoint(run.job, best=False), tmp_path / "grpo", {})
+    facts = json.loads((tmp_path / "grpo" / "pretrained_model" / "robot.json").read_text())
+    assert facts["rtc_training_max_delay"] == 2
     off = trained(folder, data, f"--policy.path={where}", "--policy.rtc_training_max_delay=0", "--output_dir=x")
     assert "rtc_training_max_delay" not in robot_facts(off)[""] and "are given" not in describe(off)
 

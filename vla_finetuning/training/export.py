@@ -92,9 +92,10 @@ def export(
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [robot.by_own_names() for robot in spec.robots]
+    base = spec.folder_here()
 
     def describe_to(folder: Path, robot: Robot, renamed: Mapping[str, str]) -> None:
-        about = dict(facts.get(robot.name) or (read_json(spec.folder / ROBOT_NAME) if spec.folder else {}))
+        about = dict(facts.get(robot.name) or (read_json(base / ROBOT_NAME) if base else {}))
         if "cameras" in about:
             about["cameras"] = {
                 key: {"height": size["height"], "width": size["width"]}
