@@ -120,6 +120,8 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
         scaling=replace(tiny.config.scaling, strategy=values.get("--scaling.strategy", "ddp")),
     )
     assert planned(config).needed < needed.needed
+    with pytest.raises(ValueError, match="it would fit with (?!.*strategy)"):
+        check_capacity(tiny.config, needed, planned, (needed.needed - 1) / GIB, "muon")
     with pytest.raises(ValueError, match="nor would it with smaller micro-batches"):
         check_capacity(tiny.config, needed, planned, 0.1)
 

@@ -24,6 +24,8 @@ from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 
 # Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
 GPUS_OF_A_NODE = 8
+# Optimizers that a run refuses with sharded parameters (`policies.optim.make_recipe`).
+UNSHARDED_OPTIMIZERS = ("sgd", "muon")
 
 
 # What each worker needs with some options; None where it cannot be planned.
@@ -106,15 +108,20 @@ def check_memory(run: Run) -> int:
     if config.dry_run:
         print_safe_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
     on_gpu = is_local() and torch.cuda.is_available()
-    check_capacity(config, needed, planned, torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else None)
+    found_gib = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else None
+    check_capacity(config, needed, planned, found_gib, run.policy.recipe.optimizer.type)
     return needed.needed
 
 
-def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib: float | None) -> None:
+def check_capacity(
+    config: Config, needed: StepMemory, planned: Plan, found_gib: float | None, optimizer: str = "adamw"
+) -> None:
     """Refuse a run whose plan does not fit its GPU.
 
     Args:
-        planned: gave `needed` for these options. found_gib: of a GPU of this machine; None where there is none.
+        planned: function that returned `needed` for these options.
+        found_gib: memory of a GPU of this machine; None without a GPU.
+        optimizer: type of the run's optimizer, as in `--optimizer.type`.
     Raises:
         ValueError: names flags with which the same rows of a step fit.
     """
@@ -124,7 +131,7 @@ def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib:
     name, size = card
     remedy = "nor would it with smaller micro-batches, recomputed activations and sharded parameters"
     for recomputed in sorted({config.train.activation_checkpointing, True}):
-        ways = list(_smaller(config, recomputed))
+        ways = list(_smaller(config, recomputed, optimizer))
         # The last takes the least, and each costs seconds to find out.
         if ways and _fits(planned, ways[-1][1], size):
             enough = next(flags for flags, smaller in ways if _fits(planned, smaller, size))
@@ -141,12 +148,13 @@ def _fits(planned: Plan, config: Config, gib: float) -> bool:
     return needed is not None and fits(needed, gib)
 
 
-def _smaller(config: Config, recomputed: bool) -> Iterator[tuple[str, Config]]:
+def _smaller(config: Config, recomputed: bool, optimizer: str) -> Iterator[tuple[str, Config]]:
     """Ways to train on the same rows in each step with less memory, as flags, the fastest first."""
     scaling, rows, was_recomputed = config.scaling, config.batch_size, config.train.activation_checkpointing
     strategies = [scaling.strategy]
-    if scaling.num_workers > 1:
-        sharded: list[Strategy] = ["fsdp2"] if scaling.min_workers else ["fsdp2", "fsdp2_reshard"]
+    if scaling.num_workers > 1 and optimizer not in UNSHARDED_OPTIMIZERS:
+        no_reshard = scaling.min_workers or config.train.text_targets
+        sharded: list[Strategy] = ["fsdp2"] if no_reshard else ["fsdp2", "fsdp2_reshard"]
         strategies += [strategy for strategy in sharded if strategy not in strategies]
     for split in itertools.takewhile(lambda split: rows % split == 0, (2**power for power in range(16))):
         for strategy in strategies:
