@@ -61,7 +61,14 @@ def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys
         log.write(2, 1e-3, metrics)
     with follow_progress(tmp_path, steps=62):  # what was printed is not printed again
         log.write(4, 1e-3, {**metrics, "step_s": 2.0, "data_wait_s": 1.0})
-    first, second = capsys.readouterr().out.split("\n", 3)[:2]
+    with follow_progress(tmp_path, steps=62):  # a restart from an earlier step
+        start_attempt(tmp_path, 2, 2)
+        MetricsLog(tmp_path, 8, 100, 2, log._per_sample)
+        time.sleep(3 * progress.POLL_S)
+        log.write(4, 1e-3, metrics)
+    out = capsys.readouterr().out
+    assert out.count("step 4/62  loss") == 2
+    first, second = out.split("\n", 3)[:2]
     assert first == "started      2 training processes from step 0: the model is made, the first batch is read"
     assert second == "step 1/62  done, 31 s after the start"
 

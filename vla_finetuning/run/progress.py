@@ -250,8 +250,12 @@ class _Follower:
         if (first := read_json(output_dir / FIRST_STEP_NAME)) != self._first_step:
             self._first_step = first
             _print(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
-        for text in read_lines(output_dir / METRICS_NAME):
-            line = json.loads(text)
+        metrics = [json.loads(text) for text in read_lines(output_dir / METRICS_NAME)]
+        last_step = max((line["step"] for line in metrics), default=0)
+        if last_step < self.step:  # an attempt that resumed from an earlier step has removed the later lines
+            bar.update(last_step - self.step)
+            self.step = last_step
+        for line in metrics:
             if line["step"] <= self.step:
                 continue
             bar.update(line["step"] - self.step)
