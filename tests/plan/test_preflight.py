@@ -220,9 +220,12 @@ def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path
         checked(resumed, run.job.start, 100, one)
 
 
-def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(finished, tmp_path, capsys):
+def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(finished, tmp_path, capsys, monkeypatch):
     run, exported = finished
     argv = [f"--output_dir={tmp_path / 'run'}", "--resume"]
+    with monkeypatch.context() as capped:
+        capped.setenv("MAX_TRAIN_STEPS", "9")
+        assert not examine(parse_args(argv)).finished
     assert vla.main(argv) == 0
     printed = capsys.readouterr().out
     assert f"did all of its steps: its policy, {exported}; nothing is left" in printed and "a larger --steps" in printed

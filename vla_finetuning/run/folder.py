@@ -26,7 +26,7 @@ Files of `OUTPUT_DIR`::
     films/                pictures of episodes in the loop that evaluation.json speaks of, or values.json
     pretrained_model/     the trained policy, as LeRobot loads it
     last_checkpoint.json  the newest checkpoint that was written, and by which attempt: {"step": 200, "attempt": 0}
-    finished.json         the run did all that it was asked for: {"step": 200}
+    finished.json         the run did all that it was asked for: {"step": 200, "max_train_steps": null}
     stop                  made by a user: the run writes a checkpoint and ends at its next log step
 
 Lines of an attempt past the step that the next one resumed from are void. A run in a bucket has the same files there;
@@ -117,14 +117,18 @@ def check_folder(config: JobOptions) -> None:
 
 def is_finished(config: JobOptions) -> bool:
     """Return whether the run that is resumed did all that it is asked for."""
-    if config.resume:
-        pull(config.folder)
-    return config.resume and (config.folder / FINISHED_NAME).is_file() and not changed_options(config)
+    if not config.resume:
+        return False
+    pull(config.folder)
+    finished = read_json(config.folder / FINISHED_NAME)
+    is_capped_alike = finished.get("max_train_steps") == os.environ.get("MAX_TRAIN_STEPS")
+    return bool(finished) and is_capped_alike and not changed_options(config)
 
 
 def finish(output_dir: Path, step: int) -> None:
     """Note that the run did all that it was asked for."""
-    write_json(output_dir / FINISHED_NAME, {"step": step})
+    finished = {"step": step, "max_train_steps": os.environ.get("MAX_TRAIN_STEPS")}
+    write_json(output_dir / FINISHED_NAME, finished)
 
 
 def checkpoint_to_resume(output_dir: Path) -> Path | None:
