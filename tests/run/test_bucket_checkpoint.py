@@ -19,12 +19,14 @@ from vla_finetuning.buckets.mirror import address, as_path, keep_synced, pull, p
 from vla_finetuning.buckets.store import StorageError, StoreAwayError, within
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.files import append_line, read_lines
+from vla_finetuning.run import checkpoint
 from vla_finetuning.run.attempts import is_newest, start_attempt
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     SPARE_BYTES,
     TRAINABLE,
     Progress,
+    checkpoint_names,
     latest_checkpoint,
     load_checkpoint,
     load_progress,
@@ -125,6 +127,9 @@ def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypa
     run = elsewhere(run, tmp_path / "other", monkeypatch)
     newest = latest_checkpoint(run / "checkpoints")
     assert newest == run / "checkpoints" / "step_00000004" and loaded(newest).rows == 32
+    with monkeypatch.context() as without_download:
+        without_download.setattr(checkpoint, "fetched", None)
+        assert checkpoint_names(newest, OPTIMIZER) == {"exp_avg.a.weight"}
     assert not list((tmp_path / "other").rglob("*.safetensors")), "what was fetched is removed"
 
 
@@ -135,6 +140,10 @@ def test_a_node_with_too_small_a_disk_is_named_before_the_first_step(run, tmp_pa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
     Training(run, 0)
     assert not left.exists(), "its space is free before it is looked at"
+    writers = "vla_finetuning.training.checkpoint_writer.first_replica"
+    with monkeypatch.context() as sharded:  # the writers of other nodes write to other disks
+        sharded.setattr(writers, lambda param: [0, 1, 2, 3])
+        Training(run, 0)
     free -= 1
     with pytest.raises(
         OSError, match=rf"no space for a checkpoint in {tmp_path}/.*; .* choose another --output_dir, or TMPDIR on"

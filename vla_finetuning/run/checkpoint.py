@@ -153,7 +153,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
     """
     from safetensors.torch import save_file
 
-    needed = count * sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
+    needed = sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
     partial = partial_folder(folder)
     require_space_to_write(folder, needed)
     files: Files = {}
@@ -326,12 +326,26 @@ def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextM
 
 
 def checkpoint_names(folder: Path, group_name: str) -> set[str]:
-    """Names of what a checkpoint holds: TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError when it is damaged."""
+    """Return the names of a checkpoint's tensors of a kind: TRAINABLE, OPTIMIZER or AVERAGE. Reads no weights.
+
+    Raises ValueError: the checkpoint is damaged.
+    """
+    state = _state(folder)
+    inside = folder / state.get("folder", "")
     try:
-        with on_disk(folder, (group_name,)) as local:
-            return _names(local / _state(local).get("folder", ""), group_name)
-    except (OSError, SafetensorError) as error:
+        if not mirror_of(folder):
+            return _names(inside, group_name)
+        files = [name for name in state["files"] if name.startswith(group_name)]
+        return {name for file in files for name in _stored_header(inside / file) if name != "__metadata__"}
+    except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"checkpoint {address(folder)}: cannot be read: {error}") from error
+
+
+def _stored_header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file in a bucket: its length in 8 bytes, and JSON."""
+    store, key = bucket_of(path)
+    length = int.from_bytes(store.range(key, 0, 8), "little")
+    return json.loads(store.range(key, 8, 8 + length))
 
 
 def _names(folder: Path, group_name: str) -> set[str]:

@@ -20,7 +20,7 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 from util import TrainableOptimizer
-from vla_finetuning.buckets.mirror import address, push
+from vla_finetuning.buckets.mirror import address, mirror_of, push
 from vla_finetuning.buckets.store import ChangedError, StorageError, StoreAwayError, within
 from vla_finetuning.run.attempts import attempts, is_newest, resumed_at
 from vla_finetuning.run.checkpoint import (
@@ -97,7 +97,9 @@ class CheckpointWriter:
         self._staging: Staging | None = None
         if self._rank in self._writers:
             shards = {name: piece.values for group in self._shards().values() for name, piece in group.items()}
-            needed = len(self._writers) * sum(shard.nbytes for shard in shards.values())
+            # In a bucket, the disk is this node's.
+            sharing = min(len(self._writers), worker.local_world) if mirror_of(job.output_dir) else len(self._writers)
+            needed = sharing * sum(shard.nbytes for shard in shards.values())
             require_space_to_write(job.checkpoints_dir / "step", needed)
             self._staging = Staging(shards)
         self._idle = threading.Event()

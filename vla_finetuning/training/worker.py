@@ -20,7 +20,7 @@ class Worker:
         shard: its rows, as a `ray.data.DataIterator`; None where it reads none.
     """
 
-    rank, world, node_rank = 0, 1, 0
+    rank, world, node_rank, local_world = 0, 1, 0, 1
 
     def __init__(self, device: torch.device, shard: Any = None):
         self.device, self._shard = device, shard
@@ -58,7 +58,7 @@ class RayWorker(Worker):
         super().__init__(ray.train.torch.get_device())
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
-        self.node_rank = context.get_node_rank()
+        self.node_rank, self.local_world = context.get_node_rank(), context.get_local_world_size()
 
     @property
     def shard(self) -> Any:
