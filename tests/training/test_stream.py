@@ -123,18 +123,6 @@ def slowly(value):
     return value
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_whoever_stops_taking_batches_leaves_no_thread_behind(taken):
-    before = threading.enumerate()  # a run that another test has fail may still read ahead
-    batches = with_timeout(iter(range(10)), 60, str)
-    if taken:
-        assert next(batches) == 0
-    (fetching,) = [thread for thread in threading.enumerate() if thread.name == "batches" and thread not in before]
-    batches.close()
-    fetching.join(20)
-    assert not fetching.is_alive()
-
-
 def test_training_rows_are_without_a_label_at_random_and_others_never():
     labels = np.arange(200) % 3 == 0
     words = {True: " good", False: " bad"}

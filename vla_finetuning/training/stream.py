@@ -10,10 +10,10 @@ import hashlib
 import itertools
 import os
 import pickle
-import queue
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,38 +231,30 @@ def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[
     Raises:
         TimeoutError: the next batch did not come in time; says which.
     """
-    requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    results: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
 
-    def fetch() -> None:
-        while requests.get():
+    def fetch() -> Future[Batch | None]:
+        pending: Future[Batch | None] = Future()
+
+        def receive() -> None:
             try:
-                results.put((next(batches, None), None))
+                pending.set_result(next(batches, None))
             except BaseException as error:
-                results.put((None, error))
+                pending.set_exception(error)
 
-    def pass_on() -> Iterator[Batch]:
-        threading.Thread(target=fetch, name="batches", daemon=True).start()
-        try:
-            requests.put(True)
-            yield {}  # to `with_timeout`
-            for number in itertools.count():
-                try:
-                    batch, error = results.get(timeout=limit_s)
-                except queue.Empty:
-                    raise TimeoutError(
-                        f"no data for {limit_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the cluster has "
-                        f"no CPU left for it (`ray list tasks` and `ray status` tell). Waited for {waited_for(number)}"
-                    ) from None
-                if error is not None:
-                    raise error
-                if batch is None:
-                    return
-                yield batch
-                requests.put(True)
-        finally:
-            requests.put(False)
+        threading.Thread(target=receive, name="batches", daemon=True).start()
+        return pending
 
-    passed_on = pass_on()
-    next(passed_on)
-    return passed_on
+    def watched(pending: Future[Batch | None]) -> Iterator[Batch]:
+        for number in itertools.count():
+            if not wait([pending], limit_s).done:
+                raise TimeoutError(
+                    f"no data for {limit_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the cluster has no CPU "
+                    f"left for it (`ray list tasks` and `ray status` tell). Waited for {waited_for(number)}"
+                )
+            batch = pending.result()
+            if batch is None:
+                return
+            yield batch
+            pending = fetch()
+
+    return watched(fetch())
