@@ -179,6 +179,11 @@ def test_what_is_skipped_is_said_and_what_is_not_finite_is_refused(setting, root
     assert status == 2 and "episode 1, frame 2: observation.state[0] is nan" in printed
 
 
+def test_every_dataset_of_several_roots_is_looked_at(setting, root, capsys):
+    status, printed = dry_run(setting, root, capsys, f"--dataset.root={setting[1]},{root}")
+    assert status == 0 and printed.count("36 rows of 5 episodes") == 2, printed
+
+
 def test_show_dataset_sees_the_same(root, capsys, tmp_path):
     CASES["timestamps with jitter"][0](root)
     assert show_dataset.main([str(root), "--output", str(tmp_path / "page.html")]) in (0, 1)

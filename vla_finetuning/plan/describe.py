@@ -187,7 +187,9 @@ def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
             f"             an action chunk has {chunk} steps, and {short} of {episodes} episodes are shorter: "
             f"{share:.0%} of the steps of all chunks are padding"
         )
-    meeting = f": the last {rows.per_epoch % batch} rows of one share a step with the first of the next"
+    meeting, last = "", rows.per_epoch % batch
+    if last:
+        meeting = f": the last {last} rows of one share a step with the first of the next"
     if not equal_epochs:
         meeting = "; a weight of 0.5 is every other epoch, so they are not equally long"
     return [*lines, f"             epochs follow each other without a gap{meeting}"]

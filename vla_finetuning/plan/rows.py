@@ -115,6 +115,7 @@ class Rows:
             return tuple(column[number] for number in numbers)
 
         metas, features, selection = pick(self.metas), self.features, self.selection
+        rows_per_source = self.identity["rows_per_source"]  # a single number for datasets without weights
         rates = self.metas[0].fps, metas[0].fps
         deltas = {
             key: [round(second * rates[0]) / rates[1] for second in seconds]
@@ -143,7 +144,10 @@ class Rows:
             selection=chosen,
             features=robot_features,
             per_dataset=pick(self.per_dataset),
-            identity={**self.identity, "rows_per_source": pick(self.identity["rows_per_source"])},
+            identity={
+                **self.identity,
+                "rows_per_source": rows_per_source if selection.weights is None else pick(rows_per_source),
+            },
             described=pick(self.described) if self.described else (),
             weights=None,
             positive=None,
