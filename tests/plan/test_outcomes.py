@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 
 import lerobot.rollout.context as rollout_context
 import numpy as np
@@ -14,6 +15,7 @@ from vla_finetuning.options.recap import OutcomeOptions
 from vla_finetuning.plan.outcomes import corrected_frames, episode_success, intervention_columns
 
 EPISODES = (4, 3, 5)
+ALL = np.arange(3)
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +33,35 @@ def meta(tmp_path_factory):
 
 
 def test_an_episode_succeeds_where_its_column_reaches_the_threshold(meta):
-    (found,) = episode_success(OutcomeOptions(success="next.reward"), [meta], ["a"])
+    (found,) = episode_success(OutcomeOptions(success="next.reward"), [meta], [ALL], ["a"])
     assert found.tolist() == [False, True, False]
-    (found,) = episode_success(OutcomeOptions(success="next.reward", threshold=0.3), [meta], ["a"])
+    (found,) = episode_success(OutcomeOptions(success="next.reward", threshold=0.3), [meta], [ALL], ["a"])
     assert found.all()
-    (found,) = episode_success(OutcomeOptions(success="next.done"), [meta], ["a"])
+    (found,) = episode_success(OutcomeOptions(success="next.done"), [meta], [ALL], ["a"])
     assert found.all()  # true counts as 1
 
 
+def test_episodes_that_are_not_chosen_are_not_read(meta, tmp_path, monkeypatch):
+    """As one whose file is missing, or a number that no episode has."""
+    path, chosen = tmp_path / "outcomes.json", [np.array([1])]
+    path.write_text(json.dumps({"1": 1, "2": 1}))
+    for success in ("next.reward", f"@{path}"):
+        (found,) = episode_success(OutcomeOptions(success=success), [meta], chosen, ["a"])
+        assert found.tolist() == [False, True, False]
+    absent = replace(meta, episode_length=np.array([0, 3, 0]))
+    (found,) = episode_success(OutcomeOptions(success="next.reward"), [absent], chosen, ["a"])
+    assert found.tolist() == [False, True, False]
+    (found,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta], chosen)
+    assert np.flatnonzero(found).tolist() == [6]
+
+
 def test_corrections_are_frames_of_a_column_that_may_be_absent(meta):
-    (found,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta])
+    (found,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta], [ALL])
     assert np.flatnonzero(found).tolist() == [3, 6, 11]
-    (found,) = corrected_frames(OutcomeOptions(), [meta])
+    (found,) = corrected_frames(OutcomeOptions(), [meta], [ALL])
     assert not found.any() and len(found) == sum(EPISODES)
     with pytest.raises(ValueError, match="--outcome.intervention=is_interventoin: no dataset has that column"):
-        corrected_frames(OutcomeOptions(intervention="is_interventoin"), [meta])
+        corrected_frames(OutcomeOptions(intervention="is_interventoin"), [meta], [ALL])
 
 
 def test_lerobots_columns_of_corrections_are_known(meta):
@@ -53,13 +69,13 @@ def test_lerobots_columns_of_corrections_are_known(meta):
     names = ("intervention", TeleopEvents.IS_INTERVENTION.value)
     assert f'dataset_features["{names[0]}"]' in inspect.getsource(rollout_context)
     metas = [rename_features(meta, {"next.done": name}) for name in names]
-    found = corrected_frames(OutcomeOptions(), [*metas, meta])
+    found = corrected_frames(OutcomeOptions(), [*metas, meta], [ALL] * 3)
     assert [np.flatnonzero(frames).tolist() for frames in found] == [[3, 6, 11], [3, 6, 11], []]
     assert intervention_columns(OutcomeOptions(), [*metas, meta]) == (*names, None)
     both = rename_features(metas[0], {"next.reward": names[1]})
     with pytest.raises(ValueError, match="has the columns intervention and is_intervention: say which"):
-        corrected_frames(OutcomeOptions(), [both])
-    assert corrected_frames(OutcomeOptions(intervention=names[0]), [both])[0].sum() == 3
+        corrected_frames(OutcomeOptions(), [both], [ALL])
+    assert corrected_frames(OutcomeOptions(intervention=names[0]), [both], [ALL])[0].sum() == 3
 
 
 @pytest.mark.parametrize("form", ["json", "csv"])
@@ -69,14 +85,14 @@ def test_a_file_says_it_of_every_episode(meta, tmp_path, form):
         path.write_text(json.dumps({"0": True, "1": False, "2": 1}))
     else:
         path.write_text("episode_index,success\n2,true\n0,true\n1,false\n")
-    (found,) = episode_success(OutcomeOptions(success=f"@{path}"), [meta], ["a"])
+    (found,) = episode_success(OutcomeOptions(success=f"@{path}"), [meta], [ALL], ["a"])
     assert found.tolist() == [True, False, True]
 
 
 def test_of_several_datasets_by_their_roots(meta, tmp_path):
     path = tmp_path / "outcomes.json"
     path.write_text(json.dumps({"a": {"0": 1, "1": 0, "2": 0}, "b": {"0": 0, "1": 0, "2": 1}}))
-    found = episode_success(OutcomeOptions(success=f"@{path}"), [meta, meta], ["a", "b"])
+    found = episode_success(OutcomeOptions(success=f"@{path}"), [meta, meta], [ALL, ALL], ["a", "b"])
     assert [of.tolist() for of in found] == [[True, False, False], [False, False, True]]
 
 
@@ -96,4 +112,4 @@ def test_what_cannot_be_read_is_named(meta, tmp_path, success, said):
     (tmp_path / "more.json").write_text(json.dumps({str(i): 1 for i in range(4)}))
     (tmp_path / "text.json").write_text(json.dumps({"0": "yes"}))
     with pytest.raises((ValueError, FileNotFoundError), match=said):
-        episode_success(OutcomeOptions(success=success.format(tmp=tmp_path)), [meta], ["a"])
+        episode_success(OutcomeOptions(success=success.format(tmp=tmp_path)), [meta], [ALL], ["a"])

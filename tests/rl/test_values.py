@@ -304,6 +304,14 @@ def test_another_outcome_is_another_run(setting):
     assert other.training.job.start.stream != run.training.job.start.stream
 
 
+def test_an_episode_that_is_left_out_needs_no_outcome(setting):
+    (setting[0] / "some.json").write_text(json.dumps(dict(enumerate(SUCCESS[:5]))))
+    some = {"outcome.success": f"@{setting[0] / 'some.json'}"}
+    assert not resolved(setting, **some, **{"dataset.exclude_episodes": 5}).success[0][5]
+    with pytest.raises(ValueError, match="does not say whether episode 5"):
+        resolved(setting, **some)
+
+
 @pytest.mark.parametrize("backbone", ["false", "true"])
 def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
     run = resolved(setting, **{"value.backbone": backbone, "value.backbone_lr": 1e-4}).training

@@ -20,34 +20,43 @@ INTERVENTIONS = ("intervention", "is_intervention")
 
 
 def episode_success(
-    options: OutcomeOptions, metas: Sequence[DatasetMetadata], roots: Sequence[str], named: Callable[[str], str] = str
+    options: OutcomeOptions,
+    metas: Sequence[DatasetMetadata],
+    episodes: Sequence[np.ndarray],
+    roots: Sequence[str],
+    named: Callable[[str], str] = str,
 ) -> tuple[np.ndarray, ...]:
-    """Return whether each episode succeeded, by dataset: bool (E,), of all episodes that it has.
+    """Return whether each episode succeeded, by dataset: bool (E,), False for episodes that are not chosen.
 
     Args:
+        episodes: int64 arrays, the chosen episodes of each dataset; others are not read.
         roots, named: as for `episode_weights`.
     Raises:
-        ValueError: no such column or file, or it does not say so of every episode. FileNotFoundError: no such file.
+        ValueError: no such column or file, or the file lacks a chosen episode.
+        FileNotFoundError: no such file.
     """
+    outcomes = [np.zeros(meta.num_episodes, bool) for meta in metas]
     if not options.success.startswith("@"):
-        return tuple(
-            np.array([values.max() >= options.threshold for values in _of_episodes(meta, options.success, FLAG)])
-            for meta in metas
-        )
+        for success, meta, chosen in zip(outcomes, metas, episodes, strict=True):
+            values = np.split(_frame_values(meta, chosen, options.success, FLAG), np.cumsum(meta.episode_length)[:-1])
+            success[chosen] = [values[episode].max() >= options.threshold for episode in chosen]
+        return tuple(outcomes)
     path = Path(options.success.removeprefix("@")).expanduser()
-    outcomes: list[np.ndarray] = []
-    values = episode_values(path, metas, roots, "success", FLAG, named)
-    for root, meta, (number, value) in zip(roots, metas, values, strict=True):
-        if (missing := np.setdiff1d(meta.episode_index, number)).size:
+    listed = episode_values(path, metas, roots, "success", FLAG, named)
+    for root, success, chosen, (number, value) in zip(roots, outcomes, episodes, listed, strict=True):
+        if (missing := np.setdiff1d(chosen, number)).size:
             raise ValueError(f"{path}: does not say whether episode {missing[0]} of {root} succeeded")
-        success = np.zeros(meta.num_episodes, bool)
-        success[number] = value >= options.threshold
-        outcomes.append(success)
+        is_chosen = np.isin(number, chosen)
+        success[number[is_chosen]] = value[is_chosen] >= options.threshold
     return tuple(outcomes)
 
 
-def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
-    """Return which frames a person corrected, by dataset: bool (F,); none where a dataset has no such column.
+def corrected_frames(
+    options: OutcomeOptions, metas: Sequence[DatasetMetadata], episodes: Sequence[np.ndarray]
+) -> tuple[np.ndarray, ...]:
+    """Return which frames a person corrected, by dataset: bool (F,), False outside the chosen `episodes`.
+
+    A dataset without such a column has no corrections.
 
     Raises:
         ValueError: no dataset has the column that is named, or none is named and a dataset has several.
@@ -55,8 +64,8 @@ def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) 
     return tuple(
         np.zeros(meta.total_frames, bool)
         if key is None
-        else np.concatenate(_of_episodes(meta, key, "--outcome.intervention")) > 0
-        for meta, key in zip(metas, intervention_columns(options, metas), strict=True)
+        else _frame_values(meta, chosen, key, "--outcome.intervention") > 0
+        for meta, chosen, key in zip(metas, episodes, intervention_columns(options, metas), strict=True)
     )
 
 
@@ -79,8 +88,8 @@ def intervention_columns(options: OutcomeOptions, metas: Sequence[DatasetMetadat
     return tuple(names[0] if names else None for names in columns)
 
 
-def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]:
-    """A column's values of every episode, float64."""
+def _frame_values(meta: DatasetMetadata, episodes: np.ndarray, key: str, flag: str) -> np.ndarray:
+    """Read a column of the chosen episodes: float64 (F,), 0 for frames of other episodes."""
     if key not in meta.features:
         columns = list(meta.features)
         raise ValueError(
@@ -95,8 +104,8 @@ def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]
         episodes = episode_arrays(meta.fs, features=[feature], **file)
         return [(episode, arrays[feature.key].reshape(-1).astype(np.float64)) for episode, arrays in episodes]
 
-    values: list[np.ndarray] = [np.empty(0)] * meta.num_episodes
-    for file_arrays in in_threads(meta, meta.episode_index, of_file):
+    values, first = np.zeros(meta.total_frames), np.cumsum(meta.episode_length) - meta.episode_length
+    for file_arrays in in_threads(meta, episodes, of_file):
         for episode, array in file_arrays:
-            values[episode] = array
+            values[first[episode] : first[episode] + len(array)] = array
     return values

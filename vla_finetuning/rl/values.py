@@ -21,6 +21,7 @@ from vla_finetuning.files import write_json
 from vla_finetuning.options.programs import ValueConfig
 from vla_finetuning.plan.datasets import Datasets, find_datasets, without_labels
 from vla_finetuning.plan.describe import describe
+from vla_finetuning.plan.episodes import choose
 from vla_finetuning.plan.labels import histogram, write_labels
 from vla_finetuning.plan.outcomes import corrected_frames, episode_success, intervention_columns
 from vla_finetuning.plan.paths import absolute
@@ -75,8 +76,9 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     if datasets is None:
         options, datasets = find_datasets(options)
     metas = tuple(map(without_labels, datasets.metas))
-    success = episode_success(config.outcome, metas, datasets.roots, absolute)
-    corrected = corrected_frames(config.outcome, metas)
+    episodes = [chosen for chosen, _ in choose(options, datasets)]
+    success = episode_success(config.outcome, metas, episodes, datasets.roots, absolute)
+    corrected = corrected_frames(config.outcome, metas, episodes)
     # What trains is no option of the policy's.
     run = resolve(options, gpus_found, replace(datasets, metas=metas, success=success), compare_base=False)
     policy, rows = run.policy, run.rows
