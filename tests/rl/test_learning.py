@@ -499,6 +499,8 @@ def test_gradients_that_are_not_finite_end_the_run():
         ({"dataset.root": "/data"}, "unknown flag --dataset.root"),
         ({"grpo.kl": -1}, "--grpo.kl=-1: expected a number, at least 0"),
         ({"grpo.kl": 0.1, "grpo.method": "filtered"}, "--grpo.kl=0.1 with --grpo.method=filtered: .* leave it out"),
+        ({"policy.repo_id": "a/b"}, "--policy.repo_id has no effect .*; python -m vla_finetuning.run.push"),
+        ({"policy.device": "cpu"}, "--policy.device has no effect .* use --scaling.use_gpu"),
         ({"train.compile": "true"}, "--train.compile=true: decisions come in batches of any size"),
         ({"rename_map": '{"observation.images.top": "observation.images.other"}'}, "the policy needs"),
         ({"rename_map": '{"observation.images.tpo": "observation.images.top"}'}, "does not show .*tpo; it shows .*top"),

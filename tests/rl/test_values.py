@@ -330,6 +330,7 @@ def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
         ({"outcome.success": "next.success"}, "next.success, and its columns are"),
         ({"scaling.strategy": "fsdp2"}, "value functions are not sharded"),
         ({"dataset.episodes": "0,2"}, "all 2 episodes succeeded, which leaves nothing to compare"),
+        ({"policy.repo_id": "a/b"}, "--policy.repo_id has no effect .*; python -m vla_finetuning.run.push"),
         ({"dataset.on_error": "skip"}, "has no value, and no label"),
         ({"dataset.eval_split": 0.3}, "eval_split=0.3 of the episodes of either outcome is less than one"),
     ],

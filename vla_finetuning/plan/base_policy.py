@@ -70,7 +70,6 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
             f"{types_that(lambda family: family.row_losses)}; this is a '{policy_type}': use --dataset.on_error=stop"
         )
     config = replace(config, policy_path=path, policy_revision=base.identity["revision"])
-    check_policy_options(config, base.config)
     if config.train.knowledge_insulation and "knowledge_insulation" in family.train_options:
         train_as(base.config, insulated(family, base.config, config.train, base.folder))
     if config.train.precision == "auto" and family.in_float32 and not base.config.use_amp:
@@ -168,6 +167,7 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
                 f"--policy.type={policy_type}: lerobot-train starts such a policy from the weights of {source}: give "
                 "them with --policy.path" + (f", or --policy.{named}=null if random ones are meant" if named else "")
             )
+        check_policy_options(config, policy_config)
         return policy_config, None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision, partial(_trained_type, path))
     folder = folder.absolute()
@@ -193,6 +193,7 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
         check_base(load_progress(newest), base)
     policy_type = _trained_type(path, folder)
     policy_config = policy_config_of(f"policy {path}", policy_type, folder, config.policy_options)
+    check_policy_options(config, policy_config)
     policy_config.pretrained_path = folder
     return policy_config, folder, base
 
@@ -236,11 +237,19 @@ def policy_config_of(label: str, policy_type: str, folder: Path | None, options:
         raise ValueError(f"{label}: {error}") from error
 
 
-def check_policy_options(config: Config, policy_config: PreTrainedConfig) -> None:
-    """Refuse options of the policy that would be ignored, naming what does the same here."""
-    answers = {"device": "--scaling.use_gpu", "pretrained_path": "--policy.path"}
-    answers |= family_of(policy_config).ignored_options
+def check_policy_options(config: PolicyOptions, policy_config: PreTrainedConfig) -> None:
+    """Refuse options of the policy that would be ignored, and name the flag that has their effect."""
+    trains = isinstance(config, Config)
+    remedies = {
+        "device": "use --scaling.use_gpu" if trains else "use --policy.use_gpu",
+        "pretrained_path": "use --policy.path",
+        # Where pushing is a flag, these never are options of the policy.
+        **dict.fromkeys(
+            ("repo_id", "push_to_hub", "private"), "python -m vla_finetuning.run.push pushes the policy of a run"
+        ),
+        **({name: f"use {flag}" for name, flag in family_of(policy_config).ignored_options.items()} if trains else {}),
+    }
     for option in config.policy_options:
         name = option.removeprefix("--").partition("=")[0]
-        if name in answers:
-            raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; use {answers[name]}")
+        if name in remedies:
+            raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; {remedies[name]}")
