@@ -111,6 +111,7 @@ def test_nothing_is_weighed_that_was_not_asked_for(setting):
     [
         (["--sample_weighting.type=best"], "--sample_weighting.type=best: expected one of rabc, uniform"),
         (["--sample_weighting.head_mode=dense"], r"lacks the columns \['progress_dense'\]"),
+        (["--sample_weighting.progress_path=hf://datasets/name"], "hf://datasets/USER/NAME/FILE, which"),
         (["--sample_weighting.progress_path=no.parquet"], "no.parquet: no such file; --sample_weighting.progress_path"),
         (
             ["--sample_weighting.type=rabc", "--train.exact_mean=true"],

@@ -200,9 +200,7 @@ def without_labels(meta: DatasetMetadata) -> DatasetMetadata:
 
 def storage_policy(d: DatasetOptions) -> StoragePolicy:
     """Return how datasets are read from object stores."""
-    return StoragePolicy(
-        Timeouts.from_environment().read, absolute(d.cache_dir) if d.cache_dir else None, cache_gb(CACHE_GB)
-    )
+    return StoragePolicy(Timeouts.from_environment().read, d.cache_dir or None, cache_gb(CACHE_GB))
 
 
 def _locate(config: Config) -> tuple[Config, list[str]]:

@@ -49,6 +49,8 @@ def _make_absolute(d: DatasetOptions) -> None:
     if len(mixture) < len(d.mixture):
         raise ValueError(f"--dataset.mixture names a dataset twice: {list(d.mixture)}")
     d.root, d.mixture = None if mixture else ",".join(roots) or None, mixture
+    if d.cache_dir:
+        d.cache_dir = absolute(d.cache_dir)
     if d.frame_cache not in (None, "", "auto"):
         d.frame_cache = absolute(d.frame_cache)
     excluded: Any = d.exclude_episodes

@@ -78,10 +78,10 @@ def _fetched(config: Config, meta: DatasetMetadata) -> Path:
     path, repo_id = config.sample_weighting.progress_path, config.dataset.repo_id
     if path is None:
         path = f"{HUB}{repo_id}/{PROGRESS_NAME}" if repo_id else f"{meta.root}/{PROGRESS_NAME}"
-    if path.startswith(HUB):
-        user, name, *inside = path.removeprefix(HUB).split("/")
+    if path.startswith(HUB) and path.removeprefix(HUB).count("/") >= 2:
+        user, name, file = path.removeprefix(HUB).split("/", 2)
         revision = config.dataset.revision if f"{user}/{name}" == repo_id else None
-        return Path(hf_hub_download(f"{user}/{name}", "/".join(inside), repo_type="dataset", revision=revision))
+        return Path(hf_hub_download(f"{user}/{name}", file, repo_type="dataset", revision=revision))
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"{path}: no such file; --sample_weighting.progress_path names a parquet file of this machine or "
