@@ -24,17 +24,15 @@ from vla_finetuning.envs.two_bins_scene import AXES, INSTRUCTIONS, ROBOT_TYPE, S
 from vla_finetuning.envs.writing import writing_videos
 from vla_finetuning.files import atomic_folder
 
-# Where the demo keeps its datasets and the policies that it makes.
 # Words of a tiny policy for 512 tokens of actions, their end and their beginning.
 ACTION_WORDS = 514
+# The datasets of the demo, and the policies that it makes.
 DEMO_CACHE = CACHE_DIR / "demo"
 DEMO_PAIRS = 40  # of episodes
 DEMO_SEED = 7
 # What `grpo.py` repairs: in so many of its episodes the demonstrator goes to the other bin. Imitation picks that up,
 # and has enough that is right to start from; with fewer pairs a policy does not learn the task beside it.
 DISOBEDIENT, DISOBEDIENT_PAIRS = 0.3, 120
-# One second of actions.
-DEMO_CHUNK_SIZE = 10
 
 # The pair that starts close to one bin: its episode there is over before one action chunk is.
 SHORT_PAIR, SHORT_START = 1, (14.0, 23.0, 6.0)
@@ -66,30 +64,25 @@ def disobeyed(pairs: int, share: float, seed: int = DEMO_SEED) -> np.ndarray:
 def make_demo_dataset(
     folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED, disobedient: float = 0.0
 ) -> Path:
-    """Write the demo dataset, or reuse it if `folder` holds it. Safe to call from several processes at once.
+    """Write the demo dataset, or reuse `folder` if it exists. Safe to call from several processes at once.
 
     Episodes 2k and 2k + 1 show scene k with the instructions for red and for blue. The same arguments give the same
     bytes of everything but video.
 
     Args:
         folder: the dataset's root; it appears complete or not at all.
-        pairs: of episodes. At least 2, so that the short episode is among them.
+        pairs: number of pairs of episodes, at least 2, so that the short episode is among them.
         disobedient: share of the episodes in which the demonstrator goes to the other bin (`disobeyed`).
     Returns:
         `folder`.
-    Raises:
-        ValueError: `folder` exists and is another dataset, or none.
     """
-    folder = Path(folder)
-    if pairs <= SHORT_PAIR:
-        raise ValueError(f"the demo dataset has at least {SHORT_PAIR + 1} pairs of episodes, not {pairs}")
+    assert pairs > SHORT_PAIR
+    if folder.exists():
+        return folder
     tasks = [(scene, target) for scene in demo_scenes(pairs, seed) for target in INSTRUCTIONS]
     other = dict(zip(INSTRUCTIONS, reversed(INSTRUCTIONS), strict=True))
     wrong = disobeyed(pairs, disobedient, seed)
     episodes = [(*task, other[task[1]] if is_wrong else task[1]) for task, is_wrong in zip(tasks, wrong, strict=True)]
-    if folder.exists():
-        _check_is_demo(folder, episodes)
-        return folder
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
@@ -119,20 +112,6 @@ def make_demo_dataset(
         finally:
             dataset.finalize()  # after a failure too: left to the garbage collector, it would write once more
     return folder
-
-
-def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> None:
-    frames = sum(len(demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
-    expected = {"robot_type": ROBOT_TYPE, "total_episodes": len(episodes), "total_frames": frames}
-    try:
-        info = json.loads((folder / "meta" / "info.json").read_text())
-        actual = {key: info.get(key) for key in expected}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder} exists and is no LeRobot dataset ({error}): remove it to have it made") from error
-    if actual != expected:
-        raise ValueError(
-            f"{folder} holds another dataset, with {actual} instead of {expected}: remove it to have it made"
-        )
 
 
 def prepare_dataset(cache_dir: Path) -> Path:

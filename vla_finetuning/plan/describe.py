@@ -16,6 +16,7 @@ from vla_finetuning.options.sample_weighting import describe_weights
 from vla_finetuning.options.schedule import REHEARSAL_ROWS_PER_S
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
+from vla_finetuning.plan.shuffle_quality import describe_shuffling
 from vla_finetuning.plan.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.family import MAX_DELAY
@@ -51,7 +52,7 @@ def describe(run: Run) -> str:
         describe_numbers(),
         *_steps(config, job.steps, rows),
         *_indented("Learning", policy.recipe.describe(job.steps)),
-        *rows.mixing.describe(config.dataset),
+        *describe_shuffling(config, rows),
         *([] if rows.weights is None else describe_weights(rows.weights)),
         *([] if positive is None else config.recap.describe(positive)),
         *config.ema.describe(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ def record_run(
         },
         "steps": job.steps,
         "rows_per_epoch": rows.per_epoch if rows else None,
-        "mixing": asdict(rows.mixing) if rows else None,
         "robots": _robots(policy, rows) if rows else {},
         "use_gpu": job.use_gpu,
         "hardware": {

@@ -26,7 +26,6 @@ from vla_finetuning.plan.labels import read_labels
 from vla_finetuning.plan.matching import Matched
 from vla_finetuning.plan.row_weights import row_weights
 from vla_finetuning.plan.rows import Rows
-from vla_finetuning.plan.shuffle_quality import mixing_of
 from vla_finetuning.run.folder import SKIPPED_NAME
 
 
@@ -108,7 +107,6 @@ def plan_rows(
         per_dataset=chosen.rows_per_dataset(metas, dropped),
         identity=identity,
         rates={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
-        mixing=mixing_of(config, source),
         stored_bytes=stored_bytes,
         cached_bytes=decoded_bytes,
         distinct_frames=source.distinct_frames,

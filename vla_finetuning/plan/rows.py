@@ -15,7 +15,6 @@ from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_of
-from vla_finetuning.plan.shuffle_quality import Mixing
 
 Columns = dict[str, np.ndarray]
 
@@ -51,7 +50,6 @@ class Rows:
         per_dataset: frames of each dataset that are trained on.
         identity: what determines the stream of rows; a resumed run must have the same.
         rates: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
-        mixing: how well batches are mixed.
         stored_bytes: of a row, were its frames not fitted into another size; None where they are not, or differ among
             datasets.
         cached_bytes: all decoded frames of an epoch, which `reading.frame_cache` would hold.
@@ -75,7 +73,6 @@ class Rows:
     per_dataset: tuple[int, ...]
     identity: dict[str, Any]
     rates: dict[str, int]
-    mixing: Mixing
     stored_bytes: int | None = None
     cached_bytes: int = 0
     distinct_frames: int = 0
