@@ -1,6 +1,6 @@
-"""The policy that a run starts from: found, with the user's options, compared with the one that the run had before.
+"""Resolve the policy that a run starts from, apply the user's options, and check that it can be trained.
 
-Runs on the driver, and loads no weights.
+A resumed run is refused if its policy is not the one that it was started from. Runs on the driver; loads no weights.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Base:
     """The policy that a run starts from.
 
     Attributes:
-        config: its configuration, with the user's options. folder: of its weights; None: they are random.
-        identity: tells it from other policies, see `resolve_policy`.
+        config: LeRobot's configuration of the policy, with the user's options.
+        folder: folder of the weights; None for random weights.
+        identity: `{"path", "revision", "digest", "files"}`, equal for equal policies.
     """
 
     config: PreTrainedConfig
@@ -50,15 +51,15 @@ class Base:
 
 
 def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
-    """Find the policy that a run starts from.
+    """Find the policy that a run starts from, and check the options that depend on its type.
 
     Args:
-        path: a folder or a Hub id; None where weights are random.
+        path: a folder or a Hub id; None for random weights.
     Returns:
-        The options with the policy's path, its revision and the precision that it is trained in; the policy.
+        The options with the policy's path, revision and training precision; the policy.
     Raises:
-        ValueError, OSError: as `resolve_policy`; the policy runs code of its own that is not trusted, or an option has
-            no effect on it.
+        ValueError, OSError: as `resolve_policy`; the policy brings code that is not trusted, or its loss cannot skip
+            rows.
     """
     base = Base(*resolve_policy(config, path))
     policy_type, family = base.config.type, family_of(base.config)
@@ -80,7 +81,11 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
 def check_policy(
     policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions, adapters: PeftOptions | None = None
 ) -> TrainableReport | None:
-    """Refuse weights that do not load, and count what there is and what trains, without any memory for it."""
+    """Refuse weights that do not load, and count all and trainable parameters on the meta device.
+
+    Returns:
+        The count; None for a policy that cannot be built from its configuration alone.
+    """
     family = family_of(policy_config)
     if train.mode != "full" and not family.modes:
         raise ValueError(
@@ -106,7 +111,7 @@ def check_policy(
             built = meta_policy(policy_config)
             if folder is not None:
                 check_weights(folder, built)
-        return None  # building others may download their backbones
+        return None  # building such a policy may download its backbone
     policy = with_float32_masters(meta_policy(policy_config))
     if folder is not None:
         check_weights(folder, policy)
@@ -119,7 +124,7 @@ def check_policy(
 
 
 def _require_frozen(policy: PreTrainedPolicy, train: TrainOptions, adapters: PeftOptions | None) -> None:
-    """Refuse to cache the features of a vision tower that trains."""
+    """Refuse to cache the features of a vision tower with trainable parameters."""
     names = {parameter: name for name, parameter in policy.named_parameters()}
     parameters = (p for module in family_of(policy.config).vision(policy) for p in module.parameters())
     if trained := [names[p] for p in parameters if p.requires_grad]:
@@ -133,7 +138,7 @@ def _require_frozen(policy: PreTrainedPolicy, train: TrainOptions, adapters: Pef
 
 
 def _require_float32(dtype: str) -> None:
-    """Refuse a policy some of whose weights that train would be of this precision."""
+    """Refuse trainable weights of another precision than float32."""
     if dtype != "float32":
         raise ValueError(
             f"--policy.dtype={dtype}, the user's or the pretrained policy's own: weights that train must "
@@ -143,15 +148,15 @@ def _require_float32(dtype: str) -> None:
 
 
 def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
-    """The policy's configuration, the folder of its weights, and what tells it from others.
+    """Find a policy and read its configuration.
 
     Args:
-        path: a folder or a Hub id; None where weights are random.
+        path: a folder or a Hub id; None for random weights.
     Returns:
-        The configuration; the folder, None without one; `{"path", "revision", "digest", "files"}`.
+        The configuration; the folder of the weights, None for random ones; the identity as in `Base`.
     Raises:
-        ValueError, OSError: no policy is there, it cannot be read, a resumed run started from another one, or its type
-            is not trained here.
+        ValueError, OSError: no policy at `path`, it cannot be read, its type cannot be trained, a resumed run was
+            started from another policy, or an option has no effect on it.
     """
     if path is None:
         assert isinstance(config, RunPolicyOptions)
@@ -188,8 +193,8 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
     if isinstance(config, Config) and config.resume:
         newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME)
     if newest is not None:
-        # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
-        # be the one that the run was started from.
+        # The path may come from the run's own config.json, which others may have edited: compare digests before any
+        # file of the policy is parsed.
         check_base(load_progress(newest), base)
     policy_type = _trained_type(path, folder)
     policy_config = policy_config_of(f"policy {path}", policy_type, folder, config.policy_options)
@@ -199,7 +204,7 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
 
 
 def _trained_type(path: str, folder: Path) -> str:
-    """The type of the policy in a folder; an error if it is not trained here."""
+    """Return the type of the policy in `folder`; raise ValueError if this type cannot be trained."""
     try:
         saved = read_foreign_json(folder / "config.json")
     except ValueError as error:
@@ -212,7 +217,7 @@ def _trained_type(path: str, folder: Path) -> str:
 
 
 def _whose_config(saved: Any) -> str:
-    """Return whose configuration this is, which has no `type`, and what to do."""
+    """Describe a configuration that has no `type`: which library wrote it, and what to give instead."""
     keys = sorted(saved) if isinstance(saved, dict) else []
     if {"paligemma_variant", "action_expert_variant"} & set(keys):
         return (
@@ -228,7 +233,12 @@ def _whose_config(saved: Any) -> str:
 
 
 def policy_config_of(label: str, policy_type: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
-    """LeRobot's configuration of a policy, the folder's or the type's defaults, with the user's own options."""
+    """Return the policy's configuration with the user's `options`.
+
+    Args:
+        label: name of the policy in error messages.
+        folder: folder with a saved configuration; None for the defaults of `policy_type`.
+    """
     try:
         with warnings.catch_warnings(), remote_code(trusted=False):
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The datasets of a run: found, and their metadata read, once, before the policy is looked at.
+"""Find the datasets of a run and read their metadata, once, before the policy is loaded.
 
 Imports neither PyTorch nor LeRobot.
 """
@@ -29,13 +29,13 @@ from vla_finetuning.plan.paths import absolute, with_absolute_paths
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run; at least one. Those without actions come last (`without_actions`).
+    """The datasets of a run; at least one. Datasets without actions come last.
 
     Attributes:
-        metas: their metadata, with the names that --rename_map gives their features.
-        members: options of each, the mixture's or those for all datasets (`listed_members`).
-        weights: of all episodes, float64 (E,) for each dataset (--dataset.episode_weights); None: all alike.
-        success: of all episodes, bool (E,) for each dataset, where as many of either outcome are to be held out.
+        metas: metadata of each dataset, with the names that --rename_map gives features.
+        members: options of each dataset (`listed_members`).
+        weights: float64 (E,) per dataset, weights of its episodes (--dataset.episode_weights); None for equal ones.
+        success: bool (E,) per dataset, outcomes of its episodes, to hold out a share of each outcome; None otherwise.
     """
 
     metas: tuple[DatasetMetadata, ...]
@@ -45,12 +45,12 @@ class Datasets:
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Return the absolute paths and URIs by which flags name the datasets."""
+        """Return the absolute paths and URIs of the datasets."""
         return tuple(member.root for member in self.members)
 
     @property
     def with_actions(self) -> Datasets:
-        """Return those that have actions."""
+        """Return the datasets that have actions."""
         count = sum(not meta.without_actions for meta in self.metas)
         weights, success = (column and column[:count] for column in (self.weights, self.success))
         return Datasets(self.metas[:count], self.members[:count], weights, success)
@@ -62,10 +62,10 @@ class Datasets:
 
 
 def find_datasets(config: Config) -> tuple[Config, Datasets]:
-    """Find the datasets of a run, on the Hub or where the options say; make the demo's own where none is named.
+    """Find the datasets of a run: on the Hub, at the given roots, or the demo's own if the options name none.
 
     Returns:
-        The options with absolute paths and the revision of the Hub's dataset; the datasets.
+        The options with absolute paths and the commit of a dataset on the Hub; the datasets.
     Raises:
         OSError, ValueError: a dataset cannot be read, lacks a feature or camera that an option names, or has no
             feature by LeRobot's names.
@@ -75,7 +75,7 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
     listed = listed_members(config.dataset, roots)
     config, listed, metas = _texts_last(config, listed, load_datasets(config, listed))
     for meta, member in zip(metas, listed, strict=True):
-        if not meta.without_actions:  # whose cameras may be fewer
+        if not meta.without_actions:  # datasets of images and text may have fewer cameras
             check_camera_keys(meta, member.camera_keys)
     if config.recap.labels is not None:
         metas = tuple(map(without_labels, metas))
@@ -85,10 +85,10 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
 
 
 def listed_members(d: DatasetOptions, roots: Sequence[str]) -> tuple[Member, ...]:
-    """Return the options of each dataset: the mixture's, and where it gives none those for all datasets.
+    """Return the options of each dataset: from its mixture entry, or else from the flags for all datasets.
 
     Raises:
-        ValueError: an option for all names a dataset that there is not, or episodes of which of several.
+        ValueError: a flag names an unknown dataset, or episodes without saying of which dataset.
     """
     listed = members(d.mixture) or tuple(map(Member, roots))
     included = of_each(d.episodes, roots, "--dataset.episodes")
@@ -106,13 +106,13 @@ def listed_members(d: DatasetOptions, roots: Sequence[str]) -> tuple[Member, ...
 
 
 def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMetadata, ...]:
-    """Read the metadata of datasets, with the names that --rename_map gives their features.
+    """Read the metadata of datasets and rename their features by --rename_map.
 
-    Names of observations stay: as in lerobot-train, the policy's own processors rename those. A dataset with texts and
-    nothing that may be an action is `without_actions`.
+    Observations keep their names: as in lerobot-train, the policy's processors rename them. A dataset that has texts
+    and nothing that could be an action is `without_actions`.
 
     Raises:
-        OSError, ValueError: a dataset cannot be read, has no feature of a name, or lacks what a policy needs.
+        OSError, ValueError: a dataset cannot be read, a name is unknown, or a feature that policies need is missing.
     """
     metas = [
         _with_absent_action(
@@ -147,10 +147,10 @@ def _with_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) ->
 def _texts_last(
     config: Config, listed: tuple[Member, ...], metas: tuple[DatasetMetadata, ...]
 ) -> tuple[Config, tuple[Member, ...], tuple[DatasetMetadata, ...]]:
-    """Put datasets without actions behind the others.
+    """Move datasets without actions to the end.
 
     Raises:
-        ValueError: the run does not train texts, or has no other dataset.
+        ValueError: the run does not train texts, or no dataset has actions.
     """
     texts = [meta for meta in metas if meta.without_actions]
     if not texts:
@@ -184,7 +184,7 @@ def _texts_last(
 
 
 def without_labels(meta: DatasetMetadata) -> DatasetMetadata:
-    """Return the dataset with tasks whose texts end with no advantage: a new one is to be said. The plan says so."""
+    """Strip the advantage from the end of task texts, as the run appends its own; note it for the plan."""
     tasks = {number: without_label(text) for number, text in meta.tasks.items()}
     ended = [text for number, text in meta.tasks.items() if text != tasks[number]]
     if not ended:
@@ -199,12 +199,12 @@ def without_labels(meta: DatasetMetadata) -> DatasetMetadata:
 
 
 def storage_policy(d: DatasetOptions) -> StoragePolicy:
-    """Return how datasets are read from object stores."""
+    """Return the timeout and the cache for reads from object stores."""
     return StoragePolicy(Timeouts.from_environment().read, d.cache_dir or None, cache_gb(CACHE_GB))
 
 
 def _locate(config: Config) -> tuple[Config, list[str]]:
-    """Fetch a dataset of the Hub, or make the demo's own; return the options and the datasets' roots."""
+    """Fetch the dataset from the Hub or make the demo's own if needed; return the options and the roots."""
     repo_id = config.dataset.repo_id
     if repo_id:
         path, commit = fetch_dataset(
@@ -216,6 +216,6 @@ def _locate(config: Config) -> tuple[Config, list[str]]:
         return replace(config, dataset=replace(config.dataset, revision=commit)), [path]
     if config.preset != "demo" or config.dataset.roots:
         return config, config.dataset.roots
-    from vla_finetuning.plan import demo  # which imports what draws and encodes its scenes
+    from vla_finetuning.plan import demo  # imports drawing and video encoding
 
     return config, [absolute(demo.prepare_dataset(demo.DEMO_CACHE))]

@@ -1,11 +1,11 @@
-"""The embedded default: a small LeRobot v3 dataset made on the spot, and the tiny policy that learns it.
+"""Make the demo: a small LeRobot v3 dataset, and the tiny policy that learns it.
 
-A gantry robot moves its gripper over one of two bins (`envs/two_bins_scene.py`). Episodes come in pairs with the same
-scene and start and the other instruction, so a policy that is blind, or deaf to language, cannot know where to go.
+A gantry robot moves its gripper over one of two bins (`envs/two_bins_scene.py`). Episodes come in pairs with equal
+scene and start and different instructions, so that a policy needs both vision and language.
 
-A dataset is written by LeRobot's own writer with its default video encoding. It is small but shaped like real ones:
+LeRobot's own writer writes the dataset with its default video encoding. The dataset has the variety of real ones:
 cameras of different sizes, episodes of uneven length, one shorter than an action chunk, and several video and parquet
-files that roll over at different episodes.
+files that end at different episodes.
 """
 
 import hashlib
@@ -24,29 +24,29 @@ from vla_finetuning.envs.two_bins_scene import AXES, INSTRUCTIONS, ROBOT_TYPE, S
 from vla_finetuning.envs.writing import writing_videos
 from vla_finetuning.files import atomic_folder
 
-# Words of a tiny policy for 512 tokens of actions, their end and their beginning.
+# Words in the tiny policy's vocabulary for 512 action tokens, their start and their end.
 ACTION_WORDS = 514
 # The datasets of the demo, and the policies that it makes.
 DEMO_CACHE = CACHE_DIR / "demo"
 DEMO_PAIRS = 40  # of episodes
 DEMO_SEED = 7
-# What `grpo.py` repairs: in so many of its episodes the demonstrator goes to the other bin. Imitation picks that up,
-# and has enough that is right to start from; with fewer pairs a policy does not learn the task beside it.
+# For the demo of `grpo.py`: the share of episodes in which the demonstrator goes to the other bin. A policy imitates
+# these too. With fewer pairs it does not learn the task at all.
 DISOBEDIENT, DISOBEDIENT_PAIRS = 0.3, 120
 
-# The pair that starts close to one bin: its episode there is over before one action chunk is.
+# This pair starts close to one bin, so that one of its episodes is shorter than an action chunk.
 SHORT_PAIR, SHORT_START = 1, (14.0, 23.0, 6.0)
 
-# Small enough that files roll over every few episodes; a camera's roll-over point follows from how well it compresses.
+# Small enough that a file holds only a few episodes; how many differs among cameras with their compression.
 VIDEO_FILE_MB, DATA_FILE_MB = 0.05, 0.03
 REPO_ID = "demo/two_bins"
 
-# Code that decides what the dataset holds.
+# Source files that determine the dataset's content.
 _CODE = (__file__, two_bins_scene.__file__)
 
 
 def demo_scenes(pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> list[Scene]:
-    """The scene of each pair of episodes."""
+    """Draw the scene of each pair of episodes."""
     rng = np.random.default_rng(seed)
     scenes = [draw_scene(rng) for _ in range(pairs)]
     return [replace(scene, start=SHORT_START) if pair == SHORT_PAIR else scene for pair, scene in enumerate(scenes)]
@@ -56,7 +56,7 @@ def demo_scenes(pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> list[Scene]:
 
 
 def disobeyed(pairs: int, share: float, seed: int = DEMO_SEED) -> np.ndarray:
-    """In which episodes the demonstrator goes to the bin that was not named, bool (2 * pairs,): a share of them."""
+    """Choose the `share` of episodes in which the demonstrator goes to the wrong bin: bool (2 * pairs,)."""
     episodes = np.random.default_rng([seed, 1]).permutation(2 * pairs)
     return episodes < round(2 * pairs * share)
 
@@ -98,7 +98,7 @@ def make_demo_dataset(
             features,
             root=partial,
             robot_type=ROBOT_TYPE,
-            video_backend="pyav",  # the one that needs no system libraries
+            video_backend="pyav",  # needs no system libraries
             video_files_size_in_mb=VIDEO_FILE_MB,
             data_files_size_in_mb=DATA_FILE_MB,
         )
@@ -110,12 +110,12 @@ def make_demo_dataset(
                     dataset.add_frame({f"observation.images.{name}": image for name, image in seen} | frame)
                 dataset.save_episode(parallel_encoding=False)
         finally:
-            dataset.finalize()  # after a failure too: left to the garbage collector, it would write once more
+            dataset.finalize()  # also after a failure: the garbage collector would write again
     return folder
 
 
 def prepare_dataset(cache_dir: Path) -> Path:
-    """The demo dataset, made now or reused from an earlier run; its root."""
+    """Make the demo dataset, or reuse an earlier run's; return its root."""
     return make_demo_dataset(Path(cache_dir) / f"dataset-{_cache_key(_CODE)}")
 
 
@@ -128,14 +128,15 @@ def prepare_base(
     labelled: bool = False,
     insulated: bool = False,
 ) -> Path:
-    """A LeRobot pretrained folder of a tiny PI0.5 for a run's data, made now or reused from an earlier run.
+    """Make a LeRobot pretrained folder of a tiny PI0.5 for a run's data, or reuse an earlier run's.
 
-    It has no statistics: the run gives all of them to its processors.
+    The folder has no statistics: the run gives all of them to the processors.
 
     Args:
-        cache_dir: of the base policies. features, tasks, fps: as `make_tiny_base`.
-        labelled: whether instructions may end with an advantage, for which the policy needs the words.
-        insulated: whether it is to learn tokens of actions, which need words too.
+        cache_dir: folder of the base policies.
+        features, tasks, fps: as for `make_tiny_base`.
+        labelled: add words for instructions that end with an advantage.
+        insulated: add words for action tokens.
     Raises:
         ValueError: PI0.5 cannot use the data (`make_tiny_base`).
     """
@@ -158,13 +159,13 @@ def prepare_base(
 
 
 def prepare_disobedient(cache_dir: Path) -> Path:
-    """The dataset that `grpo.py`'s demo imitates, made now or reused; its root."""
+    """Make the dataset that `grpo.py`'s demo imitates, or reuse an earlier run's; return its root."""
     folder = Path(cache_dir) / f"disobedient-{_cache_key(_CODE)}"
     return make_demo_dataset(folder, pairs=DISOBEDIENT_PAIRS, disobedient=DISOBEDIENT)
 
 
 def _cache_key(code: Sequence[str], description: Mapping[str, Any] | None = None) -> str:
-    """Twelve hex digits for what files of code make of a description: they change when any does, or LeRobot."""
+    """Return a digest of source files, a description and LeRobot's version: twelve hex digits."""
 
     def encode(value: Any) -> Any:
         return value.tolist() if isinstance(value, np.ndarray) else asdict(value)
