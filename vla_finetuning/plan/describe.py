@@ -1,4 +1,4 @@
-"""The plan of a run as text: what `--dry_run` prints, and what a report shows."""
+"""Describe the plan of a run as text, for `--dry_run` and the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VECTORS = ("observation.state", "action")
 
 
 def describe(run: Run) -> str:
-    """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
+    """Return the plan as text: datasets, policy, mapping of features, batches and steps, checkpoints."""
     config, job, rows, policy = run.config, run.job, run.rows, run.policy
     cache, positive = rows.reading.frame_cache, rows.positive_share
     lines = [
@@ -94,7 +94,7 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
 
 
 def _mixture(run: Run) -> list[str]:
-    """A line for each dataset of a mixture: what it holds, and what this run takes of it."""
+    """Tabulate the datasets of a mixture: size, weight, share of rows, epochs and shapes."""
     rows, mixture = run.rows, members(run.config.dataset.mixture)
     if not mixture:
         return []
@@ -121,7 +121,7 @@ def _mixture(run: Run) -> list[str]:
 
 
 def _features(run: Run) -> list[str]:
-    """Return how features are the policy's, of each robot."""
+    """Return the mapping of dataset features to policy features for each robot."""
     lines = []
     for robot in run.policy.robots:
         lines += [
@@ -219,7 +219,7 @@ def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str
 
 
 def _nodes(rows: Rows) -> str:
-    """Say which nodes cache what is decoded."""
+    """Return which nodes cache decoded frames, in words."""
     return "on every node" if rows.order.sharding is None else "on each node those of its shard"
 
 

@@ -1,4 +1,4 @@
-"""Which episodes a run trains on, which frames of them and how often; and which it holds out."""
+"""Choose the episodes that a run trains on and holds out, and the frames of the training episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.options.programs import PRESETS, Config
 from vla_finetuning.plan.datasets import Datasets
 
-# Of a task: fewer are not split in a rehearsal.
+# A rehearsal holds out no episode of a task with fewer episodes.
 FEW_EPISODES = 5
 # Episodes of each dataset, int64, ascending.
 PerDataset = tuple[np.ndarray, ...]
@@ -26,12 +26,15 @@ PerDataset = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class ChosenEpisodes:
-    """Of each dataset, what is used.
+    """The episodes and frames that are used of each dataset.
 
     Attributes:
-        train, held_out: episodes, disjoint. notes: on what was left out.
-        frames: which frames of `train` are rows, and how often; empty where all are but the last of each episode, once.
-        described: how the training episodes were filtered, as lines; empty where `frames` is.
+        train: training episodes per dataset.
+        held_out: held-out episodes per dataset, disjoint from `train`.
+        notes: lines for the plan on what was left out.
+        frames: frames of `train` that are rows, and their weights; empty where every frame is one row, but for the
+            last frames of each episode.
+        described: lines per dataset on filtered episodes; empty if `frames` is.
     """
 
     train: PerDataset
@@ -41,14 +44,14 @@ class ChosenEpisodes:
     described: tuple[tuple[str, ...], ...] = ()
 
     def rows_per_dataset(self, metas: Sequence[DatasetMetadata], dropped: int) -> tuple[int, ...]:
-        """Frames of each dataset that are trained on; of each episode the last `dropped` are not."""
+        """Count the training frames of each dataset, without the last `dropped` frames of each episode."""
         if self.frames:
             return tuple(int(ranges.frames.sum()) for ranges in self.frames)
         episodes = zip(metas, self.train, strict=True)
         return tuple(int((meta.episode_length[chosen] - dropped).sum()) for meta, chosen in episodes)
 
     def rows(self, metas: Sequence[DatasetMetadata], dropped: int) -> int:
-        """Rows of an epoch, of all datasets; on average where episodes have weights."""
+        """Count the rows of an epoch over all datasets; the average where episodes have weights."""
         if self.frames:
             return max(1, round(sum(ranges.rows for ranges in self.frames)))
         return sum(self.rows_per_dataset(metas, dropped))
@@ -57,10 +60,10 @@ class ChosenEpisodes:
 def select(
     config: Config, datasets: Datasets, dropped: int = 0, rename_map: Mapping[str, str] = MappingProxyType({})
 ) -> ChosenEpisodes:
-    """Choose what is trained on and held out. Reads the training episodes' numbers if --dataset.skip_idle is given.
+    """Choose the training and the held-out episodes. --dataset.skip_idle reads the training episodes' numeric columns.
 
     Args:
-        dropped: frames left out at the end of each training episode.
+        dropped: number of frames left out at the end of each training episode.
         rename_map: the policy's names for the datasets' features.
     """
     metas = datasets.metas
@@ -78,7 +81,7 @@ def select(
     frames, described = [], []
     for meta, chosen, weight in zip(metas, train, weights or [None] * len(metas), strict=True):
         keys = movement_keys(meta, rename_map)
-        still = None if meta.without_actions else seconds  # nobody moves there
+        still = None if meta.without_actions else seconds  # without actions nothing moves
         ranges = frame_ranges_of(meta, chosen, dropped=dropped, keys=keys, skip_idle=still, weight=weight)
         if not len(ranges.episode):
             raise ValueError(
@@ -94,7 +97,7 @@ def select(
 
 
 def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[str]]]:
-    """Choose the episodes of each dataset that are trained on or held out; with notes (`choose_episodes`)."""
+    """Return the episodes of each dataset that are trained on or held out, and notes (`choose_episodes`)."""
     weights: Sequence[np.ndarray | None] = datasets.weights or [None] * len(datasets.metas)
     chosen = []
     for number, (meta, member) in enumerate(zip(datasets.metas, datasets.members, strict=True)):
@@ -109,10 +112,10 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
 
 
 def exclusion(config: Config, datasets: Datasets, broken: Mapping[int, Sequence[int]]) -> str:
-    """Return the option that leaves out episodes, besides those that are left out already.
+    """Return the option that excludes `broken` episodes in addition to those already excluded.
 
     Args:
-        broken: episodes by the number of their dataset.
+        broken: episode numbers by index of the dataset.
     """
     excluded = {
         member.root: sorted({*(member.exclude_episodes or ()), *broken.get(number, ())})
@@ -135,11 +138,11 @@ def _split(
     dropped: int,
     success: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return which of the chosen episodes of a dataset to train on and which to hold out, and notes.
+    """Split the chosen episodes of a dataset into training and held-out episodes; return both, and notes.
 
-    The last ceil(n x eval_split) of each task are held out, as in LeRobot. A rehearsal, whose preset chose the share,
-    leaves tasks of a few episodes to training. Where `success` of all episodes is given, bool (E,), it is a share of
-    those of either outcome instead, task after task, rounded down. Without actions, all are trained on.
+    By default the last ceil(n x eval_split) episodes of each task are held out, as in LeRobot. A rehearsal with its
+    preset's share holds out none from small tasks. With `success`, bool (E,), the share applies to each outcome and is
+    rounded down. A dataset without actions holds out nothing.
     """
     share = config.dataset.eval_split
     if meta.without_actions:

@@ -1,4 +1,4 @@
-"""The size that frames are fitted into where they are decoded, and what of a policy goes with it."""
+"""Decide the size to which read tasks resize frames, and check image options against the policy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def with_image_size(
 ) -> tuple[Config, Features, int | None]:
     """Decide --dataset.image_size=auto.
 
-    Frames are fitted into the policy's size where that at least halves a row, or makes datasets go together.
+    Frames are resized to the policy's size if that at least halves a row, or if datasets have different sizes.
 
     Args:
-        row_bytes: bytes of a decoded row with some features.
+        row_bytes: returns the bytes of a decoded row with the given features.
     Returns:
-        The options and the features with the size; the bytes of a row as stored, None where frames are not fitted or
-        differ among datasets.
+        The options and the features with the size; the bytes of a row with stored frames, None if frames are not
+        resized or sizes differ among datasets.
     """
 
     def sized(image_size: list[int] | None) -> tuple[Config, Features]:
@@ -57,7 +57,7 @@ def with_image_size(
 
 
 def check_images(config: Config, policy_config: PreTrainedConfig) -> None:
-    """Refuse an augmentation or a size that the frames of the policy's cameras cannot have."""
+    """Refuse an augmentation or an image size that does not fit the policy's cameras."""
     if config.augments:
         keys = list(policy_config.image_features)
         make_augmentation(config.train.augmentation, config.dataset.image_transforms, config.seed, keys)
@@ -68,9 +68,12 @@ def check_images(config: Config, policy_config: PreTrainedConfig) -> None:
 
 
 def _policy_size(policy_config: PreTrainedConfig) -> tuple[list[int] | None, str]:
-    """Return [height, width] that the policy fits frames into before anything else, and why it would see others.
+    """Return the [height, width] to which the policy itself resizes frames first, and why another size is refused.
 
-    PI0 and its kin fit images, in [0, 1], into `image_resolution`, and leave those alone that have that size.
+    PI0 and related policies resize images in [0, 1] to `image_resolution`, and do nothing to images of that size.
+
+    Returns:
+        The size, None if the policy does not resize first; the reason as text.
     """
     size = getattr(policy_config, "image_resolution", None)
     if size is None or not family_of(policy_config).fits_images:

@@ -1,7 +1,7 @@
-"""Labels of frames, beside the datasets that they are of: `value.py` writes them, `vla.py --recap.labels` reads them.
+"""Write and read labels of frames: `value.py` writes them, `vla.py --recap.labels` reads them.
 
-A parquet file with a row for each frame: `dataset` (its root), `episode_index`, `frame_index`, what was found of it
-(`success` of its episode, `intervention`, `return`, `value`, `advantage`), and `positive`, which is the label.
+A parquet file has one row per frame: `dataset` (its root), `episode_index`, `frame_index`, `success` of the episode,
+`intervention`, `return`, `value`, `advantage`, and the label `positive`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def write_labels(
     episodes: Sequence[np.ndarray],
     columns: Mapping[str, np.ndarray],
 ) -> None:
-    """Write a row for each frame of some episodes, whole or not at all.
+    """Write one row for each frame of `episodes`, atomically.
 
     Args:
-        episodes: int64, by dataset. columns: of their frames in that order, (F,) each; `positive` among them.
+        episodes: int64 arrays, episode numbers per dataset.
+        columns: arrays (F,), one value per frame in the order of `episodes`; with `positive`.
     """
     root, episode, frame = [], [], []
     for number, (meta, chosen) in enumerate(zip(metas, episodes, strict=True)):
@@ -58,13 +59,15 @@ def write_labels(
 def read_labels(
     path: Path, metas: Sequence[DatasetMetadata], episodes: Sequence[np.ndarray]
 ) -> tuple[tuple[np.ndarray, ...], str]:
-    """Return which frames are positive, by dataset: bool (F,), False of episodes that are not asked for; the file's
-    digest.
+    """Read which frames are positive.
 
     Args:
-        episodes: int64, by dataset: those whose frames must all have a label. The file may have others.
+        episodes: int64 arrays, episodes per dataset whose frames must all have a label; the file may have more.
+    Returns:
+        Bool (F,) per dataset, False for frames without a label; the file's digest.
     Raises:
-        ValueError: no such file as `write_labels` makes, or it lacks a dataset or a frame. FileNotFoundError: no file.
+        ValueError: the file was not written by `write_labels`, or lacks a dataset or a frame.
+        FileNotFoundError: no file.
     """
     rows, digest = _read(path, COLUMNS), file_digest(path)
     labels = []
@@ -87,7 +90,7 @@ def read_labels(
 
 
 def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return how many frames of each outcome have which advantage, as JSON; of (F,) each, `advantage` and `success`."""
+    """Count frames over advantage for each outcome, as JSON; `columns` has `advantage` and `success`, (F,) each."""
     edges = np.histogram_bin_edges(columns["advantage"], BINS_SHOWN)
     outcomes = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
     counts = {name: np.histogram(columns["advantage"][mask], edges)[0].tolist() for name, mask in outcomes.items()}
@@ -95,10 +98,10 @@ def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str, Any]]:
-    """Tabulate the labels of a dataset, of all frames and by task: lines, and the `histogram`.
+    """Return a table of a dataset's labels, over all frames and by task, and their `histogram`.
 
     Raises:
-        ValueError, FileNotFoundError: as `read_labels`, but episodes may be without labels.
+        ValueError, FileNotFoundError: as `read_labels`, but episodes without labels are allowed.
     """
     index, rows = _rows_of(_read(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
     advantage, success, positive = (rows[name].to_numpy() for name in (*SHOWN, "positive"))
@@ -130,13 +133,13 @@ def _read(path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 def _rows_of(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> tuple[np.ndarray, pa.Table]:
-    """The rows of a dataset, and which of its frames each is: int64 (N,).
+    """Select the rows of a dataset; return the index of each row's frame in the dataset, int64 (N,), and the rows.
 
     Args:
-        alone: whether it is the run's only dataset; of several, only their names tell which is which.
+        alone: whether the run has a single dataset, whose root may then differ from the file's.
     """
     roots = rows["dataset"].unique().to_pylist()
-    root = roots[0] if len(roots) == 1 and alone else meta.root  # it may have been moved since
+    root = roots[0] if len(roots) == 1 and alone else meta.root  # the dataset may have been moved
     if root not in roots:
         raise ValueError(f"{FLAG}={path} has labels of {roots}, and none of {meta.root}")
     dataset_rows = rows.filter(pc.equal(rows["dataset"].cast(pa.string()), root))

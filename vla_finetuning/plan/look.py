@@ -1,8 +1,8 @@
-"""A look at a run's data with the run's own reader and limits, before anything is paid for.
+"""Check a sample of a run's data on the driver, with the run's own reader and limits.
 
-Reads the numbers of some episodes, and frames of every camera at both ends of a few. Whatever ends a read task ends
-the look: a frame that cannot be decoded or is not where its timestamp says, images of another kind, rows in another
-order, an unknown task. Values that are not finite end it too: no loss can be computed of them.
+Reads the numeric columns of some episodes, and of a few episodes the first and last frame of every camera. Finds what
+would end a read task: frames that cannot be decoded or do not match their timestamps, images of another format, rows in
+another order, unknown tasks. Also finds values that are not finite, as no loss can be computed from them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import exclusion
 from vla_finetuning.plan.resolve import Run
 
-# Of a dataset: rows and episodes whose numbers are read, and episodes of which frames are decoded. Those of a mixture
-# share the episodes; in a store, where each takes requests, a quarter of them is read.
+# Most rows and episodes that are read of a dataset, and most episodes whose frames are decoded. A mixture divides the
+# numbers of episodes among its datasets. An object store gets a quarter of them, as each episode takes requests.
 LOOK_ROWS, LOOK_EPISODES, FRAME_EPISODES = 20_000, 100, 8
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was read of a dataset.
+    """The result of `look_at`.
 
     Attributes:
-        rows, episodes: whose numbers were read. frames: rows whose cameras were decoded.
-        problems: by episode, what would end a run.
+        rows: number of rows whose numeric columns were read.
+        episodes: number of their episodes.
+        frames: number of rows whose cameras were decoded.
+        problems: error message by episode, for episodes that would end a run.
     """
 
     rows: int
@@ -51,7 +53,8 @@ def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features, sha
     """Read a sample of a dataset's rows as a run with these features would.
 
     Args:
-        episodes: int64, those that are used. share: of the limits.
+        episodes: int64, numbers of the episodes that the run uses.
+        share: fraction of the limits on episodes.
     Raises:
         OSError: a store or a disk does not answer.
     """
@@ -107,14 +110,14 @@ def _check_finite(batch: dict[str, np.ndarray], numbers: Sequence[str], meta: Da
 
 
 def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
-    """Look at the rows of a run.
+    """Read a sample of each dataset of a run (`look_at`).
 
     Args:
-        datasets: as `find_datasets` found them.
+        datasets: the result of `find_datasets`.
     Returns:
-        Lines for the plan: what was looked at, and with --dataset.on_error skip what will be skipped.
+        Lines for the plan: what was read, and with --dataset.on_error skip what will be skipped.
     Raises:
-        ValueError: names what would end the run, and the option that goes on without those episodes.
+        ValueError: the problem that would end the run, and the option that excludes its episodes.
         OSError: as `look_at`.
     """
     lines: list[str] = []
@@ -127,13 +130,14 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
         if not look.problems:
             continue
         broken, texts = sorted(look.problems), list(look.problems.values())
-        example = next((text for text in texts if "not finite" in text), texts[0])  # which nothing skips
+        # --dataset.on_error=skip does not skip values that are not finite, so they come first.
+        example = next((text for text in texts if "not finite" in text), texts[0])
         if config.dataset.on_error == "skip" and "not finite" not in example and len(broken) < look.episodes:
             lines.append(f"             {len(broken)} of them will be skipped, by --dataset.on_error: {example}")
             continue
         if len(broken) == look.episodes:
             raise ValueError(f"{example} (so it is in all {look.episodes} episodes that were looked at)")
-        assert datasets is not None  # a run that trains on rows has them
+        assert datasets is not None  # every run with rows has datasets
         raise ValueError(
             f"{example}. Of {len(episodes)} episodes {look.episodes} were looked at, and {len(broken)} are so or "
             f"alike; to go on without them: {exclusion(config, datasets, {number: broken})}"

@@ -1,4 +1,4 @@
-"""Missing files of a dataset: the error names them, and the flag that trains without their episodes."""
+"""Find missing files of datasets; the error names them, and the flag that trains without their episodes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.episodes import ChosenEpisodes, exclusion
 
-# A longer list of episodes is no flag to paste.
+# Most characters of a flag that a user would paste.
 _MAX_FLAG = 2_000
 
 
 def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, camera_keys: Sequence[str]) -> list[str]:
-    """Look for the files of all episodes that are trained on or held out, as `find_missing_files`.
+    """Check that the files of all training and held-out episodes exist (`find_missing_files`).
 
     Returns:
         With --dataset.on_error skip, notes on the episodes whose rows will be skipped.
     Raises:
-        FileNotFoundError: files are missing, empty or cut short, and flags that go on without them.
+        FileNotFoundError: files are missing, empty or truncated; names the flags that train without them.
     """
     metas = datasets.metas
     episodes = [np.union1d(*split) for split in zip(chosen.train, chosen.held_out, strict=True)]
@@ -56,7 +56,7 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
 
 
 def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
-    """The cameras that are decoded whatever the policy has."""
+    """Return the cameras that are decoded for any policy."""
     if config.dataset.camera_keys is not None:
         return config.dataset.camera_keys
     if config.policy_path:
