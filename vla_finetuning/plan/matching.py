@@ -1,8 +1,8 @@
-"""How datasets are a policy's: of one robot, or of several that differ.
+"""Match the datasets of a run with its policy, for one robot or several.
 
-Datasets of one robot are one dataset: features called alike, dimensions in one order, one rate, statistics together.
-Robots that differ have their own of all that, and share the policy's names: a row has the cameras of all of them, and
-vectors as long as the widest (`data.options.Features.padded`).
+Datasets of one robot are treated as one dataset: equal feature names, dimensions in one order, one rate, joint
+statistics. Different robots each have their own, and share the policy's names: a row has the cameras of all robots and
+vectors of the widest robot's length (`data.options.Features.padded`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ Metas = Sequence[DatasetMetadata]
 
 @dataclass(frozen=True)
 class Matched:
-    """Datasets as the policy gets them.
+    """The result of `match_datasets`.
 
     Attributes:
-        metas: with the names and order of their robot; of several robots with the policy's names. Those without
-            actions, which are of no robot, have what all others have, as vectors of no entries where they lack it.
-        config: the policy's. match: of all of them, by the names in `metas`.
-        robots: without statistics; at least one.
-        window_steps: as of `data.options.Features`.
+        metas: datasets with their robot's feature names and order; with the policy's names if there are several
+            robots. Datasets without actions have empty vectors for features that they lack.
+        config: configuration of the policy.
+        match: mapping of the features of all datasets, by their names in `metas`.
+        robots: at least one, without statistics.
+        window_steps: as in `data.options.Features`.
     """
 
     metas: tuple[DatasetMetadata, ...]
@@ -66,17 +67,20 @@ class Matched:
 
     @property
     def rename_map(self) -> dict[str, str]:
-        """Names in `metas` -> the policy's, alike for all robots."""
+        """Return the map from names in `metas` to the policy's, which is the same for all robots."""
         return self.robots[0].rename_map
 
 
 @dataclass(frozen=True)
 class RobotDatasets:
-    """The datasets of one robot: features called as the first calls them, dimensions as the mixture orders them.
+    """The datasets of one robot, with the first dataset's feature names and the mixture's order of dimensions.
 
     Attributes:
-        robot: its name; None where datasets name none. numbers: of its datasets in the run.
-        rename_map: the policy's names for observations of any of them. camera_keys: those chosen; None: all.
+        robot: name of the robot; None if the options name none.
+        numbers: indices of its datasets in the run.
+        metas: metadata of its datasets.
+        rename_map: observation names of any of the datasets -> the policy's names.
+        camera_keys: chosen cameras; None for all.
     """
 
     robot: str | None
@@ -87,19 +91,20 @@ class RobotDatasets:
 
     @property
     def features(self) -> dict[str, Feature]:
-        """Return the features of the first dataset that a policy may get."""
+        """Return the first dataset's features, without depth cameras and cameras that are not chosen."""
         meta, chosen = self.metas[0], self.camera_keys
         dropped = set() if chosen is None else set(meta.camera_keys) - set(chosen)
         return {key: feature for key, feature in meta.features.items() if key not in dropped and not feature.is_depth}
 
 
 def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
-    """Yield the datasets of each robot, in the order in which robots first come.
+    """Yield the datasets of each robot, in the order of each robot's first dataset.
 
     Args:
-        datasets: with actions.
+        datasets: datasets with actions.
     Raises:
-        ValueError: datasets of one robot with other cameras, an order of other dimensions, two features of one name.
+        ValueError: datasets of one robot choose different cameras, an order does not list the dimensions of a feature,
+            or two features get one name.
     """
     for robot in dict.fromkeys(member.robot for member in datasets.members):
         numbers = tuple(number for number, member in enumerate(datasets.members) if member.robot == robot)
@@ -115,10 +120,10 @@ def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
 
 
 def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
-    """Match a run's datasets with its policy, whose configuration is fitted to them in place.
+    """Match a run's datasets with its policy, and set the features in the policy's configuration in place.
 
     Raises:
-        ValueError: datasets, rates or robots that do not go together, or not with the policy.
+        ValueError: datasets, rates or robots do not match each other or the policy.
     """
     if len((acting := datasets.with_actions).metas) < len(datasets.metas):
         known = {key for meta in acting.metas for key in meta.features}
@@ -170,7 +175,7 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
 def _match_robot(
     config: Config, group: RobotDatasets, policy_config: PreTrainedConfig, policy_name: str
 ) -> tuple[tuple[DatasetMetadata, ...], FeatureMatch]:
-    """Return the datasets with one order of dimensions, and how the first one's features are the policy's."""
+    """Reorder the dimensions of a robot's datasets as in the first one, and match its features with the policy's."""
     meta = group.metas[0]
     try:
         match = match_features(
@@ -198,7 +203,7 @@ def _match_robot(
 
 
 def _check_one_choice(metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a member that chooses other cameras than its robot's first dataset has."""
+    """Refuse a dataset that chooses other cameras than its robot's first dataset."""
 
     def named(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
         return {names.get(key, key) for key in keys}
@@ -214,7 +219,7 @@ def _check_one_choice(metas: Metas, members: Sequence[Member], maps: Sequence[Ma
 
 
 def window_step(meta: DatasetMetadata, fps: int | None) -> int:
-    """Return how many frames of a dataset lie between two actions of a chunk."""
+    """Return the frames between two actions of a chunk, for actions at `fps` (None: the dataset's rate)."""
     step, rest = divmod(meta.fps, fps or meta.fps)
     if rest or not step:
         raise ValueError(
@@ -225,7 +230,7 @@ def window_step(meta: DatasetMetadata, fps: int | None) -> int:
 
 
 def check_rates(metas: Metas, steps: Sequence[int]) -> None:
-    """Refuse datasets of one robot whose action chunks would span other times."""
+    """Refuse datasets of one robot with different action rates, whose chunks would span different times."""
     rates = {meta.fps // step: meta.root for meta, step in zip(metas, steps, strict=True)}
     if len(rates) > 1:
         (a, first), (b, second) = list(rates.items())[:2]
@@ -239,10 +244,10 @@ def check_rates(metas: Metas, steps: Sequence[int]) -> None:
 
 
 def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched) -> Matched:
-    """Add the datasets without actions to the others, `matched`; the policy's family learns how their rows are read.
+    """Add the datasets without actions to `matched`, and tell the policy's family how their rows are read.
 
     Raises:
-        ValueError: such a dataset has none of the others' cameras.
+        ValueError: a dataset without actions has no camera of the others.
     """
     acting, rename_map = len(matched.metas), matched.rename_map
     cameras, keys = matched.match.camera_keys, matched.match.dataset_keys
@@ -290,7 +295,7 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
 
 
 def _check_policy(base: Base) -> None:
-    """Refuse a policy that cannot be trained on robots that differ."""
+    """Refuse a policy that cannot be trained on several different robots."""
     family, policy_type = family_of(base.config), base.config.type
     if not (family.row_losses and family.masks_cameras):
         raise ValueError(
@@ -302,7 +307,7 @@ def _check_policy(base: Base) -> None:
 
 
 def _with_policy_names(meta: DatasetMetadata, keys: Iterable[str], rename_map: Mapping[str, str]) -> DatasetMetadata:
-    """The dataset with the policy's names for `keys`, which the policy gets, and without other observations."""
+    """Rename the features `keys` to the policy's names, and drop all other observations."""
     other = {
         key
         for key, feature in meta.features.items()
@@ -316,8 +321,9 @@ class PolicyData:
     """What a policy sees of a run's datasets.
 
     Attributes:
-        features: by the policy's names; of robots that differ those of all, the widest of vectors.
-        tasks: instructions of the chosen episodes, as prompts have them. fps: actions per second.
+        features: features of all robots by the policy's names, with the widest vectors.
+        tasks: instructions of the chosen episodes, as in prompts.
+        fps: actions per second.
     """
 
     features: dict[str, Feature]
@@ -326,14 +332,14 @@ class PolicyData:
 
 
 def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]) -> PolicyData:
-    """Return what a policy made for a run's datasets sees: names, cameras, order of dimensions, instructions.
+    """Return the features and instructions for which to make a policy, as `match_datasets` would give them.
 
-    `match_datasets` gives the same to a policy that exists: of each robot, its first dataset decides.
+    The first dataset of each robot decides.
 
     Args:
-        chosen: episodes of each dataset that are used.
+        chosen: int64 arrays, the episodes that are used of each dataset.
     Raises:
-        ValueError: a camera that the dataset has not, dimensions of other names, two features of one name.
+        ValueError: an unknown camera, other names of dimensions, or two features with one name.
     """
     features: dict[str, Feature] = {}
     for group in by_robot(config, datasets.with_actions):
@@ -358,7 +364,7 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
 
 
 def _texts_in(meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[str]:
-    """Return the texts of a column; where metadata do not list them the episodes are read, without images."""
+    """Return the texts in a column, from the metadata or else from the rows of `episodes`."""
     if (feature := meta.features.get(column)) is None:
         return set()
     texts: Iterable[str | None] = feature.texts.values()
@@ -371,7 +377,7 @@ def _texts_in(meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[s
 
 
 def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> FeatureMatch:
-    """Fit the policy's configuration to all robots: the cameras that any has, and the widest vectors."""
+    """Set the policy's features to the cameras of all robots and the widest vectors; return the joint match."""
     widest: dict[str, PolicyFeature] = {}
     for robot in robots:
         for key, feature in {**robot.config.input_features, **robot.config.output_features}.items():
@@ -386,7 +392,7 @@ def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> 
             "rename_map, or let the policy run without them with --dataset.missing_cameras=mask"
         )
     base.config.input_features, base.config.output_features = inputs, outputs
-    for robot in robots:  # cameras are seen in one order, in training and on the robot
+    for robot in robots:  # training and the robot need one order of cameras
         features = robot.config.input_features
         robot.config.input_features = {key: features[key] for key in inputs if key in features}
     rows = tuple(
@@ -403,6 +409,6 @@ def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> 
     for robot in robots:
         first = metas[robot.datasets[0]]
         for name, seconds in robot.row_match.delta_timestamps.items():
-            if name in matched:  # in frames of the first dataset
+            if name in matched:  # offsets are in frames of the first dataset
                 deltas[name] = [round(second * first.fps) / metas[0].fps for second in seconds]
     return FeatureMatch(tuple(key for key in base.config.image_features if key not in masked), rows, deltas)

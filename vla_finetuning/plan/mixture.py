@@ -1,7 +1,7 @@
-"""Several datasets as one: features called alike, dimensions in one order, statistics of all together.
+"""Combine the datasets of one robot: equal feature names, dimensions in one order, joint statistics.
 
-Datasets that go into one batch must mean the same by the same number. Where their metadata says that they do not (names
-of dimensions, ranges a hundred times apart), they are refused, with what would put them right. Files are not opened.
+Equal numbers in a batch must have equal meaning. Datasets whose metadata contradicts this (names of dimensions, ranges
+that differ by RANGE_FACTOR) are refused, and the error says how to correct them. No data file is opened.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from vla_finetuning.data.rows import row_kind
 from vla_finetuning.options.fields import did_you_mean
 
 Stats = dict[str, dict[str, np.ndarray]]
-# What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
+# Statistics that LeRobot's `aggregate_stats` needs of each dataset, besides quantiles.
 AGGREGATED = {"min", "max", "mean", "std", "count"}
-# Datasets whose values reach so many times as far are taken for recorded in other units: degrees are 57 radians, metres
-# 1000 millimetres.
+# Datasets whose ranges differ by this factor probably have different units: a radian is 57 degrees, a metre 1000
+# millimetres.
 RANGE_FACTOR = 10
 
 
 def named_alike(
     metas: Sequence[DatasetMetadata], rename_maps: Sequence[Mapping[str, str]]
 ) -> tuple[DatasetMetadata, ...]:
-    """The datasets with features called as the first calls those that its rename map gives the same name."""
+    """Rename observations of each dataset to the first dataset's names, where rename maps give both the same name."""
     first = {rename_maps[0].get(key, key): key for key in metas[0].features}
     renamed = []
     for meta, rename_map in zip(metas[1:], rename_maps[1:], strict=True):
@@ -48,13 +48,13 @@ def named_alike(
 
 
 def names_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
-    """The rename map without what only other datasets than the first have."""
+    """Return the rename map without features that the first dataset lacks and others have."""
     elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
     return {key: name for key, name in rename_map.items() if key not in elsewhere}
 
 
 def check_alike(metas: Sequence[DatasetMetadata], keys: Sequence[str], rename_map: Mapping[str, str]) -> None:
-    """Refuse datasets that lack `keys`, what the policy gets of the first, and say which renaming would do."""
+    """Refuse datasets that lack features `keys` of the first, and propose a renaming."""
     first = metas[0]
     for meta in metas[1:]:
         lacking = [key for key in keys if key not in meta.features]
@@ -83,13 +83,13 @@ def _same_kind(a: Feature, b: Feature) -> bool:
 def ordered_alike(
     metas: Sequence[DatasetMetadata], keys: Sequence[str], names: Mapping[str, Mapping[str, str]]
 ) -> tuple[DatasetMetadata, ...]:
-    """The datasets with the dimensions of `keys` in the first one's order, by their names.
+    """Reorder the dimensions of features `keys` by name, as in the first dataset.
 
     Args:
-        names: --dataset.dimension_map: by feature, what the first dataset calls a dimension of another. Where a dataset
-            has no names, its dimensions are called by their numbers.
+        names: --dataset.dimension_map, `{feature: {name of a dimension: name in the first dataset}}`. Dimensions
+            without names are called by their numbers.
     Raises:
-        ValueError: dimensions of other names, or of the same name; says how to map them.
+        ValueError: names of dimensions differ or are not unique; the error proposes a map.
     """
     first = metas[0]
     if unknown := sorted(names.keys() - set(keys)):
@@ -100,7 +100,7 @@ def ordered_alike(
         for key in keys:
             ours, theirs = first.features[key], meta.features[key]
             if ours.dtype not in NUMERIC_DTYPES or len(ours.shape) != 1 or ours.shape != theirs.shape:
-                continue  # cameras; other widths are refused where the datasets are read together
+                continue  # a camera, or another width, which the datasource refuses
             if ours.names is None and theirs.names is None and key not in names:
                 continue
             expected, stored = _dimensions(ours), _dimensions(theirs)
@@ -119,10 +119,10 @@ def ordered_alike(
 
 
 def check_dimension_map(robots: Sequence[Sequence[DatasetMetadata]], names: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse names of --dataset.dimension_map that no dataset has, or that its robot's first dataset has not.
+    """Refuse unknown names of dimensions in --dataset.dimension_map.
 
     Args:
-        robots: the datasets of each, with the names of features of the first.
+        robots: the datasets of each robot, with the first one's feature names.
     """
     pairs = [(first, other) for first, *rest in robots for other in rest]
     if not pairs:
@@ -145,10 +145,10 @@ def _dimensions_of(meta: DatasetMetadata, key: str) -> list[str]:
 
 
 def ordered_by(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> DatasetMetadata:
-    """The dataset with the dimensions of features in the order of these names, which must be all of theirs.
+    """Reorder the dimensions of features as `names` lists them, `{feature: names of all its dimensions}`.
 
     Raises:
-        ValueError: the dataset has no such feature, or calls its dimensions otherwise.
+        ValueError: the dataset has no such feature, or other names of dimensions.
     """
     for key, order in names.items():
         stored = _dimensions(meta.features[key]) if key in meta.features else []
@@ -170,8 +170,8 @@ def _dimensions(feature: Feature) -> list[str]:
 def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
     """Refuse datasets if the values of one reach RANGE_FACTOR times as far as another's, in any dimension.
 
-    Compared is the largest absolute value between the 1st and 99th percentile (or at all, where these are not known): a
-    joint that stood still in one dataset is no mismatch, nor is one that was always 0.
+    Compares the largest absolute values between the 1st and 99th percentile, or between minimum and maximum if these
+    are missing. A joint that stood still, or was always 0, in one dataset is no mismatch.
     """
     for a, b in itertools.combinations(metas, 2):
         for key in keys:
@@ -199,10 +199,10 @@ def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
 
 
 def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> Stats:
-    """The statistics of several datasets taken together, of the features that all have, by LeRobot's `aggregate_stats`.
+    """Join the statistics of features that all datasets have, by LeRobot's `aggregate_stats`.
 
     Args:
-        rows: how many rows of an epoch come from each, which is what they then count for; None: what they hold.
+        rows: weight of each dataset, its rows in an epoch; None to weigh by frames.
     """
     if len(metas) == 1:
         return {key: ordered_stats(metas[0], key) for key in metas[0].stats}
@@ -217,7 +217,7 @@ def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> 
 
 
 def ordered_stats(meta: DatasetMetadata, key: str) -> dict[str, np.ndarray]:
-    """A feature's statistics in the order that its dimensions have in a row."""
+    """Return a feature's statistics with its dimensions in the order of a row."""
     feature, stats = meta.features.get(key), meta.stats.get(key, {})
     if feature is None or feature.order is None:
         return stats

@@ -1,4 +1,4 @@
-"""The datasets of a mixture side by side, and what of them does not go together; without a policy."""
+"""Compare the datasets of a mixture without a policy, for `show_dataset`: tables, and mismatches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vla_finetuning.plan.mixture import check_alike, check_ranges, ordered_alike
 from vla_finetuning.policies.matching import aligned
 
 VECTORS = ("observation.state", "action")
-# Vectors that policies take.
+# Vectors that policies are trained on.
 TRAINED = (*VECTORS, "observation.environment_state")
 
 
 def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
-    """Tables of the datasets of `--dataset.mixture`, and what a run would refuse, as lines.
+    """Tabulate the datasets of `--dataset.mixture`, and list what a run would refuse; both as lines.
 
     Raises:
-        ValueError, OSError: a dataset cannot be read, or lacks a feature that its rename map names; none has actions.
+        ValueError, OSError: a dataset cannot be read, a rename map names an unknown feature, or no dataset has actions.
     """
     listed = members(config.dataset.mixture)
     metas = load_datasets(config, listed)
@@ -60,7 +60,7 @@ def _datasets(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
 
 
 def _cameras(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
-    """A line for each of the policy's cameras: what each dataset has for it."""
+    """Tabulate the camera that each dataset has for each of the policy's cameras."""
     by_camera: dict[str, dict[int, str]] = {}
     for number, (member, meta) in enumerate(named):
         chosen = meta.camera_keys if member.camera_keys is None else member.camera_keys
@@ -83,7 +83,7 @@ def _dimensions(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
 
 
 def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
-    """Why the datasets of one robot do not go together."""
+    """List the mismatches among the datasets of one robot."""
     listed, metas = zip(*group, strict=True)
     steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
     errors = [_error(check_rates, metas, steps)]
@@ -105,7 +105,7 @@ def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) ->
 
 
 def _error(check: Callable[..., object], *arguments: object) -> str:
-    """Return what a check raises, as text; empty if nothing."""
+    """Return the message of the ValueError that `check` raises; empty if none."""
     try:
         check(*arguments)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Name the features of datasets by --rename_map and --dataset.state_features; propose names where they are missing."""
+"""Rename features of datasets by --rename_map and --dataset.state_features, and propose missing names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from vla_finetuning.options.fields import did_you_mean
 
 OBSERVATION = "observation."
 STATE = "observation.state"
-# openpi's DROID has the state of the arm and of the gripper in features of their own.
+# openpi's DROID dataset has separate features for the state of the arm and of the gripper.
 DROID_STATE = ["joint_position", "gripper_position"]
-# Names outside LeRobot's own, and what they stand for: openpi's LIBERO, DROID and ALOHA datasets.
+# Feature names of openpi's LIBERO, DROID and ALOHA datasets -> LeRobot's names.
 WELL_KNOWN = {
     **{"state": "observation.state", "joint_position": "observation.state", "qpos": "observation.state"},
     **{"actions": "action", "image": "observation.images.base_0_rgb", "cam_high": "observation.images.base_0_rgb"},
@@ -40,13 +40,13 @@ def with_names(
     *,
     observations: bool = False,
 ) -> tuple[DatasetMetadata, ...]:
-    """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`.
+    """Rename features of datasets by --rename_map. Raises ValueError as `load_datasets`.
 
-    Vectors that are all called `action` by it are joined in the map's order.
+    Several vectors that are renamed to `action` are joined in the map's order.
 
     Args:
-        state_features: joined into `observation.state`, by the names in the files, in all datasets that have any.
-        observations: rename those, too, where no policy's processors will.
+        state_features: names in the files of the features to join into `observation.state`.
+        observations: rename observations too, for use without a policy's processors.
     """
     joined = [any(key in meta.features for key in state_features) for meta in metas]
     check_names_known(metas, {}, state_features)
@@ -54,7 +54,7 @@ def with_names(
         join_features(meta, state_features, STATE) if has_some else meta
         for meta, has_some in zip(metas, joined, strict=True)
     ]
-    # Names of observations are not the dataset's where lerobot-train has the policy's processors rename them.
+    # As in lerobot-train, the policy's processors rename observations, not the dataset.
     names = {key: name for key, name in rename_map.items() if observations or not key.startswith(OBSERVATION)}
     check_names_known(metas, rename_map)
     named = tuple(_with_names(meta, names) for meta in metas)
@@ -64,7 +64,7 @@ def with_names(
 
 
 def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
-    """Rename features of a dataset; join vectors that are all to be called `action`."""
+    """Rename features of a dataset; join several that are renamed to `action`."""
     keys: dict[str, list[str]] = {}
     for key, name in names.items():
         if key in meta.features:
@@ -74,14 +74,14 @@ def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetad
         if len(sources) > 1 and name == "action" and not any(key.startswith(OBSERVATION) for key in sources):
             meta = join_features(meta, sources, name)
         elif len(sources) > 1:
-            single |= dict.fromkeys(sources, name)  # `rename_features` names both
+            single |= dict.fromkeys(sources, name)  # `rename_features` raises an error with both names
     return rename_features(meta, single)
 
 
 def check_names_known(
     metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], state_features: Sequence[str] = ()
 ) -> None:
-    """Refuse names of features that no dataset has, and those that LeRobot's own columns keep."""
+    """Refuse feature names that no dataset has, and renaming of LeRobot's own columns."""
     keys = sorted({key for meta in metas for key in meta.features})
     if state_features and metas and not any(key in keys for key in state_features):
         raise ValueError(
@@ -97,12 +97,12 @@ def check_names_known(
 
 
 def observations_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
-    """Return what of --rename_map the policy's processors do, as in lerobot-train."""
+    """Return the entries of --rename_map for observations, which the policy's processors apply as in lerobot-train."""
     return {key: name for key, name in rename_map.items() if key.startswith(OBSERVATION)}
 
 
 def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
-    """Refuse a dataset without actions or observations by LeRobot's names, and propose the flag that gives them."""
+    """Refuse a dataset without `action` or `observation.*`, and propose the flag that renames features to these."""
     lacks = [] if "action" in meta.features else ["action"]
     lacks += [] if any(key.startswith(OBSERVATION) for key in meta.features) else [f"{OBSERVATION}*"]
     if not lacks:
@@ -122,10 +122,10 @@ def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
 
 
 def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
-    """LeRobot's names for features of a dataset, and the features that are its state together, if several are.
+    """Propose LeRobot's names for features of a dataset, and the features to join into its state, if several.
 
-    As GR00T's meta/modality.json says, or as openpi's LIBERO, DROID and ALOHA examples and their like call them;
-    cameras get PI0.5's names where it is known which is which.
+    Uses GR00T's meta/modality.json, or the names of openpi's LIBERO, DROID and ALOHA examples. Cameras get PI0.5's
+    names where the correspondence is known.
     """
     modality = {key: {k: c for k, c in keys.items() if c in meta.features} for key, keys in read_modality(meta).items()}
     state = list(dict.fromkeys(modality["state"].values()))
@@ -165,7 +165,7 @@ def _is_vector(feature: Feature) -> bool:
 
 
 def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
-    """Raises ValueError for a camera that the dataset has not."""
+    """Refuse a camera that the dataset does not have."""
     if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
         raise ValueError(
             f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}, but "
