@@ -1,4 +1,4 @@
-"""Which episodes of a run's datasets succeeded, and which frames a person corrected (`--outcome.*`)."""
+"""Read which episodes of a run's datasets succeeded, and which frames a person corrected (`--outcome.*`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.recap import OutcomeOptions
 
 FLAG = "--outcome.success"
-# What lerobot-rollout's DAgger records, and what LeRobot calls it elsewhere (`TeleopEvents`).
+# LeRobot's column names for corrections: of lerobot-rollout's DAgger, and of `TeleopEvents`.
 INTERVENTIONS = ("intervention", "is_intervention")
 
 
@@ -70,7 +70,7 @@ def corrected_frames(
 
 
 def intervention_columns(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[str | None, ...]:
-    """Return the column of corrections of each dataset, None where it has none. Raises as `corrected_frames`."""
+    """Return each dataset's column of corrections, None if it has none. Raises as `corrected_frames`."""
     known = INTERVENTIONS if options.intervention is None else (options.intervention,)
     columns = [[name for name in known if name in meta.features] for meta in metas]
     if options.intervention is not None and not any(columns):

@@ -1,7 +1,7 @@
-"""What a base policy's config.json says of decisions that are the run's own, and which of its options overrules it.
+"""Compare a base policy's config.json with the run's options, which overrule it.
 
-LeRobot keeps in one file what a policy is and how it was trained: what is frozen, precision, device, learning rate,
-where it was pushed to. Here the run's options decide those.
+LeRobot's config.json has a policy's architecture and also how it was trained: frozen parts, precision, device, learning
+rate, repository. The run's options decide the latter, and the plan names what they overrule.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import TrainableReport
 
 Decision = tuple[str, Any, str]
-# What a cosine of --warmup_frac and --final_lr_frac stands in for.
+# Options that --warmup_frac and --final_lr_frac replace.
 SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
 
 
 def overruled(
     config: Config, policy_config: PreTrainedConfig, folder: Path | None, report: TrainableReport | None
 ) -> tuple[str, ...]:
-    """A line for each option of the run that overrules something in the base's config.json.
+    """Return a line for each option of the run that overrules an entry of the base's config.json.
 
     Args:
-        folder: the base's; None where weights are random. report: what trains, where that is known without its weights.
+        folder: folder of the base; None for random weights.
+        report: the trainable parameters; None if unknown without weights.
     Raises:
-        ValueError: an option of the policy, given for this run, that another option of the run overrules.
+        ValueError: an option of the policy on this run's command line contradicts another option of the run.
     """
     saved = {} if folder is None else read_foreign_json(folder / "config.json")
     saved = {name: value for name, value in saved.items() if value is not None}
@@ -53,7 +54,7 @@ def overruled(
 
 
 def _decisions(config: Config, policy: PreTrainedConfig, report: TrainableReport | None) -> Iterator[Decision]:
-    """Options of policies that the run decides: what it does, as they would say it, and by which of its options."""
+    """Yield (name, value, flag): options of policies that the run decides, its value, and the deciding flag."""
     train, family = config.train, family_of(policy)
     what_trains = (
         f"--peft.method_type={config.peft.method_type}" if config.peft.enabled else f"--train.mode={train.mode}"
@@ -63,7 +64,7 @@ def _decisions(config: Config, policy: PreTrainedConfig, report: TrainableReport
     for name, flag in (("compile_model", "compile"), ("gradient_checkpointing", "activation_checkpointing")):
         if name in family.ignored_options:
             yield name, getattr(train, flag), f"--train.{flag}={_shown(getattr(train, flag))}"
-    if train.precision != "auto":  # which goes by the GPU, or by use_amp
+    if train.precision != "auto":  # "auto" depends on the GPU, or on use_amp
         yield "use_amp", config.planned_in_bf16, f"--train.precision={train.precision}"
     yield "use_peft", config.peft.enabled, "--peft.method_type" + ("" if config.peft.enabled else ", which is absent")
     device = "cuda" if config.scaling.use_gpu else "cpu"
@@ -100,7 +101,7 @@ def _read(text: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, for a comparison; of a device, its kind."""
+    """Return a value as in JSON, for comparisons; a device without its index."""
     if isinstance(value, str):
         return value.partition(":")[0] if value.startswith(("cuda", "cpu", "mps")) else value
     return json.loads(json.dumps(value, default=lambda item: getattr(item, "value", None) or vars(item)))

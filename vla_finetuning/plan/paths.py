@@ -1,4 +1,4 @@
-"""Make paths in a run's options absolute: its workers, and a resumed run, have other working directories."""
+"""Make paths in a run's options absolute, as workers and resumed runs have other working directories."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vla_finetuning.options.programs import Config, ValueConfig
 
 
 def absolute(path: str | Path) -> str:
-    """Return a local path as an absolute one, `~` being home; return a URI unchanged."""
+    """Return a local path as an absolute one, with `~` expanded; return a URI unchanged."""
     return str(path) if "://" in str(path) else str(Path(os.path.expanduser(path)).absolute())
 
 
 def with_absolute_paths[C: JobOptions](config: C) -> C:
-    """Return the options of any program with absolute paths, as the run saves them in its folder.
+    """Return the options of any program with absolute paths.
 
     Raises:
         OSError, ValueError: a mixture names a dataset twice; the file of --dataset.exclude_episodes is wrong.
@@ -42,9 +42,9 @@ def _absolute_value(kind: str, value: str) -> str:
 
 
 def _make_absolute(d: DatasetOptions) -> None:
-    """Make the roots of datasets absolute, and read the list of episodes that are left out."""
+    """Make paths of datasets and caches absolute, and read the file of --dataset.exclude_episodes."""
     roots = [absolute(root) for root in d.roots]
-    assert isinstance(d.mixture, dict)  # a file is read with the flags
+    assert isinstance(d.mixture, dict)  # the parser of flags has read a file
     mixture = dict(zip(roots, d.mixture.values(), strict=False))
     if len(mixture) < len(d.mixture):
         raise ValueError(f"--dataset.mixture names a dataset twice: {list(d.mixture)}")
@@ -54,7 +54,7 @@ def _make_absolute(d: DatasetOptions) -> None:
     if d.frame_cache not in (None, "", "auto"):
         d.frame_cache = absolute(d.frame_cache)
     excluded: Any = d.exclude_episodes
-    if isinstance(excluded, str):  # the file as it is now counts, also for a resumed run
+    if isinstance(excluded, str):  # later changes of the file do not change a resumed run
         excluded = read_choice(excluded.removeprefix("@"))
     d.episodes, d.exclude_episodes = _by_absolute_root(d.episodes), _by_absolute_root(excluded)
 

@@ -1,6 +1,6 @@
-"""Checks of a run that take a second: its folder, and its datasets.
+"""Check a run's folder and datasets within a second.
 
-Runs before a program imports PyTorch, LeRobot and Ray, which takes many.
+Runs before a program imports PyTorch, LeRobot and Ray, which takes many seconds.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vla_finetuning.terminal import print_safe
 
 @dataclass(frozen=True)
 class Examined:
-    """A run whose folder and datasets were looked at.
+    """The result of `examine`.
 
     Attributes:
         config: the program's options, with absolute paths.
-        datasets: None of programs that train on none, and of a run that is finished.
-        finished: nothing is left to do.
+        datasets: the run's datasets; None for programs without datasets and for a finished run.
+        finished: whether nothing is left to do.
     """
 
     config: Any
@@ -45,7 +45,7 @@ def examine(config: JobOptions) -> Examined:
     """Check the folder and the datasets of a run.
 
     Raises:
-        OSError, ValueError: what a start would refuse, and what to do.
+        OSError, ValueError: the run cannot start; says what to do.
     """
     config = with_absolute_paths(config)
     check_folder(config)
@@ -67,7 +67,7 @@ def examine(config: JobOptions) -> Examined:
     if not isinstance(config, Config):
         return Examined(config)
     config, datasets = find_datasets(config)
-    # Frames that do not move are found in the data files, which takes longer.
+    # --dataset.skip_idle reads data files, which takes longer.
     chosen = select(replace(config, dataset=replace(config.dataset, skip_idle=None)), datasets)
     cameras = certain_cameras(config, datasets.metas[0]) if len(robots(datasets.members)) < 2 else []
     check_files(config, datasets, chosen, cameras)

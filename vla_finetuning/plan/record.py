@@ -1,4 +1,4 @@
-"""What a run writes down of itself for its readers, and what they make of it: reports, trackers, model cards."""
+"""Write facts about a run to files in its folder, for reports, trackers and model cards."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def record_run(
     rows: Rows | None = None,
     repo_id: str | None = None,
 ) -> None:
-    """Write `run.json`: what the report says of a run besides its measurements. Runs on the driver, once Ray is up.
+    """Write `run.json`: facts for the report besides measurements. Runs on the driver, after Ray has started.
 
     Args:
-        plan: the plan as text. cluster: `ray.cluster_resources()`. rows: None for a run without datasets.
-        repo_id: of the dataset on the Hub, if it is from there.
+        plan: the plan as text.
+        cluster: `ray.cluster_resources()`.
+        rows: rows of the run; None for a run without datasets.
+        repo_id: id of the dataset on the Hub; None for a local one.
     """
     episodes = () if rows is None else zip(rows.metas, rows.train_episodes, rows.eval_episodes, strict=True)
     datasets = [
@@ -78,7 +80,7 @@ def record_run(
 
 
 def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
-    """Return by each robot's name, "" of the only one, what its actions are called, and how many there are a second."""
+    """Return names and rate of each robot's actions, by name of the robot; "" for a single robot."""
     first = {robot.name: robot.datasets[0] for robot in policy.robots}
     return {
         name: {
@@ -90,5 +92,5 @@ def _robots(policy: PolicySpec, rows: Rows) -> dict[str, Any]:
 
 
 def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:
-    """Write `attention.json`, beside `run.json`: what the training process found out about its kernels. On rank 0."""
+    """Write `attention.json`: the training process's choice of attention kernels. Called on rank 0."""
     write_json(output_dir / ATTENTION_NAME, dict(choice))

@@ -1,6 +1,6 @@
-"""A run, planned on the driver before Ray starts: its datasets, then its policy, then what it does with both.
+"""Plan a run on the driver before Ray starts: datasets, policy, rows, statistics.
 
-`resolve` reads files and starts nothing; `plan/describe.py` says in words what it decided.
+`resolve` reads files and starts nothing; `plan/describe.py` describes its decisions as text.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ from vla_finetuning.run.push import repositories
 
 @dataclass(frozen=True)
 class Run:
-    """A run of `vla.py`: what it does, which policy, which rows.
+    """A planned run of `vla.py`.
 
     Attributes:
-        config: the options, with what was decided of them ("auto", paths made absolute).
-        policy: its robots may lack statistics that are still to be computed (`with_stats`).
-        notes: what differs from what was asked for, or from what it should be, for the plan.
-        gpu_bytes: what a worker needs of its GPU, as planned; 0 where that is not known.
+        config: options with absolute paths and decided values in place of "auto".
+        job: what the run's folder, workers and checkpoints need to know.
+        policy: the policy; its robots may lack statistics (`with_stats`).
+        rows: the training and held-out rows.
+        notes: lines for the plan on changed or ignored options and data.
+        gpu_bytes: predicted GPU memory of a worker; 0 if unknown.
     """
 
     config: Config
@@ -64,17 +66,17 @@ class Run:
 
     @property
     def robots(self) -> tuple[Robot, ...]:
-        """Return the robots that its datasets are of; at least one."""
+        """Return the robots of the datasets; at least one."""
         return self.policy.robots
 
     @property
     def drawn(self) -> dict[str, dict[str, Any]]:
-        """Return how the simulator drew each robot's pictures (`Rows.drawn`), by the robot's name."""
+        """Return the simulator's rendering options for each robot's datasets (`Rows.drawn`), by name of the robot."""
         return {robot.name: self.rows.drawn(robot.datasets) for robot in self.robots}
 
     @property
     def repositories(self) -> dict[str, str]:
-        """Return where the policy of each robot is pushed to; nowhere unless that was asked for."""
+        """Return the repository for each robot's policy; empty without --policy.repo_id."""
         repo_id = self.config.hub_repo_id
         return {} if repo_id is None else repositories(repo_id, [robot.name for robot in self.robots])
 
@@ -85,9 +87,9 @@ def resolve(
     """Plan a run. Raises ValueError or OSError saying what to do.
 
     Args:
-        gpus_found: by which absent options of the workers are decided; None asks CUDA, or the cluster.
-        datasets: from `find_datasets`, with the options that it returned; found here when None.
-        compare_base: note which of the base's own options the run overrules.
+        gpus_found: number of GPUs, which decides absent options of the workers; None to ask CUDA or the cluster.
+        datasets: result of `find_datasets` for `config`; None to find them.
+        compare_base: note which options of the base policy the run overrules.
     """
     if gpus_found is None:
         gpus_found = cluster.gpus_found(config.scaling, config.preset)
@@ -140,18 +142,19 @@ def resolve(
 
 
 def select_robot(run: Run, robot: Robot) -> Run:
-    """Return the run as one of its robots sees it: its datasets, its policy; what they are trained with stays."""
+    """Return the run with the datasets and the policy of one robot; training options stay."""
     rows = run.rows.of_datasets(robot.datasets)
     policy = run.policy.select_robot(replace(robot, datasets=tuple(range(len(rows.metas)))))
     return replace(run, policy=policy, rows=rows)
 
 
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
-    """The run with other options: where it writes, how long it trains, in which batches, on which workers, how a step
-    is computed. Datasets, episodes and the policy's weights stay.
+    """Return the run with other options of output folder, length, batches, workers and training step.
+
+    Datasets, episodes and the policy's weights stay.
 
     Args:
-        steps: optimizer updates; as many as before when None.
+        steps: number of optimizer updates; None to keep the run's.
     """
     steps = run.job.steps if steps is None else steps
     rows = replace(
@@ -165,7 +168,7 @@ def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
 
 
 def with_stats(run: Run) -> Run:
-    """Compute the statistics that are missing, in a Ray Data pass, cached beside the run."""
+    """Compute missing statistics, and cache them in the run's folder."""
     metas, robots, cache_dir = list(run.rows.metas), list(run.robots), run.job.output_dir / "stats"
     for number, robot in enumerate(robots):
         if not robot.missing_stats:
@@ -190,9 +193,11 @@ def make_job(
 ) -> Job:
     """Return the job of a run with these options.
 
+    A checkpoint of a run with another `identity` or `global_batch_size` does not resume.
+
     Args:
-        identity: of what the run trains on. global_batch_size: the options' when None.
-            A checkpoint with others does not resume.
+        identity: identity of the training rows.
+        global_batch_size: rows per step; None for the options'.
     """
     weights = (policy.folder or config.folder) / WEIGHTS_FILE
     return Job(
@@ -210,9 +215,9 @@ def make_job(
 
 
 def _policy_path(config: Config, datasets: Datasets) -> str | None:
-    """Return where the policy is: as the options say, or of a demo that names none a tiny one, made for the data."""
+    """Return --policy.path with a local folder made absolute; make a tiny policy for a demo without one."""
     demos = Path(absolute(demo.DEMO_CACHE))
-    # A resumed demo names the policy that it was made, which is made again where the cache has gone.
+    # A resumed demo names the policy that was made for it; make it again if the cache was deleted.
     is_made = config.preset == "demo" and Path(config.policy_path or "").parent == demos
     if config.policy_path and not (is_made and not Path(config.policy_path).is_dir()):
         return absolute(config.policy_path) if Path(absolute(config.policy_path)).is_dir() else config.policy_path
@@ -225,7 +230,7 @@ def _policy_path(config: Config, datasets: Datasets) -> str | None:
 
 
 def _check_checkpoint(config: Config, spec: PolicySpec) -> None:
-    """Refuse to go on from a checkpoint that lacks the state of the run's optimizer, or its average of weights."""
+    """Refuse a checkpoint with the state of another optimizer, or without the average of weights that the run needs."""
     newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME)
     if newest is None:
         return
@@ -240,7 +245,7 @@ def _check_checkpoint(config: Config, spec: PolicySpec) -> None:
 
 
 def _flops(config: Config, spec: PolicySpec) -> dict[int, int]:
-    """Return the FLOPs of a row by the length of its prompt; empty where they cannot be counted."""
+    """Return the FLOPs per row by length of the prompt; empty if they cannot be counted."""
     if not spec.prompts or not family_of(spec.config).from_config:
         return {}
     train, features = config.train, config.train.feature_cache is not None
@@ -250,7 +255,7 @@ def _flops(config: Config, spec: PolicySpec) -> dict[int, int]:
 
 
 def _try_processors(spec: PolicySpec, rows: Rows) -> None:
-    """Report a tokenizer that is out of reach or unfit, an instruction that is too long, prompts without labels."""
+    """Build the processors and encode all instructions, so that a missing tokenizer or a long text ends the plan."""
     for robot in spec.robots:
         preprocessor, _ = spec.select_robot(with_placeholders(robot, rows.metas)).processors()
     tasks = {
