@@ -1,4 +1,4 @@
-"""What a robot must know to run an exported policy, in its own names: `robot.json` beside the weights."""
+"""Describe the interface of an exported policy in the robot's own names: `robot.json` beside the weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from vla_finetuning.plan.statistics import absolute_dimensions
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.spec import Robot
 
-# A robot is told one of them; thousands would hide the rest of the file.
+# Thousands of instructions would hide the rest of the file.
 MAX_INSTRUCTIONS = 100
 
 
 def robot_facts(run: Run) -> dict[str, dict[str, Any]]:
-    """Return the contents of each robot's `robot.json`, by the robot's name; "" of the only one.
+    """Return the contents of each robot's `robot.json` by name of the robot, "" for a single robot.
 
-    `fps`: actions per second. `state`, `action`: the entries in their order, by the dataset's names. `action_kind`:
-    "absolute", or "relative to the state at the start of the chunk" but for `absolute_entries`. `cameras`: height and
-    width as recorded; `export` adds the policy's name where it stays another. `instructions`: as trained, between
-    `instructions_begin_with` and `instructions_end_with`. `chunk_size`, `n_action_steps`: actions predicted, and
-    executed of them. `rtc_training_max_delay`: the most first actions that were given, where it was trained so.
-    `writes`: as --train.text_targets. `statistics`: as --dataset.statistics.
+    Keys:
+        fps: actions per second.
+        state, action: names of the entries in order, from the dataset.
+        action_kind: "absolute" or "relative to the state at the start of the chunk", except for `absolute_entries`.
+        cameras: recorded height and width; `export` adds the policy's name if it differs.
+        instructions: as in training, between `instructions_begin_with` and `instructions_end_with`.
+        chunk_size, n_action_steps: number of predicted and of executed actions.
+        rtc_training_max_delay: largest number of given first actions in training, if any.
+        writes: --train.text_targets.
+        statistics: --dataset.statistics.
     """
     return {robot.name: _facts(run, robot) for robot in run.robots}
 

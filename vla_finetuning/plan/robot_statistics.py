@@ -1,4 +1,4 @@
-"""Give each robot of a run the statistics that its policy is normalised by."""
+"""Decide the normalisation statistics of each robot of a run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from vla_finetuning.policies.spec import Robot
 
 
 def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tuple[Config, tuple[Robot, ...]]:
-    """Decide --dataset.statistics=auto, one way for all robots.
+    """Decide --dataset.statistics=auto, with one result for all robots.
 
     Returns:
-        The options with "exact", "stored" or "lerobot"; the robots with their statistics, or with the names of those
-        that are yet to be computed.
+        The options with "exact", "stored" or "lerobot"; the robots with their statistics, or with the names of the
+        statistics to compute (`missing_stats`).
     """
     views = [(rows.of_datasets(robot.datasets), robot) for robot in robots]
     decided, modes = zip(*(_decide_robot(config, *view) for view in views), strict=True)
@@ -65,7 +65,7 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
 
 
 def with_placeholders(robot: Robot, metas: Sequence[DatasetMetadata]) -> Robot:
-    """Return the robot with statistics of 0 to 1 in the place of missing ones, for its processors to be tried."""
+    """Replace missing statistics by a range of 0 to 1, so that the robot's processors can be built."""
     if not robot.missing_stats:
         return robot
     low, meta = {"min", "mean", "q01", "q10"}, metas[robot.datasets[0]]

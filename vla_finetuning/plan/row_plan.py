@@ -1,4 +1,4 @@
-"""Decide which rows a run trains on, in which order, and how they are read."""
+"""Plan the rows of a run: selection, order, sizes, caches, weights and labels."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ def plan_rows(
     """Decide the rows of a run.
 
     Args:
-        datasets: as the policy gets them. dropped: frames left out at the end of each training episode.
+        datasets: datasets with the metadata of `matched`.
+        dropped: number of frames left out at the end of each training episode.
+        steps: number of optimizer updates.
     Returns:
-        The options with the size of images and the rows of a shard; the rows with their weights and labels.
+        The options with the image size and the rows of a shard; the rows with their weights and labels.
     Raises:
-        ValueError: options that do not go with the rows.
+        ValueError: an option does not fit the rows.
     """
     metas, match = datasets.metas, matched.match
     selection = Selection(
@@ -119,7 +121,7 @@ def plan_rows(
 
 
 def text_columns(config: Config, metas: Sequence[DatasetMetadata]) -> list[str]:
-    """Return the columns of texts that are read. Raises ValueError: a dataset lacks one (--train.text_targets)."""
+    """Return the text columns to read (--train.text_targets); raise ValueError if a dataset lacks one."""
     column = config.train.text_targets
     for meta in metas if column else ():
         texts = sorted(key for key, feature in meta.features.items() if feature.dtype == "string")
@@ -133,18 +135,18 @@ def text_columns(config: Config, metas: Sequence[DatasetMetadata]) -> list[str]:
 
 def stream_of(config: Config, steps: int) -> tuple[int, int]:
     """Return the first position and the end of the run's stream of rows."""
-    # Filled up so that workers get equally many blocks; with a fixed number of workers they do anyway.
+    # With a variable number of workers, spare rows give each worker an equal number of blocks.
     spare = config.scaling.num_workers * config.batch_size if config.scaling.min_workers else 0
     return 0, steps * config.global_batch_size + spare
 
 
 def frames_dropped(config: Config, policy_config: PreTrainedConfig, steps: Sequence[int] | None) -> int:
-    """Return how many frames at the end of each training episode are left out, as LeRobot's sampler does.
+    """Return the number of frames to leave out at the end of each training episode, as LeRobot's sampler does.
 
     Args:
-        steps: frames between two actions of a chunk, by dataset; None where all have one.
+        steps: frames between two actions of a chunk, per dataset; None if 1 for all.
     Raises:
-        ValueError: the policy's number is of frames that are one action apart, and some dataset has others.
+        ValueError: the policy's own number assumes one frame per action, and a dataset has more.
     """
     if config.dataset.drop_n_last_frames is not None:
         return config.dataset.drop_n_last_frames
@@ -159,7 +161,7 @@ def frames_dropped(config: Config, policy_config: PreTrainedConfig, steps: Seque
 
 
 def with_fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
-    """Lower a rehearsal's batch to a small dataset, unless the user chose the batch; with a note where it is lowered.
+    """Lower a rehearsal's batch size from the preset's if the dataset is smaller than a global batch, with a note.
 
     Raises:
         ValueError: a global batch has more rows than there are training frames.
@@ -180,7 +182,7 @@ def with_fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
 
 
 def _with_labels(config: Config, rows: Rows) -> Rows:
-    """Return the rows with the advantages that their prompts name (--recap.labels)."""
+    """Add the labels of --recap.labels to the rows."""
     if config.recap.labels is None:
         return rows
     labels, digest = read_labels(as_file(config.recap.labels), rows.metas, rows.episodes)
@@ -192,17 +194,17 @@ def _with_labels(config: Config, rows: Rows) -> Rows:
 
 
 def _rows_per_block(config: Config, row_bytes: int) -> int:
-    """Return the most rows that divide a micro-batch and stay within BLOCK_BYTES, so that workers get whole blocks."""
+    """Return the largest divisor of a micro-batch within BLOCK_BYTES, so that workers get whole blocks."""
     size = config.batch_size
     if config.scaling.min_workers is not None:
-        return size  # any number of workers can then be dealt any number of blocks
+        return size  # any number of workers can then share the blocks
     return max([n for n in range(1, size + 1) if size % n == 0 and n * row_bytes <= BLOCK_BYTES], default=1)
 
 
 def _with_shard_rows(config: Config, block_rows: int) -> Config:
-    """Return the options with the rows of a shard that come in turn: a block for each of a node's workers."""
+    """Set the number of consecutive rows from one shard: a block for each worker of a node."""
     d, workers = config.dataset, config.scaling.num_workers
-    if d.shards == 1 or d.shard_rows is not None:  # a resumed run keeps what it was started with
+    if d.shards == 1 or d.shard_rows is not None:  # a resumed run keeps its number
         return config
     if workers % d.shards:
         raise ValueError(
@@ -213,10 +215,10 @@ def _with_shard_rows(config: Config, block_rows: int) -> Config:
 
 
 def _frame_cache(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> FrameCache | None:
-    """Return where decoded frames are cached; refuse to draw single frames unless all of them are.
+    """Return the cache of decoded frames; refuse --dataset.global_shuffle unless all frames are cached.
 
-    "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk,
-    which must not be memory.
+    "auto" caches frames if the run reads them more than once (`reads_again`) and all of them fit this node's disk,
+    which must not be a RAM disk.
     """
     gb, cache = cache_gb(FRAME_CACHE_GB), None
     if d.frame_cache == "auto":

@@ -1,9 +1,8 @@
-"""Weights of rows in the loss, as `lerobot-train --sample_weighting.*`: reward-aligned behaviour cloning (RA-BC).
+"""Weigh rows in the loss by reward-aligned behaviour cloning (RA-BC), as `lerobot-train --sample_weighting.*`.
 
-A reward model has estimated each frame's progress in its task (LeRobot's `rewards/sarm`). A row weighs by how much
-further the task is at the end of its action chunk: 1 above kappa, 0 where it went back, and in between by where it lies
-within two deviations of the mean. Followed is LeRobot 0.6.1 (`RABCWeights`, `update_policy`), each micro-batch for
-itself.
+A reward model has estimated each frame's progress in its task (LeRobot's `rewards/sarm`). A row's weight depends on the
+progress until the end of its action chunk: 1 above kappa, 0 for a loss of progress, and in between linear within two
+standard deviations of the mean. Follows LeRobot 0.6.1 (`RABCWeights`, `update_policy`), per micro-batch.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions
 from vla_finetuning.policies.registry import family_of, types_that
 
-# What LeRobot's reward model calls its file, in a dataset's folder.
+# Name of the file that LeRobot's reward model writes into a dataset's folder.
 PROGRESS_NAME = "sarm_progress.parquet"
 HUB = "hf://datasets/"
-# What LeRobot adds to the sum of a batch's weights before it divides by it.
+# LeRobot adds this to the sum of a batch's weights before it divides by the sum.
 EPSILON = 1e-6
 
 
 def row_weights(
     config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig
 ) -> tuple[np.ndarray, str] | None:
-    """Return what each frame of the run's dataset weighs before its micro-batch is looked at: float32 (frames,).
+    """Return the weight of each frame before normalisation over its micro-batch, and the digest of the progress file.
 
-    With the digest of the file that says so. None where all weigh the same.
-
+    Returns:
+        Float32 (frames,) and the digest; None for equal weights.
     Raises:
-        ValueError: the policy's loss cannot be weighed by rows, there are several datasets, or the file does not say
-            how far each frame is. FileNotFoundError: it is not there.
+        ValueError: the policy's loss is not per row, there are several datasets, or the file is of another form.
+        FileNotFoundError: no file.
     """
     options = config.sample_weighting
     if options.type in (None, "uniform"):
@@ -74,7 +73,7 @@ def row_weights(
 
 
 def _fetched(config: Config, meta: DatasetMetadata) -> Path:
-    """The file with the progress of every frame, where lerobot-train looks for it."""
+    """Return the file with the progress of every frame, by lerobot-train's default if no flag names it."""
     path, repo_id = config.sample_weighting.progress_path, config.dataset.repo_id
     if path is None:
         path = f"{HUB}{repo_id}/{PROGRESS_NAME}" if repo_id else f"{meta.root}/{PROGRESS_NAME}"
@@ -98,11 +97,15 @@ def rabc_weights(
     chunk_size: int,
     options: SampleWeightingOptions,
 ) -> np.ndarray:
-    """Weights of all frames of a dataset, float32 (frames,), by what is known of N of them.
+    """Compute the weights of all frames of a dataset from the progress of N frames.
 
     Args:
-        index, episode: int64 (N,). progress: float64 (N,), NaN where it is not known.
-        chunk_size: so many frames later it is looked at again, or at the last one known of the episode.
+        index, episode: int64 (N,), frame in the dataset and episode.
+        progress: float64 (N,), NaN if unknown.
+        frames: number of frames of the dataset.
+        chunk_size: progress is compared with the frame this much later, or with the episode's last one in `index`.
+    Returns:
+        Float32 (frames,).
     """
     frame_progress, ahead = np.full(frames, np.nan), np.zeros(frames, np.int64)
     frame_progress[index] = progress
@@ -121,8 +124,6 @@ def rabc_weights(
 
 
 def of_batch(weights: np.ndarray, epsilon: float) -> np.ndarray:
-    """Return what each row's loss is multiplied by for the batch's mean to be weighted: float32 (B,),
-    of weights (B,).
-    """
+    """Return factors for the losses of a batch, float32 (B,), that make its mean weighted by `weights`, (B,)."""
     sum_to_rows = weights * np.float32(len(weights)) / (weights.sum() + np.float32(epsilon))
     return sum_to_rows * np.float32(len(weights)) / (sum_to_rows.sum() + np.float32(EPSILON))

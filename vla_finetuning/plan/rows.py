@@ -1,4 +1,4 @@
-"""The frames that a run trains on and holds out: which they are, their order, and how they are read."""
+"""The training and held-out rows of a run: selection, order, and the datasources that read them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """Rows of the held-out episodes that the held-out loss is computed on, by their positions in stored order.
+    """The rows on which the held-out loss is computed.
 
     Attributes:
-        positions: int64 (N,), ascending. task: int64 (N,), indices into `tasks`. tasks: the instructions of the
-            held-out episodes, the first of each episode.
+        positions: int64 (N,), ascending positions among the held-out rows in stored order.
+        task: int64 (N,), indices into `tasks`.
+        tasks: the instructions of the held-out episodes, the first of each episode.
         held_out: number of all held-out rows.
         dataset: int64 (N,), `dataset_index`.
     """
@@ -42,24 +43,23 @@ class Rows:
     """The rows of a run. Pickled in flight to training workers.
 
     Attributes:
-        metas: the datasets; their position is a row's `dataset_index`.
-        train_episodes, eval_episodes: per dataset, int64 arrays; disjoint.
-        selection, features, order, reading: what the datasource of the training rows is asked for. The stream of
-            `order` ends with the run's last row.
-        per_epoch: frames of the training episodes; on average where episodes have weights.
-        per_dataset: frames of each dataset that are trained on.
-        identity: what determines the stream of rows; a resumed run must have the same.
-        rates: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
-        stored_bytes: of a row, were its frames not fitted into another size; None where they are not, or differ among
-            datasets.
-        cached_bytes: all decoded frames of an epoch, which `reading.frame_cache` would hold.
-        distinct_frames: how many those are, of each camera.
-        epoch_ends: where epochs end in the stream, unless all have equal lengths.
-        weights: of all frames of the dataset in the loss, float32; None where all weigh the same.
-        returns: of all frames, float32, for a value function to learn; None for a policy.
-        positive: whether a frame's prompt says that its advantage is positive, bool; None where prompts say nothing.
+        metas: the datasets, by `dataset_index`.
+        train_episodes, eval_episodes: int64 arrays per dataset; disjoint.
+        selection, features, order, reading: arguments of the training rows' datasource. The stream of `order` ends with
+            the run's last row.
+        per_epoch: rows of an epoch; the average if episodes have weights.
+        per_dataset: training frames of each dataset.
+        identity: JSON that determines the stream of rows; a resumed run must have the same.
+        rates: camera frames and decoded bytes per row, by the names of their rates in metrics.jsonl.
+        stored_bytes: bytes of a row without resizing; None if frames are not resized or sizes differ among datasets.
+        cached_bytes: bytes of an epoch's decoded frames, for `reading.frame_cache`.
+        distinct_frames: number of an epoch's distinct frames per camera.
+        epoch_ends: ends of epochs in the stream; empty if all epochs have equal lengths.
+        weights: float32 (F,), weights of the dataset's frames in the loss; None for equal weights.
+        returns: float32, return of each frame, for a value function; None for a policy.
+        positive: bool, label of each frame for its prompt; None without labels.
         rename_map: dataset key -> policy key.
-        described: what is left of each dataset's training episodes, as lines; empty where all frames are.
+        described: lines per dataset on filtered training episodes; empty if all frames are used.
     """
 
     metas: tuple[DatasetMetadata, ...]
@@ -84,8 +84,10 @@ class Rows:
     described: tuple[tuple[str, ...], ...] = ()
 
     def padding(self) -> tuple[int, int, int, float]:
-        """Steps of an action chunk; how many of how many training episodes are shorter; their steps of chunks beyond
-        the ends of episodes, as a share of all.
+        """Measure the padding of action chunks at the ends of training episodes.
+
+        Returns:
+            The chunk's steps; the number of shorter episodes; the number of episodes; the padding's share of all steps.
         """
         chunk = 1 + round(max(self.features.delta_timestamps.get("action", (0.0,))) * self.metas[0].fps)
         count = short = padded = frames = 0
@@ -93,18 +95,18 @@ class Rows:
             if meta.without_actions:
                 continue
             length, step = meta.episode_length[episodes], self.window_step(number)
-            beyond = (chunk - 1) * step  # frames of an episode's end whose chunk does not fit, the last first
+            beyond = (chunk - 1) * step  # frames at an episode's end whose chunk is padded
             lacking = np.append(0, np.cumsum(chunk - 1 - np.arange(beyond) // step))
             short, padded = short + int((length <= beyond).sum()), padded + lacking[np.minimum(length, beyond)].sum()
             count, frames = count + len(length), frames + length.sum()
         return chunk, short, count, padded / (frames * chunk)
 
     def window_step(self, dataset: int) -> int:
-        """Return how many frames of a dataset lie between two actions of a chunk."""
+        """Return the frames of a dataset between two actions of a chunk."""
         return 1 if self.features.window_steps is None else self.features.window_steps[dataset]
 
     def of_datasets(self, numbers: Sequence[int]) -> Rows:
-        """The rows of a robot's datasets alone; of some of them without padding, weights or labels."""
+        """Select datasets by number; a proper subset has no padding, weights or labels."""
         if len(numbers) == len(self.metas):
             return self
 
@@ -152,36 +154,36 @@ class Rows:
 
     @property
     def camera_keys(self) -> tuple[str, ...]:
-        """The cameras that are decoded, by dataset key."""
+        """Return the dataset keys of the decoded cameras."""
         return tuple(self.features.camera_keys or ())
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block of training data."""
+        """Return the rows of a block of training data."""
         return self.order.block_rows or 1
 
     @property
     def image_size(self) -> tuple[int, int] | None:
-        """(height, width) that frames are fitted into where they are decoded; None: as stored."""
+        """Return (height, width) to which read tasks resize frames; None for the stored size."""
         size = self.features.image_size
         return None if size is None else (size[0], size[1])
 
     @property
     def frames(self) -> list[tuple[int, int]]:
-        """(height, width) of each camera's frames, as they reach a training process."""
+        """Return (height, width) of each camera's frames as they reach a training process."""
         features = {key: feature for meta in reversed(self.metas) for key, feature in meta.features.items()}
         shapes = [frame_of(features[key], self.image_size)[0] for key in self.camera_keys]
         return [(height, width) for height, width, _ in shapes]
 
     @property
     def last_row(self) -> int:
-        """Return where the run's stream of rows ends."""
+        """Return the end of the run's stream of rows."""
         assert self.order.stream is not None
         return self.order.stream[1]
 
     @property
     def positive_share(self) -> float | None:
-        """Share of the frames of the training episodes whose advantage is positive; None where there are no labels."""
+        """Return the share of the training episodes' frames with a positive label; None without labels."""
         if self.positive is None:
             return None
         counts = np.zeros(2, np.int64)
@@ -198,7 +200,7 @@ class Rows:
         return any(len(episodes) for episodes in self.eval_episodes)
 
     def drawn(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Return how the simulator drew the pictures of these datasets; empty where they come from none, or differ."""
+        """Return the simulator's rendering options for these datasets; empty if unknown or different."""
         first, *rest = (how_drawn(self.metas[number]) for number in numbers)
         return first if all(other == first for other in rest) else {}
 
@@ -210,10 +212,9 @@ class Rows:
         prepare: Callable[[Columns], Columns] | None = None,
         prepared_bytes: int | None = None,
     ) -> LeRobotDatasource:
-        """The datasource of the training rows: positions `stream` of the run's stream, all of it when None.
+        """Return the datasource of the training rows at positions `stream` of the run's stream; None for all.
 
-        It does not check that files exist: `resolve` did, and where an error is reported, a store that hangs must not
-        be asked.
+        The datasource does not check that files exist: `resolve` did, and reporting an error must not wait for a store.
         """
         order = self.order if stream is None else replace(self.order, stream=stream)
         reading = replace(self.reading, prepare=prepare, prepared_bytes=prepared_bytes, check_files=False)
@@ -221,38 +222,38 @@ class Rows:
 
     @property
     def reader(self) -> Callable[..., LeRobotDatasource]:
-        """Return `source` for read tasks, which need no weights of the loss."""
+        """Return `source` for read tasks, without the weights of the loss."""
         return replace(self, weights=None).source
 
     def held_out(self, check_files: bool = False) -> LeRobotDatasource:
-        """The datasource of the held-out episodes, in stored order."""
+        """Return the datasource of the held-out episodes, in stored order."""
         reading = replace(self.reading, skip_log=None, check_files=check_files)
         return LeRobotDatasource(self.metas, Selection(episodes=self.eval_episodes), self.features, Order(), reading)
 
     @property
     def episodes(self) -> tuple[np.ndarray, ...]:
-        """Return all episodes of the run by dataset, those held out among them: int64, ascending."""
+        """Return the training and held-out episodes per dataset: int64, ascending."""
         both = zip(self.train_episodes, self.eval_episodes, strict=True)
         return tuple(np.union1d(train, held_out) for train, held_out in both)
 
     def in_stored_order(
         self, prepare: Callable[[Columns], Columns] | None = None, prepared_bytes: int | None = None
     ) -> LeRobotDatasource:
-        """The datasource of all frames of `episodes`, each once."""
+        """Return the datasource of all frames of `episodes`, in stored order."""
         reading = replace(self.reading, skip_log=None, prepare=prepare, prepared_bytes=prepared_bytes)
         return LeRobotDatasource(self.metas, Selection(episodes=self.episodes), self.features, Order(), reading)
 
     def feature_store(
         self, cache: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str
     ) -> FeatureStore:
-        """The features of the rows' frames, of the cameras that are decoded; arguments as for `FeatureStore`."""
+        """Return the cached features of the decoded cameras' frames. Args: as for `FeatureStore`."""
         cameras = {name: key for name, key in self.cameras.items() if name in shapes}
         camera_shapes = {name: shapes[name] for name in cameras}
         return FeatureStore(cache, self.metas, cameras, self._decoding, camera_shapes, dtype, made_by)
 
     @property
     def cameras(self) -> dict[str, str]:
-        """Return what each camera of a batch is called in the datasets."""
+        """Return the map from camera names in a batch to dataset keys."""
         return {self.rename_map.get(key, key): key for key in self.camera_keys}
 
     @property
@@ -267,15 +268,15 @@ class Rows:
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
     def epochs_of(self, positions: np.ndarray) -> np.ndarray:
-        """The epochs of positions of the run's stream, int64."""
+        """Return the epochs of positions in the run's stream, int64."""
         if self.epoch_ends:
             return np.searchsorted(self.epoch_ends, positions, side="right")
         return positions // self.per_epoch
 
     def in_words(self, first: int, last: int) -> str:
-        """Return the rows at stream positions [first, last), as ranges of `index` of each dataset's root.
+        """Return the rows at stream positions [first, last) as text: ranges of `index` for each dataset's root.
 
-        Computed from the plan alone, which every batch was checked against.
+        Uses only the plan; training has compared every batch with it.
         """
         plan = self.source((first, last)).plan
         rows_by_dataset: dict[int, set[int]] = {}
@@ -293,10 +294,9 @@ class Rows:
         return "; ".join(texts)
 
     def held_out_rows(self, limit: int) -> HeldOutRows:
-        """Return all held-out rows, or at most `limit` (0: all), shared among the tasks and evenly spaced in each.
+        """Return about `limit` held-out rows (0: all): equally many of each task, evenly spaced, and at least one.
 
-        Of every task at least one. `lerobot-train` (0.6.1) takes as many from the front of each task, which may all
-        belong to the beginning of one episode.
+        `lerobot-train` (0.6.1) takes them from the front of each task, which may be the beginning of one episode.
         """
         tasks: dict[str, int] = {}
         task_numbers, lengths, datasets = [], [], []

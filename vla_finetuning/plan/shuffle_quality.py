@@ -46,7 +46,7 @@ def describe_shuffling(config: Config, rows: Rows) -> list[str]:
 
 
 def episodes_in_a_batch(plan: Plan, batch_rows: int) -> float:
-    """Return how many episodes a batch of consecutive rows has, on average over the first ones of an epoch."""
+    """Return the mean number of episodes in a batch of consecutive rows, over the first batches of an epoch."""
     batches = max(1, min(BATCHES, plan.rows_per_epoch // batch_rows))
     number, _ = _numbered(plan)
     row_episode = [number[s.episode[s.rows()[0]]] for s in plan.slices(0, batches * batch_rows)]
@@ -54,13 +54,13 @@ def episodes_in_a_batch(plan: Plan, batch_rows: int) -> float:
 
 
 def episodes_at_random(plan: Plan, batch_rows: int) -> float:
-    """Return how many episodes a batch of rows would have, on average, that are drawn one by one from an epoch."""
+    """Return the expected number of episodes in a batch of rows that are drawn one by one from an epoch."""
     number, share = _numbered(plan)
     return float((1 - (1 - np.bincount(number, share).clip(max=1)) ** batch_rows).sum())
 
 
 def _numbered(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of the episode that each entry of `plan.episodes` is of, and its share of an epoch."""
+    """Return the episode number of each entry of `plan.episodes`, and the entry's share of an epoch's rows."""
     episodes = plan.episodes
     rows = episodes.length * (1.0 if plan.episode_weights is None else plan.episode_weights)
     is_mixture = len(plan.rows_per_source) > 1
