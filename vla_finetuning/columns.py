@@ -1,21 +1,21 @@
-"""Names of the columns that identify a batch's rows. Imports nothing."""
+"""Names of the columns of a batch that are not features. Imports nothing."""
 
-# Added by a read that may skip rows: true for those that could not be read.
+# With --dataset.on_error=skip: true for rows that could not be read.
 IS_SKIPPED = "is_skipped"
-# Added where features of frames are cached: which cameras' are not there, (B, cameras).
+# With a feature cache: true for cameras whose features are not cached, (B, cameras).
 FEATURES_MISSING = "features_missing"
-# What tells a row from all others and where it is in a run's stream. They stay on the host.
+# Columns that identify a row and its position in a run's stream. They stay on the host.
 ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED, FEATURES_MISSING)
-# The instruction in UTF-8, for policies whose forward reads text. It stays on the host too.
+# The instruction in UTF-8, for policies whose forward reads text. Stays on the host.
 TASK_BYTES = "task_bytes"
 HOST_COLUMNS = (*ROW_COLUMNS, TASK_BYTES)
-# What a frame is worth, for a value function to learn.
+# The return of a frame, for a value function to learn.
 RETURN = "return"
-# After a camera's key: false for rows of robots that lack it. Of actions: which dimensions are the row's robot's.
+# Suffix of a camera's key: false for rows of robots without the camera; and the mask of the robot's action dimensions.
 IS_PRESENT, ACTION_DIMS = "_is_present", "action_dims"
-# What the robot is at, a text, where a dataset or an environment says so.
+# The text of the current subtask, if a dataset or an environment has it.
 SUBTASK = "subtask"
-# Which of a mixture's robots a row is of, by number; -1: of none, as the row has no action.
+# Index of a row's robot in a mixture; -1 for rows without actions, which have no robot.
 ROBOT = "robot_index"
-# The position once more, for those that draw random numbers by it on the device.
+# A copy of the position on the device, as a seed of random numbers.
 STREAM_POSITION = "stream_position"

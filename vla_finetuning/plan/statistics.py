@@ -1,7 +1,7 @@
-"""Which normalisation statistics a run has: those that stats.json has, or true ones, computed of what is trained on.
+"""Choose a run's normalisation statistics: stored in meta/stats.json, or computed from the training frames.
 
-Averaged quantiles, as LeRobot stores them, leave half of a real dataset's values outside of q01..q99. So a sample of
-rows is held against what is stored before anything starts, and what does not describe it is computed.
+LeRobot averages the quantiles of episodes, which can leave half of a real dataset's values outside q01..q99. So a
+sample of rows is compared with the stored statistics before a run, and statistics that do not fit are computed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from vla_finetuning.run.job import Job
 
 logger = logging.getLogger(__name__)
 
-# Names of statistics by feature, `{"action": {"q01", "q99"}}`.
+# Names of statistics by feature: `{"action": {"q01", "q99"}}`.
 Names = dict[str, set[str]]
 Needed = Mapping[str, set[str]]
-# Half the range of a dimension that never changes, of its value and at least of 1. A policy's output then hardly moves
-# it, and a sensor's noise is no large input; LeRobot's normaliser divides by 1e-8.
+# Half the range of a constant dimension, as a share of the larger of its value and 1. A policy's output then hardly
+# changes the dimension, and a sensor's noise stays small. LeRobot's normaliser divides by 1e-8.
 CONSTANT_RANGE = 0.01
 
 
@@ -50,7 +50,13 @@ Mode = Literal["auto", "exact", "stored", "lerobot"]
 
 
 class Decision(NamedTuple):
-    """`statistics`: what "auto" is, "exact" or "stored"; whether those stored describe the data; `lines` on both."""
+    """The result of `decide`.
+
+    Attributes:
+        statistics: the decided --dataset.statistics.
+        described: whether the stored statistics exist and describe the data.
+        lines: lines for the plan.
+    """
 
     statistics: Mode
     described: bool
@@ -66,16 +72,18 @@ def decide(
     relative: RelativeActions | None,
     rename_map: Mapping[str, str],
 ) -> Decision:
-    """Choose the statistics where --dataset.statistics is "auto", and hold those stored against the data.
+    """Decide --dataset.statistics=auto, and compare the stored statistics with a sample of rows (`sample_rows`).
 
-    A pure function of the datasets. Reads a sample of rows (`sample_rows`).
+    A pure function of the datasets.
 
     Args:
-        episodes: those that are trained on, of each dataset.
-        needed: `{feature: statistics}` that the policy is normalised by. missing: those that stats.json lacks.
-        rename_map: names that rows have -> the policy's.
+        episodes: training episodes per dataset.
+        needed: `{feature: names of statistics}` for the policy's normalisation.
+        missing: the part of `needed` that stats.json lacks.
+        relative: how the policy's actions are relative; None for absolute ones.
+        rename_map: names in rows -> the policy's names.
     Raises:
-        ValueError: "stored", and something is missing.
+        ValueError: --dataset.statistics=stored with missing statistics.
     """
     requested = config.dataset.statistics
     normalisers = {"std"}.union(*RANGES)
@@ -158,7 +166,10 @@ def _listed(missing: Needed) -> str:
 def _outside(
     meta: DatasetMetadata, key: str, names: set[str], values: np.ndarray
 ) -> tuple[tuple[str, str], np.ndarray] | None:
-    """The range that a feature is normalised between, and the share of the values outside the stored one."""
+    """Return the names of a feature's range, as q01 and q99, and each dimension's share of values outside of it.
+
+    Returns None if the feature is not normalised by a range, or the stored one is incomplete.
+    """
     stored = ordered_stats(meta, key)
     for ends in RANGES:
         if set(ends) <= names and all(np.size(stored.get(name, ())) == values.shape[1] for name in ends):
@@ -167,7 +178,7 @@ def _outside(
 
 
 def _names(meta: DatasetMetadata, key: str, width: int) -> list[str]:
-    """Return the names of all entries, of features with more than one dimension too."""
+    """Return the names of a feature's entries, also for features of more than one dimension."""
     names = dimension_names(meta, key)
     return names if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
@@ -180,26 +191,30 @@ def _constant(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
 
 
 def exact_needed(features: Mapping[str, Feature], needed: Needed) -> dict[str, set[str]]:
-    """Return what is to be computed for "exact": all but cameras'."""
+    """Return the statistics to compute for "exact": `needed` without cameras."""
     return {key: set(names) for key, names in needed.items() if features[key].dtype not in CAMERA_DTYPES}
 
 
 def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle: float | None) -> Movement | None:
-    """By what frames are idle that --dataset.skip_idle leaves out; None without it."""
+    """Return the criterion for idle frames of --dataset.skip_idle; None without the option."""
     return None if skip_idle is None else Movement.of(meta, movement_keys(meta, rename_map), skip_idle)
 
 
 def computed_stats(
     config: Config, trained: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
-    """Compute what is missing: each dataset with its own statistics, and those of all together.
+    """Compute missing statistics of each dataset and of all datasets together.
 
-    With mixture_stats "weights" a dataset counts for the rows that an epoch has of it.
+    With mixture_stats "weights", a dataset's weight is its number of rows in an epoch.
 
     Args:
-        trained: the run's rows; frames that --dataset.skip_idle leaves out of them do not count.
+        trained: rows of the run; frames that --dataset.skip_idle leaves out do not count.
+        missing: names of the statistics to compute, by feature.
+        relative: how actions are relative; None for absolute ones.
+    Returns:
+        The metadata with each dataset's statistics; the joint statistics.
     Raises:
-        ValueError, FileNotFoundError: of the datasets' files.
+        ValueError, FileNotFoundError: a data file is missing or damaged.
     """
     metas, rows = trained.metas, trained.identity["rows_per_source"]
     steps = trained.features.window_steps or (1,) * len(metas)
@@ -228,7 +243,7 @@ def computed_stats(
         relative=relative,
         skip_unreadable=config.dataset.on_error == "skip",
     )
-    # `per_dataset` is in the order of rows, and a dataset's own statistics in that of its files.
+    # `per_dataset` has dimensions in the order of rows, and `meta.stats` in the order of files.
     completed = tuple(
         replace(meta, stats={**meta.stats, **{key: _as_in_files(meta, key, values) for key, values in stats.items()}})
         for meta, stats in zip(metas, per_dataset, strict=True)
@@ -237,7 +252,7 @@ def computed_stats(
 
 
 def joint_stats(config: Config, metas: Sequence[DatasetMetadata], rows: Sequence[int]) -> Stats:
-    """The datasets' own statistics joined. `rows` as in `computed_stats`."""
+    """Join the datasets' own statistics; `rows` are the rows of each dataset in an epoch."""
     return join_stats(metas, rows if _weighted(config) else None)
 
 
@@ -248,7 +263,7 @@ def _weighted(config: Config) -> bool:
 def _lerobots(
     meta: DatasetMetadata, chosen: np.ndarray, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> DatasetMetadata:
-    """Complete the statistics with those of all episodes; of the chosen ones where another one cannot be read."""
+    """Compute missing statistics as LeRobot does, from all episodes, or from `chosen` if others cannot be read."""
     absolute = {key: names for key, names in missing.items() if relative is None or key != ACTION}
 
     def completed(episodes: np.ndarray) -> DatasetMetadata:
@@ -278,10 +293,10 @@ def _as_in_files(meta: DatasetMetadata, key: str, stats: dict[str, np.ndarray]) 
 
 
 def usable(stats: Stats, needed: Needed) -> Stats:
-    """The statistics, with a range for dimensions that a normaliser would divide by nothing.
+    """Widen the ranges of dimensions for which a normaliser would divide by zero.
 
-    Where the ends of the range that a feature is normalised between are the same, the smallest and the largest value
-    are in their places; and where those are the same, CONSTANT_RANGE around it.
+    An empty range, as from q01 to q99, becomes minimum to maximum. If these are equal too, it becomes CONSTANT_RANGE
+    around the value.
     """
     result = dict(stats)
     for key, names in needed.items():
@@ -314,13 +329,13 @@ def needed_stats(
     use_imagenet_stats: bool,
     any_held_out: bool,
 ) -> Names:
-    """Return what the policy normalises with, and what its evaluation compares it with."""
+    """Return the statistics that the policy's normalisation and its evaluation need."""
     needed = required_stats(policy_config, {k: meta.features[k] for k in keys})
     if use_imagenet_stats:
         reduced = {k: names - IMAGENET_STATS.keys() if k in camera_keys else names for k, names in needed.items()}
         needed = {key: names for key, names in reduced.items() if names}
     if any_held_out:
-        # The mean action is what a policy must beat on held-out episodes (evaluation/open_loop.py).
+        # On held-out episodes, a policy is compared with the mean action (evaluation/open_loop.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
     return needed
 
@@ -328,11 +343,12 @@ def needed_stats(
 def missing_stats(
     metas: Sequence[DatasetMetadata], needed: Mapping[str, set[str]], always: Sequence[str] = ()
 ) -> Names:
-    """Return what has to be computed; of several datasets, all must have what is joined. Of features `always`,
-    everything.
+    """Return the needed statistics that are not stored in every dataset, and all of features `always`.
+
+    For several datasets, also the statistics from which LeRobot joins them.
 
     Raises:
-        ValueError: statistics of cameras are among them.
+        ValueError: statistics of cameras are missing.
     """
     if len(metas) > 1:
         needed = {key: names | AGGREGATED for key, names in needed.items()}
@@ -359,10 +375,11 @@ def finished_stats(
     keys: Sequence[str],
     stats: Stats,
 ) -> Stats:
-    """The statistics that the policy is normalised with, from those of all datasets together.
+    """Return the policy's normalisation statistics: `stats` with usable ranges, and ImageNet's for cameras.
 
     Args:
         keys: features that the policy uses.
+        stats: joint statistics of all datasets.
     """
     if not d.mixed_ranges:
         check_ranges(metas, keys)
@@ -373,7 +390,7 @@ def finished_stats(
 
 
 def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:
-    """Return how the actions that a policy predicts are relative to the state; None if they are absolute."""
+    """Return which dimensions of a policy's actions are relative to the state; None if it predicts absolute ones."""
     if not getattr(policy_config, "use_relative_actions", False):
         return None
     names = getattr(policy_config, "action_feature_names", None)
@@ -383,9 +400,7 @@ def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:
 
 
 def absolute_dimensions(policy_config: PreTrainedConfig) -> dict[str, list[str]]:
-    """Return which dimensions of an action each of `relative_exclude_joints` leaves absolute, as
-    LeRobot matches names.
-    """
+    """Return the dimensions that each of `relative_exclude_joints` leaves absolute, matched by name as in LeRobot."""
     if not getattr(policy_config, "use_relative_actions", False):
         return {}
     names = [str(name) for name in getattr(policy_config, "action_feature_names", None) or []]
@@ -394,12 +409,13 @@ def absolute_dimensions(policy_config: PreTrainedConfig) -> dict[str, list[str]]
 
 
 def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrainedConfig]) -> None:
-    """Refuse --policy.relative_exclude_joints that leaves nothing absolute, in any robot's configuration.
+    """Refuse a joint in --policy.relative_exclude_joints that matches no dimension of any robot.
 
-    The default of LeRobot, and what a policy brings along, may name what a robot has not: the plan says so.
+    LeRobot's default and a policy's own list may name unknown joints; the plan says so.
 
     Args:
-        options: the policy's, as given.
+        options: options of the policy on the command line.
+        configs: the policy's configuration for each robot.
     """
     flag = "relative_exclude_joints"
     if not any(option.removeprefix("--").partition("=")[0] == flag for option in options):
@@ -421,12 +437,12 @@ def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrain
 
 
 def hold_statistics(job: Job, policy: PolicySpec) -> None:
-    """Write what a run normalises by beside it, or check that it is what it has been trained with so far.
+    """Write the statistics into the run's folder; for a run with a checkpoint, compare them with the file's instead.
 
     Runs on the driver.
 
     Raises:
-        ValueError: a run with a checkpoint would go on with other statistics.
+        ValueError: a run with a checkpoint has other statistics than before.
     """
     path = job.output_dir / STATISTICS_NAME
     stats = {
@@ -450,9 +466,7 @@ def hold_statistics(job: Job, policy: PolicySpec) -> None:
 
 
 def _are_close(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
-    """Return whether two features' statistics are equal but for rounding: sums are taken in the order in which files
-    come.
-    """
+    """Return whether two features' statistics are equal but for rounding, as sums depend on the order of files."""
     if a is None or b is None or a.keys() != b.keys():
         return False
     pairs = [(np.asarray(a[name], np.float64), np.asarray(b[name], np.float64)) for name in a]
