@@ -13,7 +13,7 @@ import sys
 
 from vla_finetuning.options.command_line import VLA
 
-if __name__ == "__main__":  # help and errors come before seconds of imports
+if __name__ == "__main__":  # help and errors come before imports that take seconds
     from vla_finetuning.start import examine_command_line
 
     EXAMINED = examine_command_line(VLA)
@@ -46,10 +46,10 @@ from vla_finetuning.training.worker import RayWorker, Worker
 
 
 def build_dataset(run: Run) -> TrainingData:
-    """Return the rows still to be trained, as a function that Ray Train calls at every start of the worker group.
+    """Return the remaining training rows, as a factory that Ray Train calls at every start of the worker group.
 
-    Decoded frames are prepared (renamed, normalised, tokenised by LeRobot's own pipeline) in the same task that reads
-    them, and stream to the workers under backpressure, uint8 and in the plan's order.
+    One task reads, decodes and prepares rows (LeRobot's own pipeline renames, normalises and tokenises). Rows stream to
+    the workers under backpressure, with uint8 frames, in the plan's order.
     """
     prepare = make_prepare(run.policy, run.rows)
     example = prepare(run.rows.source().example())
@@ -84,8 +84,10 @@ def train(
     """Train from the newest checkpoint to the end of the run, or until the run is asked to stop.
 
     Args:
-        callbacks: attach besides the run's own, before them. state_class: what a step is. attached: the run's own
-            callbacks; `callbacks_for` when None. options: fields of the state.
+        callbacks: further callbacks, called before the run's own.
+        state_class: class of the loop's state, which defines a step.
+        attached: returns the run's own callbacks; None for `callbacks_for`.
+        options: fields of the state.
     """
     state = state_class.restore(run, worker, **options)
     run_callbacks: Callable[[Any, Any], list[Callback]] = attached or callbacks_for
@@ -104,20 +106,20 @@ def train(
             hook.on_step_end(state)
         state.save = state.every(run.config.save_freq)
         if any([state.every(state.log_freq), *(hook.wants_log(state) for hook in hooks)]):
-            line = state.gather(hooks)  # the one collective, and the one read from the device
+            line = state.gather(hooks)  # the only collective, and the only read from the device
             for hook in hooks:
                 hook.on_log(state, line)
         if state.save:
             for hook in hooks:
                 hook.on_save(state)
-    with contextlib.ExitStack() as ends:  # each of them, whatever another one raises
+    with contextlib.ExitStack() as ends:  # calls every on_end, even if another one raises
         for hook in reversed(hooks):
             ends.callback(hook.on_end, state)
     return state
 
 
 def callbacks_for(run: Run, state: TrainState) -> list[Callback]:
-    """List what the run attaches to its loop, in the order in which callbacks see a log step's metrics."""
+    """List the run's callbacks, in the order in which they see a log step's metrics."""
     config, train = run.config, run.config.train
     return [
         attach.WorkDone(state),
@@ -141,14 +143,14 @@ def callbacks_for(run: Run, state: TrainState) -> list[Callback]:
 def main(argv: Sequence[str] | None = None, examined: Examined | None = None) -> int:
     """Resolve, train, evaluate.
 
-    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
-    4 the policy is trained but not pushed to the Hub, 5 it is trained but could not be evaluated.
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was stopped and can be resumed, 4 the
+    policy is trained but not pushed to the Hub, 5 the policy is trained but could not be evaluated.
     """
     return run_training(VLA, argv, examined, lambda found, _: resolve(found.config, datasets=found.datasets), plan)
 
 
 def plan(run: Run, examined: Examined) -> Work:
-    """Print the run's plan, check what can be checked before Ray starts, and return the work."""
+    """Print the run's plan, do the remaining checks that need no Ray, and return the work."""
     evaluation = Evaluation(run, policy_at)
     planned = show_plan(run, examined.datasets)
     return lambda: work(planned, evaluation)
@@ -175,19 +177,19 @@ def make_trainer(
     data: TrainingData | None = None,
     **loop_config: Any,
 ) -> TorchTrainer:
-    """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
+    """Return the worker group and its data. Every worker calls `loop` with `loop_config` and the run."""
     scaling = run.job.scaling
     return worker_group(
         run.job,
         loop,
-        {"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
+        {"run": ray.put(run), **loop_config},  # a reference, which the controller need not deserialise
         datasets={"train": data or build_dataset(run)},
         dataset_config=GroupedRanks(data_options, scaling.cpus_per_worker, scaling.cpus_per_read_task),
     )
 
 
 if __name__ == "__main__":
-    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    # Ray pickles functions of `__main__` by value, and functions of modules by reference.
     import vla
 
     sys.exit(vla.main(examined=EXAMINED))

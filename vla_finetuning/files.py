@@ -1,4 +1,4 @@
-"""Small files that are read while others write them, and the permissions of what is written."""
+"""Read and write small files: atomic writes, line files, JSON from untrusted sources, permissions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Of a JSON file that came from elsewhere: a configuration, a pipeline, an index of weights. Python's objects take up to
-# 25 times the bytes of the text.
+# Limit for JSON files from elsewhere, as configurations and indices of weights. Python objects take up to 25 times the
+# bytes of the text.
 MAX_JSON_BYTES = 16 * 2**20
 
-
-# How a Git LFS pointer begins, which a clone without LFS has in the place of a large file.
+# First bytes of a Git LFS pointer, which a clone without LFS has in place of a large file.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def refuse_pointer(name: str, begin: bytes) -> None:
-    """Raise ValueError where a file that begins so is a Git LFS pointer. `name`: how errors call the file."""
+    """Raise ValueError if `begin`, the first bytes of the file `name`, are of a Git LFS pointer."""
     if begin.startswith(LFS_POINTER):
         raise ValueError(
             f"{name} is a Git LFS pointer and not the file itself: run `git lfs pull` in its repository, or download "
@@ -38,12 +37,12 @@ def refuse_pointer(name: str, begin: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Atomically: readers see the old file or the new one."""
+    """Write a JSON file atomically: readers see the old file or the new one."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Atomically: readers see the old file or the new one. What UTF-8 lacks becomes a question mark."""
+    """Write a file atomically: readers see the old file or the new one. Lone surrogates become question marks."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text, encoding="utf-8", errors="replace")
     os.replace(scratch, path)
@@ -51,13 +50,13 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a path near `folder` for the block to create, and rename it to `folder` when the block succeeds.
+    """Yield a path beside `folder` for the block to create, and rename it to `folder` when the block succeeds.
 
-    A reader never sees a half-written folder, and what an interrupted writer leaves behind is never taken for a folder.
+    A reader never sees a half-written folder.
 
     Args:
-        replace: the folder that is there gives way. Otherwise it stays and the work is dropped: of two that write the
-            same, the first to finish wins.
+        replace: replace an existing folder. Otherwise it stays and the new one is dropped, so that the first of two
+            concurrent writers wins.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -76,15 +75,15 @@ def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file. Raises OSError when the disk is full."""
+    """Append a line to a file. Raises OSError when the disk is full."""
     with open(path, "a") as file:
         file.write(f"{line}\n")
 
 
 def drop_half_line(path: Path) -> None:
-    """Remove what a full disk or a power cut left after the last whole line, which the next would be joined to.
+    """Truncate a file after its last whole line, as a full disk or a power cut may leave half a line.
 
-    The caller is the file's only writer.
+    The caller must be the file's only writer.
     """
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
@@ -99,10 +98,10 @@ def drop_half_line(path: Path) -> None:
 
 
 def line_writer(path: Path) -> Callable[[str], None]:
-    """Return a function that adds a line to a file, whose only writer this is: it is there when the call returns."""
+    """Return a function that appends a line to a file and flushes it. The caller must be the file's only writer."""
     path.parent.mkdir(exist_ok=True)
     drop_half_line(path)
-    file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
+    file = open(path, "a", buffering=1)  # noqa: SIM115  (open until the process ends)
 
     def write(line: str) -> None:
         file.write(f"{line}\n")
@@ -111,14 +110,15 @@ def line_writer(path: Path) -> Callable[[str], None]:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """A file that came from elsewhere. Refuses pipes, which could block for ever, and devices.
+    """Read a file from an untrusted source. Refuses devices, and pipes, which could block for ever.
 
     Raises:
-        OSError: it cannot be opened. ValueError: it is no regular file, or larger than `most_bytes`.
+        OSError: the file cannot be opened.
+        ValueError: not a regular file, or larger than `most_bytes`.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):  # `open` would refuse a folder by its descriptor's number
+    if not stat.S_ISREG(status.st_mode):  # checked here, as `open` would name the descriptor instead of the path
         os.close(descriptor)
         raise ValueError(f"{path} is not a regular file")
     with open(descriptor, "rb") as file:
@@ -129,10 +129,10 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file that came from elsewhere.
+    """Read a JSON file from an untrusted source.
 
     Raises:
-        OSError, ValueError: as `read_regular`; it is not JSON, or nested deeper than Python reads.
+        OSError, ValueError: as `read_regular`; not JSON, or nested too deeply for Python.
     """
     text = read_regular(path, most_bytes)
     refuse_pointer(str(path), text)
@@ -143,7 +143,7 @@ def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of the run's folder; nothing when there is none."""
+    """Read a JSON file of the run's folder; return {} if it does not exist."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Whole lines of the file; one that is still being written is left for the next time."""
+    """Return the whole lines of a file, without a last one that is still being written."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -160,12 +160,12 @@ def read_lines(path: Path) -> list[str]:
 
 
 def let_others_read(path: Path) -> None:
-    """Give a file the permissions that the process's umask gives every other file: those of its folder.
+    """Give a file its folder's read and write permissions, which follow the process's umask.
 
-    safetensors makes its files for their owner only (0.8.0, github.com/safetensors/safetensors/issues/782), so that the
-    user who drives the robot could not read a policy; this can go when it asks the umask again.
+    safetensors 0.8.0 makes files for their owner only (github.com/safetensors/safetensors/issues/782), so that another
+    user could not read a policy. Remove this when safetensors follows the umask again.
     """
     mode = path.stat().st_mode
     usual = mode | path.parent.stat().st_mode & 0o666
-    if usual != mode:  # a network drive with fixed permissions need not be asked
+    if usual != mode:  # chmod fails on network drives with fixed permissions
         path.chmod(usual)

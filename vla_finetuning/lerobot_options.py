@@ -1,8 +1,7 @@
-"""LeRobot's configurations of policies, environments, optimizers: from options as given, and from what was saved.
+"""Make LeRobot's configurations of policies, environments and optimizers from options and saved JSON.
 
-LeRobot's own parser takes more than options: `--config_path`, a group's name, and a value that begins with `include`
-each open a file that is named there, and what a run's config.json lists would be as good as a command line. Here a name
-is a field of the configuration and a value is a value.
+LeRobot's own parser opens files named by `--config_path`, by a group's name, or by a value that begins with `include`,
+so that a run's config.json could have any file read. Here a name is a field, and a value is a value.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ from draccus.utils import DraccusException
 
 from vla_finetuning.options.fields import did_you_mean
 
-# What draccus raises for an invalid value.
+# Exceptions that draccus raises for an invalid value.
 NO_VALUE = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
 
 
 def make_config(
     cls: type, group: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
 ) -> Any:
-    """A configuration of a class: of what was saved, with the options in its place.
+    """Make a configuration of class `cls` from saved fields, overridden by options.
 
     Args:
-        group: what flags of these options begin with, "policy". options: "--chunk_size=20".
-        saved: the fields of one in JSON, as LeRobot saves them. source: what errors call it.
+        group: first part of the options' flags, as "policy".
+        options: options as "--chunk_size=20".
+        saved: fields of a configuration in LeRobot's JSON; None for the defaults.
+        source: name of the saved configuration in error messages.
     Raises:
-        ValueError: the class has no such option; a value that the option does not take; values that do not go together.
+        ValueError: unknown option, invalid value, or values that contradict each other.
     """
     raw = json.loads(json.dumps(saved or {}))
     for name, text in (option.removeprefix("--").split("=", 1) for option in options):
@@ -45,7 +46,7 @@ def make_config(
         place[last] = _read(_hint(cls, path), f"--{group}.{name}", text)
     try:
         return decode(cls, raw)
-    except Exception as error:  # whatever LeRobot raises where it checks a configuration
+    except Exception as error:  # LeRobot's checks raise any exception
         if unknown := sorted(set(saved or {}) - {field.name for field in fields(cls)}):
             raise ValueError(
                 f"{source} has {', '.join(unknown)}, which {cls.__name__} of this LeRobot ({version('lerobot')}) does "
@@ -59,13 +60,13 @@ def make_config(
 
 
 def read_options(cls: type, group: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """The options of a class as values of its fields. Raises ValueError as `make_config`."""
+    """Return options as values of the fields of `cls`. Raises ValueError as `make_config`."""
     hints = {name: _hint(cls, _path(cls, group, name)) for name in options}
     return {name: decode(hints[name], _read(hints[name], f"--{group}.{name}", text)) for name, text in options.items()}
 
 
 def _path(cls: type, group: str, name: str) -> list[str]:
-    """The fields that an option's name leads through, `a.b` of a configuration within another."""
+    """Split an option's name into field names, as `a.b` for a nested configuration; raise ValueError if unknown."""
     path = name.split(".")
     for depth, part in enumerate(path):
         within = _configuration(_hint(cls, path[:depth]))
@@ -84,16 +85,16 @@ def _hint(hint: Any, path: Sequence[str]) -> Any:
 
 
 def _configuration(hint: Any) -> Any:
-    """The configuration that a field holds, which may be absent; None where it holds none."""
+    """Return the dataclass in a field's type, which may be optional; None if there is none."""
     return next((candidate for candidate in (hint, *typing.get_args(hint)) if is_dataclass(candidate)), None)
 
 
 def _read(hint: Any, flag: str, text: str) -> Any:
-    """The text of an option in JSON, where that is a value of its type, or else as it is."""
+    """Return an option's text parsed as JSON if that is a value of its type, or else the text itself."""
     values = [text]
     with suppress(ValueError):
         value = json.loads(text.lower() if text in ("True", "False") else text)
-        # draccus makes a text of any number: 1e3 would be 1000.0.
+        # draccus converts any number to a string: "1e3" would become "1000.0".
         kinds = (hint, *typing.get_args(hint))
         if not isinstance(value, (int, float)) or str not in kinds or type(value) in kinds:
             values.insert(0, value)

@@ -1,4 +1,4 @@
-"""What all programs share: flags, checks that start nothing, work on a cluster, exit statuses."""
+"""Run a program: parse its flags, check them before Ray starts, work on a cluster, return an exit status."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from vla_finetuning.run.job import Job
 from vla_finetuning.run.push import push_all
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text
 
-# Does what was prepared, on a cluster that it joins or starts, and returns the exit status.
+# Joins or starts a cluster, works on it and returns the exit status.
 Work = Callable[[], int]
 
 
 def run_program(
     program: Program, argv: Sequence[str] | None, prepare: Callable[[list[str], ExitStack], Work | None]
 ) -> int:
-    """Run a program, and report what goes wrong as a message.
+    """Run a program, and print errors as messages.
 
     Args:
-        argv: the command line; the process's own when None.
-        prepare: checks everything that can be checked before Ray starts, and returns the work; None when there is none
-            (`--dry_run`). What it enters into the stack is left when the program ends.
+        argv: the command line; None for the process's own.
+        prepare: does all checks that need no Ray, and returns the work, or None for `--dry_run`. Contexts that it
+            enters into the stack are closed when the program ends.
     Returns:
-        The exit status: 0 done, 1 the work failed, 2 it could not start; others as the work says.
+        The exit status: 0 done, 1 the work failed, 2 it could not start, or another status of the work.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
@@ -65,7 +65,7 @@ def run_program(
             except (TrainingFailedError, RayError, RuntimeError, ValueError, OSError) as error:
                 print_safe_error(root_cause(error))
                 return 1
-    except StorageError as error:  # the last files of a run in a bucket
+    except StorageError as error:  # from the upload of a run's last files when the stack is closed
         print_safe_error(f"not all files are in the bucket: {error}")
         return 1
 
@@ -74,7 +74,7 @@ def run_program(
 
 
 class TrainingRun(Protocol):
-    """What a program that trains decided from its options: `vla.py`'s, `grpo.py`'s, `value.py`'s."""
+    """A resolved run of `vla.py`, `grpo.py` or `value.py`."""
 
     @property
     def config(self) -> Any: ...
@@ -89,12 +89,12 @@ def run_training[R: TrainingRun](
     resolve: Callable[[Examined, ExitStack], R | None],
     plan: Callable[[R, Examined], Work],
 ) -> int:
-    """Run a program that trains: resolve the run, take its folder, print its plan, do its work.
+    """Run a program that trains: resolve the run, lock its folder, print its plan, work.
 
     Args:
-        examined: of the same command line, where it was done before.
-        resolve: decides what the run does; None where a dry run cannot say more than `resolve` printed.
-        plan: prints the plan, checks what can be checked before Ray starts, and returns the work.
+        examined: result of `examine` for the same command line; None to examine it here.
+        resolve: resolves the run; returns None if it has already printed all of a dry run.
+        plan: prints the plan, does the remaining checks that need no Ray, and returns the work.
     Returns:
         The exit status, as `run_program`.
     """
@@ -123,8 +123,8 @@ def run_training[R: TrainingRun](
 def reported(
     job: Job, policy: PolicySpec, plan: str, rows: Rows | None = None, repo_id: str | None = None
 ) -> Iterator[None]:
-    """Write `run.json`, and keep the run's report up to date while the block runs. Args: as `record_run`."""
-    from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
+    """Write `run.json`, and update the run's report while the block runs. Args: as `record_run`."""
+    from vla_finetuning.report.page import keep_report  # imported here: training processes need no matplotlib
 
     record_run(job, policy, plan, ray.cluster_resources(), rows, repo_id)
     with keep_report(job.output_dir):
@@ -139,11 +139,13 @@ def deliver(
     weights: str = "",
     repositories: Mapping[str, str] | None = None,
 ) -> int:
-    """Check the exported policy, push it, and note that the run is done.
+    """Check the exported policy, push it, and mark the run as finished.
 
     Args:
-        status: the exit status so far. robots: by whose names policies are exported; none of a single robot.
-        weights: which weights were exported, in words. repositories: where each robot's policy is pushed to.
+        status: the exit status so far.
+        robots: names of the robots whose policies are exported; empty for a single robot.
+        weights: a text on which weights were exported.
+        repositories: repository to push to, by name of the robot.
     Returns:
         The exit status.
     Raises:

@@ -1,4 +1,4 @@
-"""Start a program that trains from the command line: help and errors come before seconds of imports."""
+"""Start a program that trains from the command line; help and errors come before imports that take seconds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def examine_command_line(program: Program) -> Examined:
-    """Return the run of this process's command line, its folder and datasets looked at.
+    """Parse this process's command line, and check the run's folder and datasets.
 
-    Ends the process where help is asked for, the run cannot start, or nothing is left to do.
+    Ends the process after --help, if the run cannot start, or if nothing is left to do.
     """
     config = check_command_line(program, then="checked")
-    from vla_finetuning.plan.preflight import examine  # seconds later than help
+    from vla_finetuning.plan.preflight import examine  # takes seconds
 
     try:
         examined = examine(config)

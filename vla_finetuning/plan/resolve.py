@@ -50,7 +50,7 @@ class Run:
 
     Attributes:
         config: options with absolute paths and decided values in place of "auto".
-        job: what the run's folder, workers and checkpoints need to know.
+        job: folder, length, workers and progress of the run.
         policy: the policy; its robots may lack statistics (`with_stats`).
         rows: the training and held-out rows.
         notes: lines for the plan on changed or ignored options and data.
