@@ -77,7 +77,7 @@ class Timeouts:
     @classmethod
     def from_environment(cls) -> Timeouts:
         """Return the timeouts in this process's environment. Raises ValueError for an invalid one."""
-        names = [of.name for of in fields(cls)]
+        names = [timeout.name for timeout in fields(cls)]
         return cls(
             **{name: number_from_environment(f"VLA_{name.upper()}_TIMEOUT_S", getattr(cls, name)) for name in names}
         )

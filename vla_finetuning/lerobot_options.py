@@ -20,7 +20,7 @@ from draccus.utils import DraccusException
 from vla_finetuning.options.fields import did_you_mean
 
 # Exceptions that draccus raises for an invalid value.
-NO_VALUE = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
+VALUE_ERRORS = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
 
 
 def make_config(
@@ -39,11 +39,11 @@ def make_config(
     raw = json.loads(json.dumps(saved or {}))
     for name, text in (option.removeprefix("--").split("=", 1) for option in options):
         *groups, last = path = _path(cls, group, name)
-        place = raw
+        group_fields = raw
         for parent in groups:
-            place[parent] = place.get(parent) or {}
-            place = place[parent]
-        place[last] = _read(_hint(cls, path), f"--{group}.{name}", text)
+            group_fields[parent] = group_fields.get(parent) or {}
+            group_fields = group_fields[parent]
+        group_fields[last] = _parse_value(_type_of(cls, path), f"--{group}.{name}", text)
     try:
         return decode(cls, raw)
     except Exception as error:  # LeRobot's checks raise any exception
@@ -61,24 +61,27 @@ def make_config(
 
 def read_options(cls: type, group: str, options: Mapping[str, str]) -> dict[str, Any]:
     """Return options as values of the fields of `cls`. Raises ValueError as `make_config`."""
-    hints = {name: _hint(cls, _path(cls, group, name)) for name in options}
-    return {name: decode(hints[name], _read(hints[name], f"--{group}.{name}", text)) for name, text in options.items()}
+    hints = {name: _type_of(cls, _path(cls, group, name)) for name in options}
+    return {
+        name: decode(hints[name], _parse_value(hints[name], f"--{group}.{name}", text))
+        for name, text in options.items()
+    }
 
 
 def _path(cls: type, group: str, name: str) -> list[str]:
     """Split an option's name into field names, as `a.b` for a nested configuration; raise ValueError if unknown."""
     path = name.split(".")
-    for depth, part in enumerate(path):
-        within = _configuration(_hint(cls, path[:depth]))
+    for depth, field_name in enumerate(path):
+        within = _configuration(_type_of(cls, path[:depth]))
         names = sorted(field.name for field in fields(within) if field.init) if within else []
-        if part not in names:
-            close = did_you_mean(part, names, f"--{'.'.join([group, *path[:depth]])}.")
+        if field_name not in names:
+            close = did_you_mean(field_name, names, f"--{'.'.join([group, *path[:depth]])}.")
             expected = f"its options are {', '.join(names)}" if names else "it is one value"
             raise ValueError(f"--{group}.{name}: no option of {cls.__name__}{close}; {expected}")
     return path
 
 
-def _hint(hint: Any, path: Sequence[str]) -> Any:
+def _type_of(hint: Any, path: Sequence[str]) -> Any:
     for name in path:
         hint = typing.get_type_hints(_configuration(hint))[name]
     return hint
@@ -89,7 +92,7 @@ def _configuration(hint: Any) -> Any:
     return next((candidate for candidate in (hint, *typing.get_args(hint)) if is_dataclass(candidate)), None)
 
 
-def _read(hint: Any, flag: str, text: str) -> Any:
+def _parse_value(hint: Any, flag: str, text: str) -> Any:
     """Return an option's text parsed as JSON if that is a value of its type, or else the text itself."""
     values = [text]
     with suppress(ValueError):
@@ -103,6 +106,6 @@ def _read(hint: Any, flag: str, text: str) -> Any:
         try:
             decode(hint, value)
             return value
-        except NO_VALUE as error:
+        except VALUE_ERRORS as error:
             failed.append(error)
     raise ValueError(f"{flag}={text}: {' '.join(str(failed[0]).split())}") from failed[0]

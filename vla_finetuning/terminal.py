@@ -29,14 +29,14 @@ def print_safe_text(text: str) -> None:
 
 def print_safe_error(error: object) -> None:
     """Print an error to standard error, with the lines after its first one indented."""
-    print_safe(*_set_apart(f"error: {error}"), file=sys.stderr)
+    print_safe(*_indent_rest(f"error: {error}"), file=sys.stderr)
 
 
 class LogFormatter(logging.Formatter):
     """Escape records, and indent the lines after a record's first one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(escaped, _set_apart(super().format(record))))
+        return "\n".join(map(escaped, _indent_rest(super().format(record))))
 
 
 def escape_warnings() -> None:
@@ -45,6 +45,6 @@ def escape_warnings() -> None:
         logging.lastResort.setFormatter(LogFormatter())
 
 
-def _set_apart(text: str) -> list[str]:
+def _indent_rest(text: str) -> list[str]:
     first, *rest = text.split("\n")
     return [first, *(f"    {line}" for line in rest)]

@@ -28,7 +28,7 @@ from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
 from vla_finetuning.data.rows import BOOKKEEPING, read_rows
-from vla_finetuning.plan.mixture import check_alike
+from vla_finetuning.plan.mixture import check_same_features
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
 FPS = 10
@@ -425,7 +425,7 @@ def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots,
     # What is called otherwise is still found.
     renamed = rename_features(metas[1], {"observation.state": "state"})
     with pytest.raises(ValueError, match='--rename_map=.{"state": "observation.state"}'):
-        check_alike([metas[0], renamed], ["observation.state"], {})
+        check_same_features([metas[0], renamed], ["observation.state"], {})
 
 
 @pytest.mark.parametrize("window", [16, 40, 512])

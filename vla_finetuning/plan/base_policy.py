@@ -63,8 +63,8 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     """
     base = Base(*resolve_policy(config, path))
     policy_type, family = base.config.type, family_of(base.config)
-    if (brought := code_source(base.config)) and not config.policy_trust_remote_code:
-        raise RemoteCodeError(f"{base.name}: a '{policy_type}' runs code that comes with {brought}: {HOW_TO_TRUST}")
+    if (foreign_code := code_source(base.config)) and not config.policy_trust_remote_code:
+        raise RemoteCodeError(f"{base.name}: a '{policy_type}' runs code that comes with {foreign_code}: {HOW_TO_TRUST}")
     if config.dataset.on_error == "skip" and not family.row_losses:
         raise ValueError(
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
@@ -96,10 +96,10 @@ def check_policy(
     for name in TRAIN_OPTIONS:
         value, default = getattr(train, name), getattr(TrainOptions(), name)
         if value != default and name not in family.train_options:
-            able = types_that(lambda other: name in other.train_options)  # noqa: B023  (called at once)
+            types_with_option = types_that(lambda other: name in other.train_options)  # noqa: B023  (called at once)
             raise ValueError(
-                f"--train.{name}={value} is for {able}, and the policy is of type {policy_config.type}: leave it "
-                "out, or look for the like among the policy's own options (--policy.*)"
+                f"--train.{name}={value} is for {types_with_option}, and the policy is of type {policy_config.type}: "
+                "leave it out, or look for the like among the policy's own options (--policy.*)"
             )
     if adapters is not None and adapters.enabled and family.no_adapters:
         raise ValueError(
@@ -167,10 +167,11 @@ def resolve_policy(config: PolicyOptions, path: str | None) -> tuple[PreTrainedC
         if policy_config.pretrained_path is not None:
             source = policy_config.pretrained_path
             names = (name for name, value in vars(policy_config).items() if name != "pretrained_path" and value)
-            named = next((name for name in names if str(getattr(policy_config, name)) == str(source)), None)
+            source_option = next((name for name in names if str(getattr(policy_config, name)) == str(source)), None)
             raise ValueError(
                 f"--policy.type={policy_type}: lerobot-train starts such a policy from the weights of {source}: give "
-                "them with --policy.path" + (f", or --policy.{named}=null if random ones are meant" if named else "")
+                "them with --policy.path"
+                + (f", or --policy.{source_option}=null if random ones are meant" if source_option else "")
             )
         check_policy_options(config, policy_config)
         return policy_config, None, nothing
@@ -210,13 +211,13 @@ def _trained_type(path: str, folder: Path) -> str:
     except ValueError as error:
         raise ValueError(f"policy {path}: config.json is damaged ({error}); copy it again") from error
     if not isinstance(saved, dict) or "type" not in saved:
-        raise ValueError(f"policy {path}: config.json is of no LeRobot policy: {_whose_config(saved)}")
+        raise ValueError(f"policy {path}: config.json is of no LeRobot policy: {_describe_foreign_config(saved)}")
     policy_type = saved["type"]
     require_trained(policy_type, f"policy {path}")
     return policy_type
 
 
-def _whose_config(saved: Any) -> str:
+def _describe_foreign_config(saved: Any) -> str:
     """Describe a configuration that has no `type`: which library wrote it, and what to give instead."""
     keys = sorted(saved) if isinstance(saved, dict) else []
     if {"paligemma_variant", "action_expert_variant"} & set(keys):

@@ -23,7 +23,7 @@ from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.mixture import Member, members
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.recap import without_label
-from vla_finetuning.plan.names import check_camera_keys, check_names_known, proposed_names, with_names
+from vla_finetuning.plan.names import check_camera_keys, check_known_names, proposed_names, with_names
 from vla_finetuning.plan.paths import absolute, with_absolute_paths
 
 
@@ -71,9 +71,9 @@ def find_datasets(config: Config) -> tuple[Config, Datasets]:
             feature by LeRobot's names.
     """
     config = with_absolute_paths(config)
-    config, roots = _locate(config)
+    config, roots = _find_roots(config)
     listed = listed_members(config.dataset, roots)
-    config, listed, metas = _texts_last(config, listed, load_datasets(config, listed))
+    config, listed, metas = _sort_actions_first(config, listed, load_datasets(config, listed))
     for meta, member in zip(metas, listed, strict=True):
         if not meta.without_actions:  # datasets of images and text may have fewer cameras
             check_camera_keys(meta, member.camera_keys)
@@ -115,7 +115,7 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
         OSError, ValueError: a dataset cannot be read, a name is unknown, or a feature that policies need is missing.
     """
     metas = [
-        _with_absent_action(
+        _add_absent_action(
             load_metadata(member.root, storage_policy=storage_policy(config.dataset)),
             {**config.rename_map, **member.rename_map},
         )
@@ -124,7 +124,7 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
     state = config.dataset.state_features or ()
     if not any(member.rename_map for member in listed):
         return with_names(metas, config.rename_map, state)
-    check_names_known(metas, config.rename_map, state)
+    check_known_names(metas, config.rename_map, state)
     named: list[DatasetMetadata] = []
     for meta, member in zip(metas, listed, strict=True):
         renames = member.rename_map
@@ -137,14 +137,14 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
     return tuple(named)
 
 
-def _with_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> DatasetMetadata:
+def _add_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> DatasetMetadata:
     names = {rename_map.get(key, key) for key in meta.features}
     if "action" in names or not meta.text_keys or "action" in proposed_names(meta)[0].values():
         return meta
     return replace(meta, features={**meta.features, "action": absent_vector("action")})
 
 
-def _texts_last(
+def _sort_actions_first(
     config: Config, listed: tuple[Member, ...], metas: tuple[DatasetMetadata, ...]
 ) -> tuple[Config, tuple[Member, ...], tuple[DatasetMetadata, ...]]:
     """Move datasets without actions to the end.
@@ -164,10 +164,10 @@ def _texts_last(
             f"{texts[0].text_keys[0]}{''.join(f'; not read of the dataset: {line}' for line in texts[0].not_read)}"
         )
     if len(texts) == len(metas) or not config.dataset.mixture:
-        beside = "no dataset of the run has one" if len(texts) == len(metas) else "it is not part of a mixture"
+        reason = "no dataset of the run has one" if len(texts) == len(metas) else "it is not part of a mixture"
         example = json.dumps({**{meta.root: 1 for meta in metas}, **({"ROOT": 1} if len(texts) == len(metas) else {})})
         raise ValueError(
-            f"{label}: no feature is called action, and {beside}: name it beside one with actions, "
+            f"{label}: no feature is called action, and {reason}: name it beside one with actions, "
             f"--dataset.mixture='{example}'"
         )
     if config.recap.labels is not None:
@@ -203,7 +203,7 @@ def storage_policy(d: DatasetOptions) -> StoragePolicy:
     return StoragePolicy(Timeouts.from_environment().read, d.cache_dir or None, cache_gb(CACHE_GB))
 
 
-def _locate(config: Config) -> tuple[Config, list[str]]:
+def _find_roots(config: Config) -> tuple[Config, list[str]]:
     """Fetch the dataset from the Hub or make the demo's own if needed; return the options and the roots."""
     repo_id = config.dataset.repo_id
     if repo_id:

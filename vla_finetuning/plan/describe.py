@@ -68,7 +68,7 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
     lines, dropped = [], rows.selection.drop_n_last_frames
     for number, meta in enumerate(rows.metas):
         lines += [
-            f"Dataset      {config.dataset.repo_id or meta.root}" + _at(config.dataset.revision),
+            f"Dataset      {config.dataset.repo_id or meta.root}" + _revision(config.dataset.revision),
             f"             {meta.num_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
             + (f", robot {meta.robot_type}" if meta.robot_type else ""),
             f"             trains on {len(rows.train_episodes[number])} episodes, {rows.per_dataset[number]} frames; "
@@ -128,8 +128,8 @@ def _features(run: Run) -> list[str]:
             f"Features     {robot.name or 'dataset'} -> policy",
             *(f"             {line}" for line in robot.match.table()),
         ]
-        if kept := describe_names(robot.config, robot.by_own_names().rename_map):
-            lines.append(f"             {kept}")
+        if names_line := describe_names(robot.config, robot.by_own_names().rename_map):
+            lines.append(f"             {names_line}")
     if not run.policy.mixes_robots:
         return lines
     widest, unpadded = run.policy.config.output_features["action"].shape[0], run.policy.train.pad_loss == "own"
@@ -144,7 +144,7 @@ def _features(run: Run) -> list[str]:
 
 
 def _policy(config: Config, policy: PolicySpec) -> list[str]:
-    lines = [f"Policy       {policy.config.type}, {policy.base['path']}" + _at(policy.base["revision"])]
+    lines = [f"Policy       {policy.config.type}, {policy.base['path']}" + _revision(policy.base["revision"])]
     if unproven := describe_unproven(policy.config):
         lines.append(f"             {unproven}")
     for robot in policy.robots:
@@ -169,8 +169,8 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
         lines.append(
             f"             the first 0 to {delay} actions of a chunk are given and have no loss (--policy.{MAX_DELAY})"
         )
-    if policy.trusted and (brought := code_source(policy.config)):
-        lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
+    if policy.trusted and (foreign_code := code_source(policy.config)):
+        lines.append(f"             runs code that comes with {foreign_code}, as --policy.trust_remote_code says")
     return lines
 
 
@@ -230,12 +230,12 @@ def _indented(title: str, lines: list[str]) -> list[str]:
 def _flops(policy: PolicySpec) -> str:
     if not policy.flops_by_prompt:
         return ""
-    seen = "" if policy.train.feature_cache is None else " without the vision tower"
+    scope = "" if policy.train.feature_cache is None else " without the vision tower"
     (short, least), (long, most) = min(policy.flops_by_prompt.items()), max(policy.flops_by_prompt.items())
     if short == long:
-        return f", {most / 1e9:,.1f} GFLOP per sample and step{seen}"
+        return f", {most / 1e9:,.1f} GFLOP per sample and step{scope}"
     return (
-        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step{seen} (prompts of {short} to {long} "
+        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step{scope} (prompts of {short} to {long} "
         "tokens, by the longest of a micro-batch)"
     )
 
@@ -244,5 +244,5 @@ def _size(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape or ()))
 
 
-def _at(revision: str | None) -> str:
+def _revision(revision: str | None) -> str:
     return f" @ {revision[:12]}" if revision else ""

@@ -67,13 +67,13 @@ def select(
         rename_map: the policy's names for the datasets' features.
     """
     metas = datasets.metas
-    used = choose(config, datasets)
+    candidates = choose(config, datasets)
     success: Sequence[np.ndarray | None] = datasets.success or [None] * len(metas)
-    parts = [
+    splits = [
         _split(meta, episodes, notes, config, dropped, outcomes)
-        for meta, (episodes, notes), outcomes in zip(metas, used, success, strict=True)
+        for meta, (episodes, notes), outcomes in zip(metas, candidates, success, strict=True)
     ]
-    train, held_out, split_notes = zip(*parts, strict=True)
+    train, held_out, split_notes = zip(*splits, strict=True)
     notes = list(itertools.chain(*split_notes))
     seconds, weights = config.dataset.skip_idle, datasets.weights
     if seconds is None and weights is None:
@@ -81,8 +81,8 @@ def select(
     frames, described = [], []
     for meta, chosen, weight in zip(metas, train, weights or [None] * len(metas), strict=True):
         keys = movement_keys(meta, rename_map)
-        still = None if meta.without_actions else seconds  # without actions nothing moves
-        ranges = frame_ranges_of(meta, chosen, dropped=dropped, keys=keys, skip_idle=still, weight=weight)
+        min_idle_s = None if meta.without_actions else seconds  # without actions nothing moves
+        ranges = frame_ranges_of(meta, chosen, dropped=dropped, keys=keys, skip_idle=min_idle_s, weight=weight)
         if not len(ranges.episode):
             raise ValueError(
                 f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "
@@ -111,18 +111,18 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
     return chosen
 
 
-def exclusion(config: Config, datasets: Datasets, broken: Mapping[int, Sequence[int]]) -> str:
+def exclusion(config: Config, datasets: Datasets, unreadable: Mapping[int, Sequence[int]]) -> str:
     """Return the option that excludes `broken` episodes in addition to those already excluded.
 
     Args:
         broken: episode numbers by index of the dataset.
     """
     excluded = {
-        member.root: sorted({*(member.exclude_episodes or ()), *broken.get(number, ())})
+        member.root: sorted({*(member.exclude_episodes or ()), *unreadable.get(number, ())})
         for number, member in enumerate(datasets.members)
     }
     if config.dataset.exclude_episodes is None and any(member.exclude_episodes for member in datasets.members):
-        roots = [datasets.roots[number] for number in broken]
+        roots = [datasets.roots[number] for number in unreadable]
         return "; ".join(
             f"exclude_episodes of {root} in the mixture: {episode_ranges(excluded[root])}" for root in roots
         )
@@ -167,9 +167,9 @@ def _split(
     if success is None:
         held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
     else:
-        listed = list(itertools.chain(*groups))
-        outcomes = ([e for e in listed if success[e] == outcome] for outcome in (True, False))
-        held_out = sorted(e for same in outcomes for n, e in enumerate(same) if n * share // 1 < (n + 1) * share // 1)
+        in_task_order = list(itertools.chain(*groups))
+        outcomes = ([e for e in in_task_order if success[e] == outcome] for outcome in (True, False))
+        held_out = sorted(e for group in outcomes for n, e in enumerate(group) if n * share // 1 < (n + 1) * share // 1)
     train = np.setdiff1d(chosen, held_out)
     if not len(train):
         raise ValueError(
@@ -190,6 +190,8 @@ def _split(
     trained = np.zeros(meta.num_episodes, bool)
     trained[train] = True
     if untrained := [task for task, group in by_task.items() if not trained[group].any()]:
-        some = ", ".join(map(repr, untrained[:3])) + (f" and {len(untrained) - 3} more" if len(untrained) > 3 else "")
-        notes.append(f"no training episode has the task {some}: all of its episodes are held out")
+        examples = ", ".join(map(repr, untrained[:3])) + (
+            f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
+        )
+        notes.append(f"no training episode has the task {examples}: all of its episodes are held out")
     return train, np.asarray(held_out, np.int64), notes

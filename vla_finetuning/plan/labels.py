@@ -69,10 +69,10 @@ def read_labels(
         ValueError: the file was not written by `write_labels`, or lacks a dataset or a frame.
         FileNotFoundError: no file.
     """
-    rows, digest = _read(path, COLUMNS), file_digest(path)
+    rows, digest = _read_table(path, COLUMNS), file_digest(path)
     labels = []
     for meta, chosen in zip(metas, episodes, strict=True):
-        index, dataset_rows = _rows_of(rows, path, meta, alone=len(metas) == 1)
+        index, dataset_rows = _select_rows(rows, path, meta, alone=len(metas) == 1)
         labelled, positive = np.zeros(meta.total_frames, bool), np.zeros(meta.total_frames, bool)
         labelled[index] = True
         positive[index] = dataset_rows["positive"].to_numpy()
@@ -103,7 +103,7 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     Raises:
         ValueError, FileNotFoundError: as `read_labels`, but episodes without labels are allowed.
     """
-    index, rows = _rows_of(_read(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
+    index, rows = _select_rows(_read_table(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
     advantage, success, positive = (rows[name].to_numpy() for name in (*SHOWN, "positive"))
     texts = np.array([without_label(texts[0]) if texts else "" for texts in meta.episode_tasks])
     task = np.repeat(texts, meta.episode_length)[index]
@@ -120,19 +120,19 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     return lines, histogram({"advantage": advantage, "success": success})
 
 
-def _read(path: Path, columns: Sequence[str]) -> pa.Table:
+def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:
     pull(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"{FLAG}={address(path)}: no such file; python value.py writes it into its --output_dir"
         )
     with open_parquet(LocalFileSystem(), str(path), name=address(path)) as file:
-        if lacking := [name for name in columns if name not in file.schema_arrow.names]:
-            raise ValueError(f"{FLAG}={path} lacks the columns {lacking}; give the {LABELS_NAME} of a run of value.py")
+        if missing := [name for name in columns if name not in file.schema_arrow.names]:
+            raise ValueError(f"{FLAG}={path} lacks the columns {missing}; give the {LABELS_NAME} of a run of value.py")
         return read_columns(file, list(columns), Budget("frames", MAX_DATA_BYTES), name=str(path))
 
 
-def _rows_of(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> tuple[np.ndarray, pa.Table]:
+def _select_rows(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> tuple[np.ndarray, pa.Table]:
     """Select the rows of a dataset; return the index of each row's frame in the dataset, int64 (N,), and the rows.
 
     Args:

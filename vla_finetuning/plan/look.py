@@ -60,8 +60,8 @@ def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features, sha
     """
     length = meta.episode_length
     share *= 1.0 if isinstance(meta.fs, LocalFileSystem) else 0.25
-    most, most_frames = max(4, round(share * LOOK_EPISODES)), max(2, round(share * FRAME_EPISODES))
-    chosen = episodes[evenly_spaced(len(episodes), most)]
+    most_episodes, most_frames = max(4, round(share * LOOK_EPISODES)), max(2, round(share * FRAME_EPISODES))
+    chosen = episodes[evenly_spaced(len(episodes), most_episodes)]
     while len(chosen) > most_frames and length[chosen].sum() > LOOK_ROWS:
         chosen = chosen[evenly_spaced(len(chosen), len(chosen) * 3 // 4)]
     numbers = [
@@ -74,7 +74,7 @@ def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features, sha
         for f in (replace(features, camera_keys=[], columns=numbers, delta_timestamps={}), features)
     ]
     cameras = meta.camera_keys if features.camera_keys is None else features.camera_keys
-    watched = set(chosen[evenly_spaced(len(chosen), most_frames)].tolist()) if len(cameras) else set()
+    with_frames = set(chosen[evenly_spaced(len(chosen), most_frames)].tolist()) if len(cameras) else set()
     problems: dict[int, str] = {}
     rows = frames = first = 0
     for episode in chosen.tolist():
@@ -83,11 +83,11 @@ def look_at(meta: DatasetMetadata, episodes: np.ndarray, features: Features, sha
             (batch,) = sources[0].read_rows(range(first, first + count), count)
             rows += count
             _check_finite(batch, numbers, meta, episode)
-            at = {0, int(length[episode]) - 1} if episode in watched else set()
-            late = np.abs(batch["timestamp"] - np.arange(count) / meta.fps)
-            if len(cameras) and late.max() > features.tolerance_s:
-                at.add(int(late.argmax()))
-            for row in sorted(at):
+            frame_indices = {0, int(length[episode]) - 1} if episode in with_frames else set()
+            lateness = np.abs(batch["timestamp"] - np.arange(count) / meta.fps)
+            if len(cameras) and lateness.max() > features.tolerance_s:
+                frame_indices.add(int(lateness.argmax()))
+            for row in sorted(frame_indices):
                 list(sources[1].read_rows([first + row], 1))
                 frames += 1
         except (ValueError, FileNotFoundError) as error:
@@ -123,23 +123,23 @@ def look_at_rows(run: Run, datasets: Datasets | None) -> list[str]:
     lines: list[str] = []
     config, rows = run.config, run.rows
     for number, meta in enumerate(rows.metas):
-        dataset_rows = rows.of_datasets([number])
+        dataset_rows = rows.select_datasets([number])
         (episodes,) = dataset_rows.episodes
         look = look_at(meta, episodes, replace(dataset_rows.features, image_size=None), 1 / len(rows.metas))
         lines.append(f"Looked at    {meta.root}: {look}")
         if not look.problems:
             continue
-        broken, texts = sorted(look.problems), list(look.problems.values())
+        bad_episodes, texts = sorted(look.problems), list(look.problems.values())
         # --dataset.on_error=skip does not skip values that are not finite, so they come first.
         example = next((text for text in texts if "not finite" in text), texts[0])
-        if config.dataset.on_error == "skip" and "not finite" not in example and len(broken) < look.episodes:
-            lines.append(f"             {len(broken)} of them will be skipped, by --dataset.on_error: {example}")
+        if config.dataset.on_error == "skip" and "not finite" not in example and len(bad_episodes) < look.episodes:
+            lines.append(f"             {len(bad_episodes)} of them will be skipped, by --dataset.on_error: {example}")
             continue
-        if len(broken) == look.episodes:
+        if len(bad_episodes) == look.episodes:
             raise ValueError(f"{example} (so it is in all {look.episodes} episodes that were looked at)")
         assert datasets is not None  # every run with rows has datasets
         raise ValueError(
-            f"{example}. Of {len(episodes)} episodes {look.episodes} were looked at, and {len(broken)} are so or "
-            f"alike; to go on without them: {exclusion(config, datasets, {number: broken})}"
+            f"{example}. Of {len(episodes)} episodes {look.episodes} were looked at, and {len(bad_episodes)} are so or "
+            f"alike; to go on without them: {exclusion(config, datasets, {number: bad_episodes})}"
         )
     return lines

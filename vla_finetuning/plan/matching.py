@@ -27,14 +27,14 @@ from vla_finetuning.plan.base_policy import Base
 from vla_finetuning.plan.datasets import Datasets
 from vla_finetuning.plan.images import check_images
 from vla_finetuning.plan.mixture import (
-    check_alike,
     check_dimension_map,
-    named_alike,
-    names_of_first,
-    ordered_alike,
-    ordered_by,
+    check_same_features,
+    renames_of_first,
+    reorder_by_names,
+    unify_names,
+    unify_order,
 )
-from vla_finetuning.plan.names import observations_renamed
+from vla_finetuning.plan.names import observation_renames
 from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.families.insulation import TextDataset, with_text_datasets
 from vla_finetuning.policies.matching import FeatureMatch, FeatureRow, match_features
@@ -109,11 +109,11 @@ def by_robot(config: Config, datasets: Datasets) -> Iterator[RobotDatasets]:
     for robot in dict.fromkeys(member.robot for member in datasets.members):
         numbers = tuple(number for number, member in enumerate(datasets.members) if member.robot == robot)
         metas, members = [datasets.metas[n] for n in numbers], [datasets.members[n] for n in numbers]
-        maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in members]
-        _check_one_choice(metas, members, maps)
+        maps = [observation_renames({**config.rename_map, **member.rename_map}) for member in members]
+        _check_camera_choice(metas, members, maps)
         ordered = (
-            ordered_by(meta, member.orders()) if member.orders() else meta
-            for meta, member in zip(named_alike(metas, maps), members, strict=True)
+            reorder_by_names(meta, member.orders()) if member.orders() else meta
+            for meta, member in zip(unify_names(metas, maps), members, strict=True)
         )
         rename_map = {key: name for names in reversed(maps) for key, name in names.items()}
         yield RobotDatasets(robot, numbers, tuple(ordered), rename_map, members[0].camera_keys)
@@ -125,11 +125,11 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
     Raises:
         ValueError: datasets, rates or robots do not match each other or the policy.
     """
-    if len((acting := datasets.with_actions).metas) < len(datasets.metas):
-        known = {key for meta in acting.metas for key in meta.features}
-        of_texts = {key for meta in datasets.metas for key in meta.features} - known
-        names = {key: name for key, name in config.rename_map.items() if key not in of_texts}
-        return _add_texts(config, datasets, base, match_datasets(replace(config, rename_map=names), acting, base))
+    if len((with_actions := datasets.with_actions).metas) < len(datasets.metas):
+        action_features = {key for meta in with_actions.metas for key in meta.features}
+        text_features = {key for meta in datasets.metas for key in meta.features} - action_features
+        names = {key: name for key, name in config.rename_map.items() if key not in text_features}
+        return _add_texts(config, datasets, base, match_datasets(replace(config, rename_map=names), with_actions, base))
     steps = [window_step(meta, member.fps) for meta, member in zip(datasets.metas, datasets.members, strict=True)]
     groups = list(by_robot(config, datasets))
     if config.dataset.dimension_map:
@@ -149,24 +149,24 @@ def match_datasets(config: Config, datasets: Datasets, base: Base) -> Matched:
         robot = Robot("", base.config, match, group.rename_map, datasets=group.numbers)
         return Matched(metas, base.config, match, (robot,), tuple(steps) if set(steps) != {1} else None)
     _check_policy(base)
-    lenient = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
-    data, policy_metas = [], list(datasets.metas)
+    with_masked_cameras = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
+    robots, policy_metas = [], list(datasets.metas)
     for group in sorted(groups, key=lambda group: str(group.robot)):
         name, fitted = str(group.robot), copy.deepcopy(base.config)
         try:
-            named, match = _match_robot(lenient, group, fitted, base.name)
+            renamed_metas, match = _match_robot(with_masked_cameras, group, fitted, base.name)
         except ValueError as error:
             raise ValueError(f"robot {name}: {error}") from error
         fitted.input_features = {key: value for key, value in fitted.input_features.items() if key in match.shapes}
         used = {key: name for key, name in group.rename_map.items() if key in match.dataset_keys}
-        own_names = {name: key for key, name in used.items()}
+        dataset_names = {name: key for key, name in used.items()}
         opening = f"{name}: " if config.dataset.robot_in_prompt else ""
-        data.append(Robot(name, fitted, match, {}, own_names, group.numbers, opening=opening))
-        for number, meta in zip(group.numbers, named, strict=True):
+        robots.append(Robot(name, fitted, match, {}, dataset_names, group.numbers, opening=opening))
+        for number, meta in zip(group.numbers, renamed_metas, strict=True):
             policy_metas[number] = _with_policy_names(meta, match.dataset_keys, used)
-    match = _join(config, base, data, policy_metas)
+    match = _join_robots(config, base, robots, policy_metas)
     check_images(config, base.config)
-    return Matched(tuple(policy_metas), base.config, match, tuple(data), tuple(steps))
+    return Matched(tuple(policy_metas), base.config, match, tuple(robots), tuple(steps))
 
 
 # ---- one robot -----------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _match_robot(
         match = match_features(
             policy_config,
             group.features,
-            names_of_first(group.metas, group.rename_map),
+            renames_of_first(group.metas, group.rename_map),
             missing_cameras=config.dataset.missing_cameras,
             fps=meta.fps,
             excluded=sorted(set(meta.camera_keys) - set(group.camera_keys or meta.camera_keys)),
@@ -189,8 +189,8 @@ def _match_robot(
     except ValueError as error:
         not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
         raise ValueError(f"dataset {meta.root} and {policy_name}: {error}{not_read}") from error
-    check_alike(group.metas, match.dataset_keys, group.rename_map)
-    metas = ordered_alike(group.metas, match.dataset_keys, config.dataset.dimension_map)
+    check_same_features(group.metas, match.dataset_keys, group.rename_map)
+    metas = unify_order(group.metas, match.dataset_keys, config.dataset.dimension_map)
     relative = relative_actions(policy_config)
     for meta in metas:
         if relative is not None and any(meta.features[key].order is not None for key in match.dataset_keys):
@@ -202,15 +202,15 @@ def _match_robot(
     return metas, match
 
 
-def _check_one_choice(metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]]) -> None:
+def _check_camera_choice(metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]]) -> None:
     """Refuse a dataset that chooses other cameras than its robot's first dataset."""
 
-    def named(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
+    def policy_names(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
         return {names.get(key, key) for key in keys}
 
-    first = named(metas[0].camera_keys if members[0].camera_keys is None else members[0].camera_keys, maps[0])
+    first = policy_names(metas[0].camera_keys if members[0].camera_keys is None else members[0].camera_keys, maps[0])
     for meta, member, names in zip(metas, members, maps, strict=True):
-        if member.camera_keys is not None and named(member.camera_keys, names) != first:
+        if member.camera_keys is not None and policy_names(member.camera_keys, names) != first:
             raise ValueError(
                 f"dataset {meta.root}: camera_keys {sorted(member.camera_keys)}, where {metas[0].root} is read with "
                 f"{sorted(first)}: datasets of one robot have the same cameras; give all the same camera_keys, or name "
@@ -249,13 +249,13 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
     Raises:
         ValueError: a dataset without actions has no camera of the others.
     """
-    acting, rename_map = len(matched.metas), matched.rename_map
+    action_count, rename_map = len(matched.metas), matched.rename_map
     cameras, keys = matched.match.camera_keys, matched.match.dataset_keys
     row_names = {rename_map.get(key, key): key for key in keys}
     metas, texts = list(matched.metas), []
-    for number in range(acting, len(datasets.metas)):
+    for number in range(action_count, len(datasets.metas)):
         meta, member = datasets.metas[number], datasets.members[number]
-        renames = observations_renamed({**config.rename_map, **member.rename_map})
+        renames = observation_renames({**config.rename_map, **member.rename_map})
         names = {key: row_names[name] for key in meta.features if (name := renames.get(key, key)) in row_names}
         used = {
             key: name
@@ -268,26 +268,28 @@ def _add_texts(config: Config, datasets: Datasets, base: Base, matched: Matched)
                 f"dataset {meta.root}: none of its cameras {meta.camera_keys} is called as one of the datasets with "
                 f"actions, {policy_names}: its rename_map in the mixture, or --rename_map, gives it that name"
             )
-        same_robot = [n for n, other in enumerate(datasets.members[:acting]) if other.robot == member.robot]
+        same_robot = [n for n, other in enumerate(datasets.members[:action_count]) if other.robot == member.robot]
         stand_in = same_robot[0] if same_robot else 0
         robot = next(robot for robot in matched.robots if stand_in in robot.datasets)
-        like = metas[stand_in].features
-        vectors = {key: like[key].shape for key in keys if key in like and key not in cameras and key != ACTION}
-        own = {key: name for key, name in names.items() if meta.features[key].shape == vectors.get(name)}
-        has_state = bool(same_robot) and set(own.values()) == vectors.keys()
-        used |= own if has_state else {}
-        named = _with_policy_names(without_features(meta, [ACTION]), used, used)
-        lacking = [key for key in keys if key not in cameras and key not in named.features]
-        dtypes = {key: feature.dtype for other in metas[:acting] for key, feature in other.features.items()}
-        named = replace(named, features={**named.features, **{key: absent_vector(key, dtypes[key]) for key in lacking}})
+        features = metas[stand_in].features
+        vectors = {key: features[key].shape for key in keys if key in features and key not in cameras and key != ACTION}
+        row_vectors = {key: name for key, name in names.items() if meta.features[key].shape == vectors.get(name)}
+        has_state = bool(same_robot) and set(row_vectors.values()) == vectors.keys()
+        used |= row_vectors if has_state else {}
+        renamed = _with_policy_names(without_features(meta, [ACTION]), used, used)
+        missing = [key for key in keys if key not in cameras and key not in renamed.features]
+        dtypes = {key: feature.dtype for other in metas[:action_count] for key, feature in other.features.items()}
+        renamed = replace(
+            renamed, features={**renamed.features, **{key: absent_vector(key, dtypes[key]) for key in missing}}
+        )
         if has_state:
-            _, named = ordered_alike([metas[stand_in], named], [*vectors, ACTION], config.dataset.dimension_map)
-        metas.append(named)
-        seen = frozenset(rename_map.get(key, key) for key in cameras if key in named.features)
-        texts.append(TextDataset(number, stand_in, seen, has_state, robot.opening if same_robot else ""))
+            _, renamed = unify_order([metas[stand_in], renamed], [*vectors, ACTION], config.dataset.dimension_map)
+        metas.append(renamed)
+        present_cameras = frozenset(rename_map.get(key, key) for key in cameras if key in renamed.features)
+        texts.append(TextDataset(number, stand_in, present_cameras, has_state, robot.opening if same_robot else ""))
     for policy_config in (base.config, *(robot.config for robot in matched.robots)):
         train_as(policy_config, with_text_datasets(family_of(policy_config), texts))
-    steps = *(matched.window_steps or (1,) * acting), *(1 for _ in texts)
+    steps = *(matched.window_steps or (1,) * action_count), *(1 for _ in texts)
     return replace(matched, metas=tuple(metas), window_steps=steps)
 
 
@@ -343,7 +345,7 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
     """
     features: dict[str, Feature] = {}
     for group in by_robot(config, datasets.with_actions):
-        names = names_of_first(group.metas, group.rename_map)
+        names = renames_of_first(group.metas, group.rename_map)
         by_name: dict[str, str] = {}
         for key, feature in group.features.items():
             name = names.get(key, key)
@@ -358,12 +360,12 @@ def policy_data(config: Config, datasets: Datasets, chosen: Sequence[np.ndarray]
     }
     if (column := config.train.text_targets) and tasks:
         longest = max(sorted(tasks), key=lambda task: len(task.split()))
-        listed = zip(datasets.metas, chosen, strict=True)
-        tasks |= {with_text(longest, text) for meta, some in listed for text in _texts_in(meta, some, column)}
+        pairs = zip(datasets.metas, chosen, strict=True)
+        tasks |= {with_text(longest, text) for meta, episodes in pairs for text in _read_texts(meta, episodes, column)}
     return PolicyData(features, sorted(tasks), datasets.members[0].fps or datasets.metas[0].fps)
 
 
-def _texts_in(meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[str]:
+def _read_texts(meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[str]:
     """Return the texts in a column, from the metadata or else from the rows of `episodes`."""
     if (feature := meta.features.get(column)) is None:
         return set()
@@ -376,7 +378,7 @@ def _texts_in(meta: DatasetMetadata, episodes: np.ndarray, column: str) -> set[s
     return {one_line(text) for text in texts}
 
 
-def _join(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> FeatureMatch:
+def _join_robots(config: Config, base: Base, robots: Sequence[Robot], metas: Metas) -> FeatureMatch:
     """Set the policy's features to the cameras of all robots and the widest vectors; return the joint match."""
     widest: dict[str, PolicyFeature] = {}
     for robot in robots:

@@ -27,31 +27,31 @@ def check_files(config: Config, datasets: Datasets, chosen: ChosenEpisodes, came
     """
     metas = datasets.metas
     episodes = [np.union1d(*split) for split in zip(chosen.train, chosen.held_out, strict=True)]
-    holes = [
+    missing = [
         find_missing_files(meta, episodes=numbers, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
         for meta, numbers in zip(metas, episodes, strict=True)
     ]
-    missing = [(meta, hole) for meta, hole in zip(metas, holes, strict=True) if hole]
-    if not missing:
+    affected = [(meta, files) for meta, files in zip(metas, missing, strict=True) if files]
+    if not affected:
         return []
-    lost = sum(int(meta.episode_length[hole.episodes].sum()) for meta, hole in missing)
+    lost = sum(int(meta.episode_length[files.episodes].sum()) for meta, files in affected)
     share = lost / sum(int(meta.episode_length[numbers].sum()) for meta, numbers in zip(metas, episodes, strict=True))
     d, not_skipped = config.dataset, ""
     if d.on_error == "skip":
-        if gone := [path for _, hole in missing for path in hole.without_folder]:
+        if absent := [path for _, files in affected for path in files.without_folder]:
             not_skipped = (
-                f" (--dataset.on_error=skip is for folders that lack some files, not all, as that of {gone[0]})"
+                f" (--dataset.on_error=skip is for folders that lack some files, not all, as that of {absent[0]})"
             )
         elif share > d.max_skipped:
             not_skipped = f" (--dataset.max_skipped={d.max_skipped:g} is less than their {share:.0%} of the frames)"
         else:
             return [
-                f"{meta.root}: the rows of {len(hole.episodes)} episodes are skipped, by --dataset.on_error: {hole}"
-                for meta, hole in missing
+                f"{meta.root}: the rows of {len(files.episodes)} episodes are skipped, by --dataset.on_error: {files}"
+                for meta, files in affected
             ]
     raise FileNotFoundError(
-        f"{'; '.join(f'dataset {meta.root}: {hole}' for meta, hole in missing)}. Copy or download the dataset again, "
-        f"or {_remedy(config, datasets, holes, episodes, share)}{not_skipped}"
+        f"{'; '.join(f'dataset {meta.root}: {files}' for meta, files in affected)}. Copy or download the dataset "
+        f"again, or {_remedy(config, datasets, missing, episodes, share)}{not_skipped}"
     )
 
 
@@ -65,19 +65,21 @@ def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
 
 
 def _remedy(
-    config: Config, datasets: Datasets, holes: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
+    config: Config, datasets: Datasets, missing: Sequence[MissingFiles], episodes: Sequence[np.ndarray], share: float
 ) -> str:
     metas = datasets.metas
-    if any(hole and len(hole.episodes) == len(numbers) for hole, numbers in zip(holes, episodes, strict=True)):
-        intact = [key for key in metas[0].camera_keys if not any(key in hole.cameras for hole in holes)]
-        data = any(path in meta.data_files for meta, hole in zip(metas, holes, strict=True) for path in hole.problems)
+    if any(files and len(files.episodes) == len(numbers) for files, numbers in zip(missing, episodes, strict=True)):
+        intact = [key for key in metas[0].camera_keys if not any(key in files.cameras for files in missing)]
+        data = any(
+            path in meta.data_files for meta, files in zip(metas, missing, strict=True) for path in files.problems
+        )
         if data or not intact:
             return "train on another: every episode needs such files"
         return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(intact))}"
-    broken = {number: hole.episodes.tolist() for number, hole in enumerate(holes) if hole}
-    flag = exclusion(config, datasets, broken)
+    incomplete = {number: files.episodes.tolist() for number, files in enumerate(missing) if files}
+    flag = exclusion(config, datasets, incomplete)
     if len(flag) > _MAX_FLAG:
         flag = f"--dataset.on_error=skip --dataset.max_skipped={min(1, np.ceil(share * 100) / 100):g}"
-    count = sum(len(hole.episodes) for hole in holes)
+    count = sum(len(files.episodes) for files in missing)
     remaining = sum(map(len, episodes)) - count
     return f"go on with {remaining} episodes, without the {count} that need such files: {flag}"

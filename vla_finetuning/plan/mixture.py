@@ -35,7 +35,7 @@ AGGREGATED = {"min", "max", "mean", "std", "count"}
 RANGE_FACTOR = 10
 
 
-def named_alike(
+def unify_names(
     metas: Sequence[DatasetMetadata], rename_maps: Sequence[Mapping[str, str]]
 ) -> tuple[DatasetMetadata, ...]:
     """Rename observations of each dataset to the first dataset's names, where rename maps give both the same name."""
@@ -47,29 +47,29 @@ def named_alike(
     return metas[0], *renamed
 
 
-def names_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
+def renames_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
     """Return the rename map without features that the first dataset lacks and others have."""
     elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
     return {key: name for key, name in rename_map.items() if key not in elsewhere}
 
 
-def check_alike(metas: Sequence[DatasetMetadata], keys: Sequence[str], rename_map: Mapping[str, str]) -> None:
+def check_same_features(metas: Sequence[DatasetMetadata], keys: Sequence[str], rename_map: Mapping[str, str]) -> None:
     """Refuse datasets that lack features `keys` of the first, and propose a renaming."""
     first = metas[0]
     for meta in metas[1:]:
-        lacking = [key for key in keys if key not in meta.features]
-        if not lacking:
+        missing = [key for key in keys if key not in meta.features]
+        if not missing:
             continue
         names: dict[str, str] = {}
         spare = [key for key in meta.features if key not in first.features]
-        for key in lacking:
-            alike = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
-            names |= dict.fromkeys(alike[:1], rename_map.get(key, key))
+        for key in missing:
+            candidates = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
+            names |= dict.fromkeys(candidates[:1], rename_map.get(key, key))
         hint = "convert it, or leave it out"
-        if len(names) == len(lacking):
+        if len(names) == len(missing):
             hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
         raise ValueError(
-            f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {lacking} of the "
+            f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {missing} of the "
             f"first; its features are {sorted(meta.features)}; {hint}"
         )
 
@@ -80,7 +80,7 @@ def _same_kind(a: Feature, b: Feature) -> bool:
     return (row_kind(a), a.shape) == (row_kind(b), b.shape)
 
 
-def ordered_alike(
+def unify_order(
     metas: Sequence[DatasetMetadata], keys: Sequence[str], names: Mapping[str, Mapping[str, str]]
 ) -> tuple[DatasetMetadata, ...]:
     """Reorder the dimensions of features `keys` by name, as in the first dataset.
@@ -98,22 +98,22 @@ def ordered_alike(
     for meta in metas[1:]:
         orders = {}
         for key in keys:
-            ours, theirs = first.features[key], meta.features[key]
-            if ours.dtype not in NUMERIC_DTYPES or len(ours.shape) != 1 or ours.shape != theirs.shape:
+            reference, feature = first.features[key], meta.features[key]
+            if reference.dtype not in NUMERIC_DTYPES or len(reference.shape) != 1 or reference.shape != feature.shape:
                 continue  # a camera, or another width, which the datasource refuses
-            if ours.names is None and theirs.names is None and key not in names:
+            if reference.names is None and feature.names is None and key not in names:
                 continue
-            expected, stored = _dimensions(ours), _dimensions(theirs)
-            called = [names.get(key, {}).get(name, name) for name in stored]
-            if called != expected:
-                if sorted(called) != sorted(expected) or len(set(expected)) < len(expected):
+            expected, stored = _dimensions(reference), _dimensions(feature)
+            mapped = [names.get(key, {}).get(name, name) for name in stored]
+            if mapped != expected:
+                if sorted(mapped) != sorted(expected) or len(set(expected)) < len(expected):
                     guess = json.dumps({**names, key: dict(zip(stored, expected, strict=True))})
                     raise ValueError(
                         f"datasets {first.root} and {meta.root} call the dimensions of {key!r} otherwise: {expected} "
-                        f"and {called}; if they are the same in this order, --dataset.dimension_map='{guess}', or say "
+                        f"and {mapped}; if they are the same in this order, --dataset.dimension_map='{guess}', or say "
                         "which is which"
                     )
-                orders[key] = tuple(called.index(name) for name in expected)
+                orders[key] = tuple(mapped.index(name) for name in expected)
         ordered.append(reorder_dimensions(meta, orders, first))
     return tuple(ordered)
 
@@ -131,11 +131,11 @@ def check_dimension_map(robots: Sequence[Sequence[DatasetMetadata]], names: Mapp
         reference = {name for first, _ in pairs for name in _dimensions_of(first, key)}
         stored = {name for _, other in pairs for name in _dimensions_of(other, key)}
         for other, name in renamed.items():
-            for dimension, listed, whose in ((other, stored, "later datasets"), (name, reference, "the first dataset")):
-                if listed and dimension not in listed:
+            for dimension, valid, owner in ((other, stored, "later datasets"), (name, reference, "the first dataset")):
+                if valid and dimension not in valid:
                     raise ValueError(
-                        f'--dataset.dimension_map has "{other}": "{name}" for {key!r}: the dimensions of {whose} are '
-                        f"{', '.join(sorted(listed))}{did_you_mean(dimension, sorted(listed))}"
+                        f'--dataset.dimension_map has "{other}": "{name}" for {key!r}: the dimensions of {owner} are '
+                        f"{', '.join(sorted(valid))}{did_you_mean(dimension, sorted(valid))}"
                     )
 
 
@@ -144,7 +144,7 @@ def _dimensions_of(meta: DatasetMetadata, key: str) -> list[str]:
     return _dimensions(feature) if feature is not None and len(feature.shape) == 1 else []
 
 
-def ordered_by(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> DatasetMetadata:
+def reorder_by_names(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> DatasetMetadata:
     """Reorder the dimensions of features as `names` lists them, `{feature: names of all its dimensions}`.
 
     Raises:
@@ -175,7 +175,7 @@ def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
     """
     for a, b in itertools.combinations(metas, 2):
         for key in keys:
-            stats = [ordered_stats(meta, key) for meta in (a, b)]
+            stats = [stats_in_row_order(meta, key) for meta in (a, b)]
             names = ("q01", "q99") if all({"q01", "q99"} <= s.keys() for s in stats) else ("min", "max")
             feature = a.features[key]
             if (
@@ -185,16 +185,16 @@ def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
             ):
                 continue
             low, high = (np.array([np.ravel(s[name]) for s in stats]) for name in names)
-            reach = np.maximum(abs(low), abs(high))
-            apart = (reach.max(0) > RANGE_FACTOR * reach.min(0)) & (reach.min(0) > 0)
-            if apart.any():
-                i = int(np.argmax(apart * reach.max(0) / np.where(apart, reach.min(0), 1)))
+            extent = np.maximum(abs(low), abs(high))
+            mismatch = (extent.max(0) > RANGE_FACTOR * extent.min(0)) & (extent.min(0) > 0)
+            if mismatch.any():
+                i = int(np.argmax(mismatch * extent.max(0) / np.where(mismatch, extent.min(0), 1)))
                 raise ValueError(
                     f"datasets {a.root} and {b.root} seem to be in different units: {dimension_names(a, key)[i]!r} of "
                     f"{key!r} ranges from {low[0, i]:.4g} to {high[0, i]:.4g} in the first and from {low[1, i]:.4g} to "
-                    f"{high[1, i]:.4g} in the second ({names[0]} to {names[1]}; so do {int(apart.sum())} of "
-                    f"{len(apart)} dimensions), and normalised together the smaller would vanish; convert one of them, "
-                    "or give --dataset.mixed_ranges=true if both are right"
+                    f"{high[1, i]:.4g} in the second ({names[0]} to {names[1]}; so do {int(mismatch.sum())} of "
+                    f"{len(mismatch)} dimensions), and normalised together the smaller would vanish; convert one of "
+                    "them, or give --dataset.mixed_ranges=true if both are right"
                 )
 
 
@@ -205,9 +205,9 @@ def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> 
         rows: weight of each dataset, its rows in an epoch; None to weigh by frames.
     """
     if len(metas) == 1:
-        return {key: ordered_stats(metas[0], key) for key in metas[0].stats}
+        return {key: stats_in_row_order(metas[0], key) for key in metas[0].stats}
     shared = [key for key in metas[0].stats if all(m.stats.get(key, {}).keys() >= AGGREGATED for m in metas)]
-    joined = [{key: ordered_stats(meta, key) for key in shared} for meta in metas]
+    joined = [{key: stats_in_row_order(meta, key) for key in shared} for meta in metas]
     if rows is not None:
         joined = [
             {key: {**values, "count": np.array([n])} for key, values in stats.items()}
@@ -216,7 +216,7 @@ def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> 
     return aggregate_stats(joined)
 
 
-def ordered_stats(meta: DatasetMetadata, key: str) -> dict[str, np.ndarray]:
+def stats_in_row_order(meta: DatasetMetadata, key: str) -> dict[str, np.ndarray]:
     """Return a feature's statistics with its dimensions in the order of a row."""
     feature, stats = meta.features.get(key), meta.stats.get(key, {})
     if feature is None or feature.order is None:

@@ -9,7 +9,7 @@ from vla_finetuning.options.mixture import Member, members, robots
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan.datasets import Datasets, load_datasets
 from vla_finetuning.plan.matching import by_robot, check_rates, window_step
-from vla_finetuning.plan.mixture import check_alike, check_ranges, ordered_alike
+from vla_finetuning.plan.mixture import check_ranges, check_same_features, unify_order
 from vla_finetuning.policies.matching import aligned
 
 VECTORS = ("observation.state", "action")
@@ -23,17 +23,19 @@ def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
     Raises:
         ValueError, OSError: a dataset cannot be read, a rename map names an unknown feature, or no dataset has actions.
     """
-    listed = members(config.dataset.mixture)
-    metas = load_datasets(config, listed)
+    all_members = members(config.dataset.mixture)
+    metas = load_datasets(config, all_members)
     texts = [describe_texts(meta) for meta in metas if meta.without_actions]
-    named = [(member, meta) for member, meta in zip(listed, metas, strict=True) if not meta.without_actions]
-    if not named:
+    entries = [(member, meta) for member, meta in zip(all_members, metas, strict=True) if not meta.without_actions]
+    if not entries:
         raise ValueError("; ".join(texts))
-    misfits = [f"{meta.root}: {error}" for member, meta in named if (error := _error(window_step, meta, member.fps))]
-    for robot in robots(tuple(member for member, _ in named)):
-        group = [(member, meta) for member, meta in named if robot in ("", member.robot)]
-        misfits += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _misfits(config, group)]
-    return [*_datasets(named), "", *_cameras(named), "", *_dimensions(named), *texts], misfits
+    mismatches = [
+        f"{meta.root}: {error}" for member, meta in entries if (error := _error(window_step, meta, member.fps))
+    ]
+    for robot in robots(tuple(member for member, _ in entries)):
+        group = [(member, meta) for member, meta in entries if robot in ("", member.robot)]
+        mismatches += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _mismatches(config, group)]
+    return [*_datasets(entries), "", *_cameras(entries), "", *_dimensions(entries), *texts], mismatches
 
 
 def describe_texts(meta: DatasetMetadata) -> str:
@@ -49,49 +51,49 @@ def _name(meta: DatasetMetadata) -> str:
     return meta.root.rstrip("/").rpartition("/")[2]
 
 
-def _datasets(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+def _datasets(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     head = "dataset robot weight episodes frames fps tasks state action"
     cells: list[tuple[str, ...]] = [tuple(head.split())]
-    for member, meta in named:
+    for member, meta in entries:
         shapes = ["x".join(map(str, meta.features[key].shape)) if key in meta.features else "-" for key in VECTORS]
         counts = f"{meta.num_episodes:,}", f"{meta.total_frames:,}", str(meta.fps), str(len(meta.tasks))
         cells.append((_name(meta), member.robot or "-", f"{member.weight:g}", *counts, *shapes))
     return aligned(cells)
 
 
-def _cameras(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+def _cameras(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     """Tabulate the camera that each dataset has for each of the policy's cameras."""
     by_camera: dict[str, dict[int, str]] = {}
-    for number, (member, meta) in enumerate(named):
+    for number, (member, meta) in enumerate(entries):
         chosen = meta.camera_keys if member.camera_keys is None else member.camera_keys
         for key in [key for key in chosen if key in meta.camera_keys]:
             size = "x".join(map(str, meta.features[key].shape))
             by_camera.setdefault(member.rename_map.get(key, key), {})[number] = f"{key.rpartition('.')[2]} {size}"
-    columns = range(len(named))
+    columns = range(len(entries))
     lines = [(camera, *(cells.get(number, "-") for number in columns)) for camera, cells in sorted(by_camera.items())]
-    return aligned([("camera", *(_name(meta) for _, meta in named)), *lines])
+    return aligned([("camera", *(_name(meta) for _, meta in entries)), *lines])
 
 
-def _dimensions(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+def _dimensions(entries: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     lines = []
     for key in VECTORS:
-        for member, meta in named:
+        for member, meta in entries:
             if key in meta.features:
                 names = member.orders().get(key) or meta.features[key].names or ["without names"]
                 lines.append((key, _name(meta), ", ".join(names)))
     return aligned(lines) if lines else []
 
 
-def _misfits(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+def _mismatches(config: Config, group: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
     """List the mismatches among the datasets of one robot."""
-    listed, metas = zip(*group, strict=True)
+    all_members, metas = zip(*group, strict=True)
     steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in group]
     errors = [_error(check_rates, metas, steps)]
     try:
-        (alike,) = by_robot(config, Datasets(metas, listed))
-        keys = [key for key in alike.features if key in (*alike.metas[0].camera_keys, *TRAINED)]
-        check_alike(alike.metas, keys, alike.rename_map)
-        metas = ordered_alike(alike.metas, keys, config.dataset.dimension_map)
+        (robot_datasets,) = by_robot(config, Datasets(metas, all_members))
+        keys = [key for key in robot_datasets.features if key in (*robot_datasets.metas[0].camera_keys, *TRAINED)]
+        check_same_features(robot_datasets.metas, keys, robot_datasets.rename_map)
+        metas = unify_order(robot_datasets.metas, keys, config.dataset.dimension_map)
     except ValueError as error:
         return [*filter(None, errors), str(error)]
     vectors = [key for key in keys if metas[0].features[key].dtype not in CAMERA_DTYPES]

@@ -49,14 +49,14 @@ def with_names(
         observations: rename observations too, for use without a policy's processors.
     """
     joined = [any(key in meta.features for key in state_features) for meta in metas]
-    check_names_known(metas, {}, state_features)
+    check_known_names(metas, {}, state_features)
     metas = [
         join_features(meta, state_features, STATE) if has_some else meta
         for meta, has_some in zip(metas, joined, strict=True)
     ]
     # As in lerobot-train, the policy's processors rename observations, not the dataset.
     names = {key: name for key, name in rename_map.items() if observations or not key.startswith(OBSERVATION)}
-    check_names_known(metas, rename_map)
+    check_known_names(metas, rename_map)
     named = tuple(_with_names(meta, names) for meta in metas)
     for meta in named:
         _check_names(meta, rename_map)
@@ -78,7 +78,7 @@ def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetad
     return rename_features(meta, single)
 
 
-def check_names_known(
+def check_known_names(
     metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], state_features: Sequence[str] = ()
 ) -> None:
     """Refuse feature names that no dataset has, and renaming of LeRobot's own columns."""
@@ -96,26 +96,26 @@ def check_names_known(
             raise ValueError(f"{entry}, and the datasets' features are {', '.join(keys)}{did_you_mean(key, keys)}")
 
 
-def observations_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
+def observation_renames(rename_map: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of --rename_map for observations, which the policy's processors apply as in lerobot-train."""
     return {key: name for key, name in rename_map.items() if key.startswith(OBSERVATION)}
 
 
 def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
     """Refuse a dataset without `action` or `observation.*`, and propose the flag that renames features to these."""
-    lacks = [] if "action" in meta.features else ["action"]
-    lacks += [] if any(key.startswith(OBSERVATION) for key in meta.features) else [f"{OBSERVATION}*"]
-    if not lacks:
+    missing = [] if "action" in meta.features else ["action"]
+    missing += [] if any(key.startswith(OBSERVATION) for key in meta.features) else [f"{OBSERVATION}*"]
+    if not missing:
         return
     proposed, state = proposed_names(meta)
     flags = f"--rename_map {shlex.quote(json.dumps({**rename_map, **proposed}))}" if proposed else ""
     flags += f" --dataset.state_features {','.join(state)}" if state else ""
     flag = f"; {flags.strip()} gives them LeRobot's names" if flags else ""
-    if len(parts := [key for key, name in proposed.items() if name == "action"]) > 1:
-        widths = ", ".join(f"{key} ({meta.features[key].shape[0]})" for key in parts)
+    if len(action_parts := [key for key, name in proposed.items() if name == "action"]) > 1:
+        widths = ", ".join(f"{key} ({meta.features[key].shape[0]})" for key in action_parts)
         flag += f"; the action is then {widths}, in the map's order: leave out what says the same in another way"
     raise ValueError(
-        f"dataset {meta.root}: no feature is called {' or '.join(lacks)}; its features are "
+        f"dataset {meta.root}: no feature is called {' or '.join(missing)}; its features are "
         f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}"
         f"{''.join(f'; not read of the dataset: {line}' for line in meta.not_read)}{flag}"
     )
@@ -130,31 +130,33 @@ def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
     modality = {key: {k: c for k, c in keys.items() if c in meta.features} for key, keys in read_modality(meta).items()}
     state = list(dict.fromkeys(modality["state"].values()))
     state = state or (DROID_STATE if meta.features.keys() >= set(DROID_STATE) else [])
-    free = [key for key in meta.features if not key.startswith(OBSERVATION) and key not in ("action", *FRAME_FEATURES)]
-    used, proposed = set(meta.features), dict[str, str]()
+    unnamed = [
+        key for key in meta.features if not key.startswith(OBSERVATION) and key not in ("action", *FRAME_FEATURES)
+    ]
+    taken_names, proposed = set(meta.features), dict[str, str]()
     if len(state) > 1:
-        free = [key for key in free if key not in state]
-        used.add(STATE)
+        unnamed = [key for key in unnamed if key not in state]
+        taken_names.add(STATE)
 
     def propose(key: str, name: str) -> None:
-        if key in free and key not in proposed and name not in used:
+        if key in unnamed and key not in proposed and name not in taken_names:
             proposed[key] = name
-            used.add(name)
+            taken_names.add(name)
 
     for key in state[:1]:
         propose(key, STATE)
-    parts = [key for key in free if re.match(r"actions?[._]", key) and _is_vector(meta.features[key])]
-    actions = list(dict.fromkeys(modality["action"].values())) or parts
+    action_parts = [key for key in unnamed if re.match(r"actions?[._]", key) and _is_vector(meta.features[key])]
+    actions = list(dict.fromkeys(modality["action"].values())) or action_parts
     if len(actions) == 1:
         propose(actions[0], "action")
-    elif "action" not in used and "actions" not in used:
+    elif "action" not in taken_names and "actions" not in taken_names:
         proposed |= dict.fromkeys(actions, "action")
-        used |= {"action"} if actions else set()
+        taken_names |= {"action"} if actions else set()
     for name, key in modality["video"].items():
         propose(key, f"{OBSERVATION}images.{name}")
     for key, name in WELL_KNOWN.items():
         propose(key, name)
-    for key in free:
+    for key in unnamed:
         if meta.features[key].dtype in CAMERA_DTYPES:
             propose(key, f"{OBSERVATION}images.{key.rpartition('.')[2]}")
     return proposed, state if len(state) > 1 else []

@@ -39,14 +39,14 @@ def overruled(
     explicit = {option.removeprefix("--").partition("=")[0].partition(".")[0] for option in config.policy_options}
     lines: dict[str, list[str]] = {}
     for name, value, by in _decisions(config, policy_config, report):
-        if name in explicit and _plain(requested := getattr(policy_config, name)) != _plain(value):
-            raise ValueError(f"--policy.{name}={_shown(requested)} has no effect with {by}: give one of them")
-        if name in saved and name not in explicit and _plain(saved[name]) != _plain(value):
-            lines.setdefault(by, []).append(f"{name}={_shown(saved[name])}")
+        if name in explicit and _comparable(requested := getattr(policy_config, name)) != _comparable(value):
+            raise ValueError(f"--policy.{name}={_format(requested)} has no effect with {by}: give one of them")
+        if name in saved and name not in explicit and _comparable(saved[name]) != _comparable(value):
+            lines.setdefault(by, []).append(f"{name}={_format(saved[name])}")
     for name in sorted(explicit & saved.keys()):
         value = getattr(policy_config, name)
-        if _plain(saved[name]) != _plain(value):
-            lines.setdefault(f"--policy.{name}={_shown(value)}", []).append(f"{name}={_shown(saved[name])}")
+        if _comparable(saved[name]) != _comparable(value):
+            lines.setdefault(f"--policy.{name}={_format(value)}", []).append(f"{name}={_format(saved[name])}")
     return tuple(
         f"{', '.join(names)} of the base's config.json {'is' if len(names) == 1 else 'are'} overruled by {by}"
         for by, names in lines.items()
@@ -63,18 +63,18 @@ def _decisions(config: Config, policy: PreTrainedConfig, report: TrainableReport
         yield name, value, what_trains
     for name, flag in (("compile_model", "compile"), ("gradient_checkpointing", "activation_checkpointing")):
         if name in family.ignored_options:
-            yield name, getattr(train, flag), f"--train.{flag}={_shown(getattr(train, flag))}"
+            yield name, getattr(train, flag), f"--train.{flag}={_format(getattr(train, flag))}"
     if train.precision != "auto":  # "auto" depends on the GPU, or on use_amp
         yield "use_amp", config.planned_in_bf16, f"--train.precision={train.precision}"
     yield "use_peft", config.peft.enabled, "--peft.method_type" + ("" if config.peft.enabled else ", which is absent")
     device = "cuda" if config.scaling.use_gpu else "cpu"
-    yield "device", device, f"--scaling.use_gpu={_shown(bool(config.scaling.use_gpu))}"
+    yield "device", device, f"--scaling.use_gpu={_format(bool(config.scaling.use_gpu))}"
     repo_flag = f"--policy.repo_id={config.hub_repo_id}" if config.hub_repo_id else "--policy.repo_id, which is absent"
     yield "repo_id", config.hub_repo_id, repo_flag
-    yield from _of_learning(config, policy)
+    yield from _learning_decisions(config, policy)
 
 
-def _of_learning(config: Config, policy: PreTrainedConfig) -> Iterator[Decision]:
+def _learning_decisions(config: Config, policy: PreTrainedConfig) -> Iterator[Decision]:
     preset = "--use_policy_training_preset=false"
     if not config.use_policy_training_preset:
         for name in vars(policy):
@@ -90,22 +90,22 @@ def _of_learning(config: Config, policy: PreTrainedConfig) -> Iterator[Decision]
     for group, options in (("optimizer", config.optimizer_options), ("scheduler", config.scheduler_options)):
         for name, _, text in (option.removeprefix("--").partition("=") for option in options):
             if name != "type":
-                yield f"{group}_{name.removeprefix('num_')}", _read(text), f"--{group}.{name}={text}"
+                yield f"{group}_{name.removeprefix('num_')}", _parse_value(text), f"--{group}.{name}={text}"
 
 
-def _read(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return a value as in JSON, for comparisons; a device without its index."""
     if isinstance(value, str):
         return value.partition(":")[0] if value.startswith(("cuda", "cpu", "mps")) else value
     return json.loads(json.dumps(value, default=lambda item: getattr(item, "value", None) or vars(item)))
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(_plain(value))
+def _format(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(_comparable(value))

@@ -26,8 +26,8 @@ from vla_finetuning.plan.row_plan import frames_dropped, plan_rows, stream_of, w
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import (
     check_absolute_dimensions,
-    computed_stats,
-    finished_stats,
+    compute_stats,
+    normalisation_stats,
     relative_actions,
 )
 from vla_finetuning.policies.counting import flops_by_prompt
@@ -143,7 +143,7 @@ def resolve(
 
 def select_robot(run: Run, robot: Robot) -> Run:
     """Return the run with the datasets and the policy of one robot; training options stay."""
-    rows = run.rows.of_datasets(robot.datasets)
+    rows = run.rows.select_datasets(robot.datasets)
     policy = run.policy.select_robot(replace(robot, datasets=tuple(range(len(rows.metas)))))
     return replace(run, policy=policy, rows=rows)
 
@@ -173,11 +173,11 @@ def with_stats(run: Run) -> Run:
     for number, robot in enumerate(robots):
         if not robot.missing_stats:
             continue
-        rows, match = run.rows.of_datasets(robot.datasets), robot.row_match
+        rows, match = run.rows.select_datasets(robot.datasets), robot.row_match
         relative = relative_actions(robot.config)
-        computed, joint = computed_stats(run.config, rows, robot.missing_stats, relative, cache_dir)
+        computed, joint = compute_stats(run.config, rows, robot.missing_stats, relative, cache_dir)
         options, keys = run.config.dataset, match.dataset_keys
-        stats = finished_stats(options, robot.config, computed, match.camera_keys, keys, joint)
+        stats = normalisation_stats(options, robot.config, computed, match.camera_keys, keys, joint)
         robots[number] = replace(robot, stats=stats, missing_stats={})
         for dataset, meta in zip(robot.datasets, computed, strict=True):
             metas[dataset] = meta

@@ -15,11 +15,11 @@ from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import (
     Mode,
     decide,
-    exact_needed,
-    finished_stats,
     joint_stats,
     missing_stats,
+    needed_of_vectors,
     needed_stats,
+    normalisation_stats,
     relative_actions,
 )
 from vla_finetuning.policies.processors import required_stats
@@ -33,7 +33,7 @@ def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tupl
         The options with "exact", "stored" or "lerobot"; the robots with their statistics, or with the names of the
         statistics to compute (`missing_stats`).
     """
-    views = [(rows.of_datasets(robot.datasets), robot) for robot in robots]
+    views = [(rows.select_datasets(robot.datasets), robot) for robot in robots]
     decided, modes = zip(*(_decide_robot(config, *view) for view in views), strict=True)
     mode: Mode = "exact" if "exact" in modes else modes[0]
     config = replace(config, dataset=replace(config.dataset, statistics=mode))
@@ -55,12 +55,12 @@ def _decide_robot(config: Config, rows: Rows, robot: Robot) -> tuple[Robot, Mode
     if decision.described and not d.mixed_ranges:
         check_ranges(metas, keys)
     if decision.statistics == "exact":
-        missing = exact_needed(metas[0].features, needed)
+        missing = needed_of_vectors(metas[0].features, needed)
     stats: Stats = {}
     if not missing:
         joint = joint_stats(config, metas, rows.identity["rows_per_source"])
         d = replace(d, statistics=decision.statistics)
-        stats = finished_stats(d, policy_config, metas, cameras, keys, joint)
+        stats = normalisation_stats(d, policy_config, metas, cameras, keys, joint)
     return replace(robot, stats=stats, missing_stats=missing, statistics=decision.lines), decision.statistics
 
 

@@ -56,12 +56,12 @@ def row_weights(
             f"--sample_weighting.type={options.type}: its file knows frames by their index in one dataset, and there "
             f"are {len(metas)}; name one dataset, or weigh episodes of all by --dataset.episode_weights"
         )
-    path = _fetched(config, metas[0])
+    path = _progress_file(config, metas[0])
     budget, column = Budget("frames", MAX_DATA_BYTES), f"progress_{options.head_mode}"
     with open_parquet(LocalFileSystem(), str(path)) as file:
         names = ["index", "episode_index", column]
-        if lacking := sorted(set(names) - set(file.schema_arrow.names)):
-            raise ValueError(f"{path} lacks the columns {lacking}; it has {file.schema_arrow.names!s:.300}")
+        if missing := sorted(set(names) - set(file.schema_arrow.names)):
+            raise ValueError(f"{path} lacks the columns {missing}; it has {file.schema_arrow.names!s:.300}")
         rows = read_columns(file, names, budget, name=str(path))
     index, episode = (numbers(rows[n], np.int64, (1,), f"{path}: column {n}").reshape(-1) for n in names[:2])
     frames = metas[0].total_frames
@@ -72,7 +72,7 @@ def row_weights(
     return weights, file_digest(path)
 
 
-def _fetched(config: Config, meta: DatasetMetadata) -> Path:
+def _progress_file(config: Config, meta: DatasetMetadata) -> Path:
     """Return the file with the progress of every frame, by lerobot-train's default if no flag names it."""
     path, repo_id = config.sample_weighting.progress_path, config.dataset.repo_id
     if path is None:

@@ -96,8 +96,11 @@ class Rows:
                 continue
             length, step = meta.episode_length[episodes], self.window_step(number)
             beyond = (chunk - 1) * step  # frames at an episode's end whose chunk is padded
-            lacking = np.append(0, np.cumsum(chunk - 1 - np.arange(beyond) // step))
-            short, padded = short + int((length <= beyond).sum()), padded + lacking[np.minimum(length, beyond)].sum()
+            extra = np.append(0, np.cumsum(chunk - 1 - np.arange(beyond) // step))
+            short, padded = (
+                short + int((length <= beyond).sum()),
+                padded + extra[np.minimum(length, beyond)].sum(),
+            )
             count, frames = count + len(length), frames + length.sum()
         return chunk, short, count, padded / (frames * chunk)
 
@@ -105,7 +108,7 @@ class Rows:
         """Return the frames of a dataset between two actions of a chunk."""
         return 1 if self.features.window_steps is None else self.features.window_steps[dataset]
 
-    def of_datasets(self, numbers: Sequence[int]) -> Rows:
+    def select_datasets(self, numbers: Sequence[int]) -> Rows:
         """Select datasets by number; a proper subset has no padding, weights or labels."""
         if len(numbers) == len(self.metas):
             return self

@@ -28,7 +28,7 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.fields import did_you_mean
 from vla_finetuning.options.programs import Config
-from vla_finetuning.plan.mixture import AGGREGATED, check_ranges, join_stats, ordered_stats
+from vla_finetuning.plan.mixture import AGGREGATED, check_ranges, join_stats, stats_in_row_order
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.processors import required_stats, with_imagenet_stats
 from vla_finetuning.policies.spec import PolicySpec
@@ -87,8 +87,8 @@ def decide(
     """
     requested = config.dataset.statistics
     normalisers = {"std"}.union(*RANGES)
-    vectors = {key: names & normalisers for key, names in exact_needed(metas[0].features, needed).items()}
-    lines, badly = [], []
+    vectors = {key: names & normalisers for key, names in needed_of_vectors(metas[0].features, needed).items()}
+    lines, misdescribed = [], []
     for meta, chosen in zip(metas, episodes, strict=True):
         movement = movement_of(meta, rename_map, config.dataset.skip_idle)
         rows, read = sample_rows(meta, chosen, list(vectors), movement) if vectors else ({}, 0)
@@ -99,17 +99,17 @@ def decide(
         for key, names in vectors.items():
             if not read or relative is not None and key == ACTION:
                 continue
-            share = _outside(meta, key, names, rows[key])
+            share = _share_outside(meta, key, names, rows[key])
             if share is not None:
                 (low, high), shares = share
-                worst = _names(meta, key, len(shares))[int(shares.argmax())]
+                worst = _entry_names(meta, key, len(shares))[int(shares.argmax())]
                 lines.append(
                     f"{label}{key}: of the values, {shares.mean():.1%} lie outside {low}..{high} of meta/stats.json, "
                     f"{shares.max():.1%} of {worst}"
                 )
                 if shares.max() > LIMITS[low, high]:
-                    badly.append(key)
-            if names and requested != "lerobot" and (still := _constant(meta, key, rows[key])):
+                    misdescribed.append(key)
+            if names and requested != "lerobot" and (still := _constant_dimensions(meta, key, rows[key])):
                 lines.append(
                     f"{label}{key}: {still} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its value "
                     "(at least of 1), where LeRobot would divide by 1e-8"
@@ -118,34 +118,35 @@ def decide(
     quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
     if requested == "auto":
         several = quantiles and len(metas) > 1
-        mode = "exact" if missing.keys() & vectors or badly or several else "stored"
+        mode = "exact" if missing.keys() & vectors or misdescribed or several else "stored"
     if mode == "stored" and missing:
         raise ValueError(
             "--dataset.statistics=stored, and what the policy is normalised by is not in meta/stats.json of the dataset"
-            f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_listed(missing)}; leave the flag out"
+            f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_format_names(missing)}; leave the "
+            "flag out"
         )
     skips = config.dataset.skip_idle is not None
-    lines = [_said(requested, mode, vectors, missing, badly, len(metas), skips), *lines]
-    return Decision(mode, not missing and not badly, tuple(lines))
+    lines = [_describe_choice(requested, mode, vectors, missing, misdescribed, len(metas), skips), *lines]
+    return Decision(mode, not missing and not misdescribed, tuple(lines))
 
 
-def _said(
-    requested: str, mode: str, vectors: Needed, missing: Needed, badly: Sequence[str], datasets: int, skips: bool
+def _describe_choice(
+    requested: str, mode: str, vectors: Needed, missing: Needed, misdescribed: Sequence[str], datasets: int, skips: bool
 ) -> str:
-    wrong = ", ".join(dict.fromkeys(badly))
+    wrong = ", ".join(dict.fromkeys(misdescribed))
     if mode == "exact":
         if not vectors:
             return "none of vectors are needed"
         text = "computed before training, over all frames of the training episodes"
         text += " that --dataset.skip_idle leaves" * skips
         if requested == "auto":
-            if badly:
+            if misdescribed:
                 text += (
                     f": those stored do not describe {wrong} (LeRobot averages the episodes' quantiles); "
                     "--dataset.statistics=stored trains with them"
                 )
             elif missing:
-                text += f": meta/stats.json lacks {_listed(missing)}"
+                text += f": meta/stats.json lacks {_format_names(missing)}"
             elif datasets > 1:
                 text += ": quantiles of several datasets cannot be joined from their own"
         return text
@@ -153,44 +154,44 @@ def _said(
     if mode == "lerobot":
         text += ", as LeRobot reads them"
         if missing:
-            text += "; to be computed as LeRobot does, averaging the episodes' quantiles: " + _listed(missing)
-    if badly:
+            text += "; to be computed as LeRobot does, averaging the episodes' quantiles: " + _format_names(missing)
+    if misdescribed:
         text += f"; WARNING: they do not describe {wrong}: train with --dataset.statistics=exact"
     return text
 
 
-def _listed(missing: Needed) -> str:
+def _format_names(missing: Needed) -> str:
     return "; ".join(f"{key}: {', '.join(sorted(names))}" for key, names in missing.items())
 
 
-def _outside(
+def _share_outside(
     meta: DatasetMetadata, key: str, names: set[str], values: np.ndarray
 ) -> tuple[tuple[str, str], np.ndarray] | None:
     """Return the names of a feature's range, as q01 and q99, and each dimension's share of values outside of it.
 
     Returns None if the feature is not normalised by a range, or the stored one is incomplete.
     """
-    stored = ordered_stats(meta, key)
+    stored = stats_in_row_order(meta, key)
     for ends in RANGES:
         if set(ends) <= names and all(np.size(stored.get(name, ())) == values.shape[1] for name in ends):
             return ends, outside(values, *(stored[name] for name in ends))
     return None
 
 
-def _names(meta: DatasetMetadata, key: str, width: int) -> list[str]:
+def _entry_names(meta: DatasetMetadata, key: str, width: int) -> list[str]:
     """Return the names of a feature's entries, also for features of more than one dimension."""
     names = dimension_names(meta, key)
     return names if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
 
-def _constant(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
+def _constant_dimensions(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
     names = [
         name for name, still in zip(dimension_names(meta, key), np.ptp(values, axis=0) == 0, strict=False) if still
     ]
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def exact_needed(features: Mapping[str, Feature], needed: Needed) -> dict[str, set[str]]:
+def needed_of_vectors(features: Mapping[str, Feature], needed: Needed) -> dict[str, set[str]]:
     """Return the statistics to compute for "exact": `needed` without cameras."""
     return {key: set(names) for key, names in needed.items() if features[key].dtype not in CAMERA_DTYPES}
 
@@ -200,7 +201,7 @@ def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle:
     return None if skip_idle is None else Movement.of(meta, movement_keys(meta, rename_map), skip_idle)
 
 
-def computed_stats(
+def compute_stats(
     config: Config, trained: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
     """Compute missing statistics of each dataset and of all datasets together.
@@ -222,7 +223,7 @@ def computed_stats(
         chosen = [np.union1d(*episodes) for episodes in zip(trained.train_episodes, trained.eval_episodes, strict=True)]
         specs = [None if relative is None else replace(relative, step=step) for step in steps]
         completed = tuple(
-            _lerobots(meta, episodes, missing, spec, cache_dir)
+            _compute_as_lerobot(meta, episodes, missing, spec, cache_dir)
             for meta, episodes, spec in zip(metas, chosen, specs, strict=True)
         )
         return completed, joint_stats(config, completed, rows)
@@ -260,7 +261,7 @@ def _weighted(config: Config) -> bool:
     return bool(config.dataset.mixture) and config.dataset.mixture_stats == "weights"
 
 
-def _lerobots(
+def _compute_as_lerobot(
     meta: DatasetMetadata, chosen: np.ndarray, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> DatasetMetadata:
     """Compute missing statistics as LeRobot does, from all episodes, or from `chosen` if others cannot be read."""
@@ -304,9 +305,9 @@ def usable(stats: Stats, needed: Needed) -> Stats:
         for low, high in (ends for ends in RANGES if set(ends) <= names & values.keys()):
             lower, upper = values[low], values[high]
             if {"min", "max"} <= values.keys():
-                flat = _same(lower, upper)
+                flat = _nearly_equal(lower, upper)
                 lower, upper = np.where(flat, values["min"], lower), np.where(flat, values["max"], upper)
-            flat, half = _same(lower, upper), CONSTANT_RANGE * np.maximum(1, abs(lower))
+            flat, half = _nearly_equal(lower, upper), CONSTANT_RANGE * np.maximum(1, abs(lower))
             values[low], values[high] = np.where(flat, lower - half, lower), np.where(flat, upper + half, upper)
         if "std" in names & values.keys():
             mean, std = values["mean"], values["std"]
@@ -317,7 +318,7 @@ def usable(stats: Stats, needed: Needed) -> Stats:
     return result
 
 
-def _same(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def _nearly_equal(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return high - low <= 1e-6 * np.maximum(abs(low), abs(high))
 
 
@@ -367,7 +368,7 @@ def missing_stats(
     return missing
 
 
-def finished_stats(
+def normalisation_stats(
     d: DatasetOptions,
     policy_config: PreTrainedConfig,
     metas: Sequence[DatasetMetadata],
@@ -375,7 +376,7 @@ def finished_stats(
     keys: Sequence[str],
     stats: Stats,
 ) -> Stats:
-    """Return the policy's normalisation statistics: `stats` with usable ranges, and ImageNet's for cameras.
+    """Return the policy's normalisation statistics: `stats` with widened ranges, and ImageNet's for cameras.
 
     Args:
         keys: features that the policy uses.
@@ -385,7 +386,7 @@ def finished_stats(
         check_ranges(metas, keys)
     if d.statistics != "lerobot":
         features = {key: metas[0].features[key] for key in keys}
-        stats = usable(stats, exact_needed(features, required_stats(policy_config, features)))
+        stats = usable(stats, needed_of_vectors(features, required_stats(policy_config, features)))
     return with_imagenet_stats(stats, camera_keys) if d.use_imagenet_stats else stats
 
 
