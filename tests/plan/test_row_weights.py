@@ -19,7 +19,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.options.sample_weighting import SampleWeightingOptions
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.plan.row_weights import of_batch, row_weights
+from vla_finetuning.plan.row_weights import loss_factors, row_weights
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.run.checkpoint import check_resumable
 from vla_finetuning.training.feed import training_transforms, weigh_rows
@@ -90,7 +90,7 @@ def test_a_weighted_gradient_is_lerobots():
     losses, _ = theirs.forward(batch, reduction="none")
     normalised = torch.from_numpy(weights * np.float32(3 / (weights.sum() + 1e-6)))
     ((losses * normalised).sum() / (normalised.sum() + 1e-6)).backward()
-    row_weight = torch.from_numpy(of_batch(weights, 1e-6))
+    row_weight = torch.from_numpy(loss_factors(weights, 1e-6))
     PI05Loss(policy)({**batch, "row_weight": row_weight}, noise, time).backward()
     found, expected = (p.model.action_out_proj.weight.grad for p in (policy, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

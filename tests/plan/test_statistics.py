@@ -22,7 +22,7 @@ from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.plan import statistics
 from vla_finetuning.plan.describe import describe
 from vla_finetuning.plan.resolve import resolve, with_stats
-from vla_finetuning.plan.statistics import CONSTANT_RANGE, hold_statistics, usable
+from vla_finetuning.plan.statistics import CONSTANT_RANGE, check_run_statistics, widen_ranges
 from vla_finetuning.policies.saving import save_pretrained
 
 VECTORS = ("action", "observation.state")
@@ -164,7 +164,7 @@ def test_a_run_does_not_go_on_with_other_statistics(setting, tmp_path, monkeypat
         stats = {key: dict(values) for key, values in run.robots[0].stats.items()}
         for name, change in changes.items():
             stats["action"][name] = stats["action"][name] * change
-        hold_statistics(run.job, run.policy.select_robot(replace(run.robots[0], stats=stats)))
+        check_run_statistics(run.job, run.policy.select_robot(replace(run.robots[0], stats=stats)))
         return json.loads((tmp_path / "statistics.json").read_text())
 
     first = held()
@@ -290,7 +290,7 @@ def test_usable():
         "a": {"mean": np.array([2.0, 300.0, 0.0]), "std": np.array([1.0, 0.0, 0.0]), "q50": np.zeros(3)},
         "b": {"min": np.array([0.0, 5.0]), "max": np.array([1.0, 5.0]), "q01": np.zeros(2), "q99": np.zeros(2)},
     }
-    found = usable(stats, {"a": {"mean", "std"}, "b": {"min", "max"}, "c": {"q01"}})
+    found = widen_ranges(stats, {"a": {"mean", "std"}, "b": {"min", "max"}, "c": {"q01"}})
     assert found["a"]["std"].tolist() == [1, 3, 0.01] and found["a"]["mean"] is stats["a"]["mean"]
     assert found["b"]["min"].tolist() == [0, 4.95] and found["b"]["max"].tolist() == [1, 5.05]
     assert found["b"]["q99"].tolist() == [0, 0]  # nothing is normalised by it

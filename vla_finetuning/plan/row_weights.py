@@ -123,7 +123,7 @@ def rabc_weights(
     return np.where(finite, weights, options.extra_params.get("fallback_weight", 1.0)).astype(np.float32)
 
 
-def of_batch(weights: np.ndarray, epsilon: float) -> np.ndarray:
+def loss_factors(weights: np.ndarray, epsilon: float) -> np.ndarray:
     """Return factors for the losses of a batch, float32 (B,), that make its mean weighted by `weights`, (B,)."""
     sum_to_rows = weights * np.float32(len(weights)) / (weights.sum() + np.float32(epsilon))
     return sum_to_rows * np.float32(len(weights)) / (sum_to_rows.sum() + np.float32(EPSILON))

@@ -293,7 +293,7 @@ def _as_in_files(meta: DatasetMetadata, key: str, stats: dict[str, np.ndarray]) 
     return {name: value if name == "count" else value[np.argsort(order)] for name, value in stats.items()}
 
 
-def usable(stats: Stats, needed: Needed) -> Stats:
+def widen_ranges(stats: Stats, needed: Needed) -> Stats:
     """Widen the ranges of dimensions for which a normaliser would divide by zero.
 
     An empty range, as from q01 to q99, becomes minimum to maximum. If these are equal too, it becomes CONSTANT_RANGE
@@ -386,7 +386,7 @@ def normalisation_stats(
         check_ranges(metas, keys)
     if d.statistics != "lerobot":
         features = {key: metas[0].features[key] for key in keys}
-        stats = usable(stats, needed_of_vectors(features, required_stats(policy_config, features)))
+        stats = widen_ranges(stats, needed_of_vectors(features, required_stats(policy_config, features)))
     return with_imagenet_stats(stats, camera_keys) if d.use_imagenet_stats else stats
 
 
@@ -437,7 +437,7 @@ def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrain
             )
 
 
-def hold_statistics(job: Job, policy: PolicySpec) -> None:
+def check_run_statistics(job: Job, policy: PolicySpec) -> None:
     """Write the statistics into the run's folder; for a run with a checkpoint, compare them with the file's instead.
 
     Runs on the driver.

@@ -19,7 +19,7 @@ from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.robot_statistics import with_placeholders
 from vla_finetuning.plan.rows import Rows
-from vla_finetuning.plan.statistics import usable
+from vla_finetuning.plan.statistics import widen_ranges
 from vla_finetuning.policies.action_tokens import ActionTokenizer, fetch_tokenizer
 from vla_finetuning.policies.families.insulation import VOCABULARY, describe_tokens
 from vla_finetuning.policies.family import Chunks
@@ -134,4 +134,4 @@ def _estimated(robot: Robot, rows: Rows, actions: np.ndarray) -> Robot:
     stats = {name: np.quantile(values, share, axis=0) for name, share in quantiles.items()}
     stats |= {"mean": values.mean(axis=0), "std": values.std(axis=0)}
     needed = required_stats(robot.config, {ACTION: robot.config.output_features[ACTION]})
-    return replace(robot, stats=usable(dict(robot.stats or {}) | {ACTION: stats}, needed))
+    return replace(robot, stats=widen_ranges(dict(robot.stats or {}) | {ACTION: stats}, needed))

@@ -18,7 +18,7 @@ from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TimedIterator, cu
 from vla_finetuning.columns import IS_PRESENT, RETURN, ROW_COLUMNS
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.plan.resolve import Run
-from vla_finetuning.plan.row_weights import of_batch
+from vla_finetuning.plan.row_weights import loss_factors
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
@@ -114,8 +114,8 @@ def add_returns(batch: Columns, returns: PerFrame) -> Columns:
 
 
 def weigh_rows(batch: Columns, weights: np.ndarray, epsilon: float) -> Columns:
-    """Add what each row's loss is multiplied by (`row_weights.of_batch`); rows that could not be read weigh nothing."""
-    return {**batch, "row_weight": of_batch(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
+    """Add the factor of each row's loss (`row_weights.loss_factors`); rows that could not be read weigh nothing."""
+    return {**batch, "row_weight": loss_factors(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
 
 
 def policy_batches(

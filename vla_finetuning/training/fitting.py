@@ -16,7 +16,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from vla_finetuning.buckets.mirror import mirror_of, push
 from vla_finetuning.buckets.store import StoreAwayError, limit_retries
 from vla_finetuning.plan.resolve import Run, with_stats
-from vla_finetuning.plan.statistics import hold_statistics
+from vla_finetuning.plan.statistics import check_run_statistics
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.failures import NEARLY_NONE_S, StopRetrying, cause_of
@@ -62,7 +62,7 @@ def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
     print_safe("Starting     Ray and the workers; the first step takes about a minute")
     job, needs = run.job, join_cluster(run)
     run = with_stats(run)
-    hold_statistics(job, run.policy)
+    check_run_statistics(job, run.policy)
     data_options = cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()
     return fit_to_rows(run), data_options
 
