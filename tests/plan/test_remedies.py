@@ -192,8 +192,7 @@ def test_git_lfs_pointers_of_a_policy(setting, base, name):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}, "openpi's own.*lerobot/pi05_base"),
-        ({"model_type": "paligemma", "architectures": ["X"]}, r"a model of transformers \(paligemma\)"),
+        ({"paligemma_variant": "gemma_2b"}, "but paligemma_variant: .*lerobot/pi05_base; weights of openpi have to be"),
         ({"state_dim": 3}, "has no `type`, but state_dim: give the pretrained_model of a run"),
         ([1], "is of no LeRobot policy"),
         ({"type": "pi06"}, "no policy is of type 'pi06'"),

@@ -211,26 +211,14 @@ def _trained_type(path: str, folder: Path) -> str:
     except ValueError as error:
         raise ValueError(f"policy {path}: config.json is damaged ({error}); copy it again") from error
     if not isinstance(saved, dict) or "type" not in saved:
-        raise ValueError(f"policy {path}: config.json is of no LeRobot policy: {_describe_foreign_config(saved)}")
+        keys = ", ".join(sorted(saved)[:8]) if isinstance(saved, dict) else ""
+        raise ValueError(
+            f"policy {path}: config.json is of no LeRobot policy: it has no `type`, but {keys or 'nothing'}: give the "
+            "pretrained_model of a run or a Hub id, as lerobot/pi05_base; weights of openpi have to be converted"
+        )
     policy_type = saved["type"]
     require_trained(policy_type, f"policy {path}")
     return policy_type
-
-
-def _describe_foreign_config(saved: Any) -> str:
-    """Describe a configuration that has no `type`: which library wrote it, and what to give instead."""
-    keys = sorted(saved) if isinstance(saved, dict) else []
-    if {"paligemma_variant", "action_expert_variant"} & set(keys):
-        return (
-            "it is openpi's own, whose weights have other names too: give LeRobot's port of them, lerobot/pi05_base or "
-            "lerobot/pi0_base, or convert yours with LeRobot's conversion of PI0 checkpoints"
-        )
-    if "model_type" in keys or "architectures" in keys:
-        return (
-            f"it is a model of transformers ({saved.get('model_type') or saved.get('architectures')}), a part of a "
-            "policy at most: give a policy's folder, as lerobot/pi05_base"
-        )
-    return f"it has no `type`, but {', '.join(keys[:8]) or 'nothing'}: give the pretrained_model of a run, or a Hub id"
 
 
 def policy_config_of(label: str, policy_type: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:

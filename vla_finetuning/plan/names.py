@@ -48,11 +48,10 @@ def with_names(
         state_features: names in the files of the features to join into `observation.state`.
         observations: rename observations too, for use without a policy's processors.
     """
-    joined = [any(key in meta.features for key in state_features) for meta in metas]
     check_known_names(metas, {}, state_features)
     metas = [
-        join_features(meta, state_features, STATE) if has_some else meta
-        for meta, has_some in zip(metas, joined, strict=True)
+        join_features(meta, state_features, STATE) if any(key in meta.features for key in state_features) else meta
+        for meta in metas
     ]
     # As in lerobot-train, the policy's processors rename observations, not the dataset.
     names = {key: name for key, name in rename_map.items() if observations or not key.startswith(OBSERVATION)}

@@ -215,12 +215,12 @@ def make_job(
 
 
 def _policy_path(config: Config, datasets: Datasets) -> str | None:
-    """Return --policy.path with a local folder made absolute; make a tiny policy for a demo without one."""
+    """Return --policy.path; make a tiny policy for a demo without one."""
     demos = Path(absolute(demo.DEMO_CACHE))
     # A resumed demo names the policy that was made for it; make it again if the cache was deleted.
     is_made = config.preset == "demo" and Path(config.policy_path or "").parent == demos
     if config.policy_path and not (is_made and not Path(config.policy_path).is_dir()):
-        return absolute(config.policy_path) if Path(absolute(config.policy_path)).is_dir() else config.policy_path
+        return config.policy_path
     if config.preset != "demo" or config.policy_type:
         return None
     data = policy_data(config, datasets, [episodes for episodes, _ in choose(config, datasets)])
