@@ -27,7 +27,7 @@ from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TrainableOptimize
 from vla_finetuning.buckets.mirror import address, as_path, pull, push, remove
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.plan.resolve import Run, resolve, with_config
-from vla_finetuning.plan.robot_statistics import with_placeholders
+from vla_finetuning.plan.statistics import with_placeholders
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error, print_safe_text

@@ -14,14 +14,12 @@ from vla_finetuning.environment import FRAME_CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.options.mixture import with_weights
 from vla_finetuning.options.programs import Config
 from vla_finetuning.plan import demo
-from vla_finetuning.plan.base_policy import check_policy, find_base
+from vla_finetuning.plan.base_policy import check_policy, find_base, overruled
 from vla_finetuning.plan.datasets import Datasets, find_datasets, listed_members
 from vla_finetuning.plan.episodes import choose, select
 from vla_finetuning.plan.matching import match_datasets, policy_data
 from vla_finetuning.plan.missing_files import check_files
-from vla_finetuning.plan.overruled import overruled
 from vla_finetuning.plan.paths import absolute
-from vla_finetuning.plan.robot_statistics import with_placeholders, with_statistics
 from vla_finetuning.plan.row_plan import frames_dropped, plan_rows, stream_of, with_fitting_batch
 from vla_finetuning.plan.rows import Rows
 from vla_finetuning.plan.statistics import (
@@ -29,6 +27,8 @@ from vla_finetuning.plan.statistics import (
     compute_stats,
     normalisation_stats,
     relative_actions,
+    with_placeholders,
+    with_statistics,
 )
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE

@@ -17,9 +17,8 @@ from vla_finetuning.data.metadata import DatasetMetadata, dimension_names
 from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.plan.resolve import Run
-from vla_finetuning.plan.robot_statistics import with_placeholders
 from vla_finetuning.plan.rows import Rows
-from vla_finetuning.plan.statistics import widen_ranges
+from vla_finetuning.plan.statistics import widen_ranges, with_placeholders
 from vla_finetuning.policies.action_tokens import ActionTokenizer, fetch_tokenizer
 from vla_finetuning.policies.families.insulation import VOCABULARY, describe_tokens
 from vla_finetuning.policies.family import Chunks
