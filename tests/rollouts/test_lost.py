@@ -77,6 +77,22 @@ def test_a_server_that_is_gone_is_replaced_and_asked_again(actors, error):
     assert batch == [seat] and chunks[0].shape == (2, 3)
 
 
+def test_a_server_that_does_not_answer_is_replaced_and_asked_again(actors, monkeypatch):
+    monkeypatch.setenv("VLA_WORKER_TIMEOUT_S", "20")
+    clock = [0.0]
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    actors.results, policy, seat = [None], policy_of(actors), waiting()
+    assert list(policy.decide([seat])) == []  # it starts and is asked
+    with monkeypatch.context() as patch:
+        patch.setattr(servers.ray, "wait", lambda refs, **_: ([], refs))
+        for clock[0] in (19.0, 21.0):
+            assert list(policy.decide([seat])) == []
+            assert actors.all[0].killed == (clock[0] > 20)
+    assert list(policy.decide([seat])) == []
+    ((batch, _),) = policy.decide([seat])
+    assert batch == [seat] and len(actors.all) == 2
+
+
 def test_what_a_stage_saw_and_its_node_took_along_is_played_again(actors):
     actors.results, policy, seat = [ObjectLostError("id", None, "")], policy_of(actors), waiting()
     assert list(policy.decide([seat])) == []

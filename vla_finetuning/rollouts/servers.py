@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -129,7 +130,9 @@ class PolicyServers(Policy):
         self._conditions, self._options, self._seed, self._gpus = conditions, options, seed, int(use_gpu)
         self._arguments = dict(sources), options.batch_size, options.exact, cast.threads
         self._free, self._deaths = list[Any](), 0
-        self._busy: dict[ray.ObjectRef[Any], Any] = {}
+        self._answer_limit_s = Timeouts.from_environment().worker
+        # By call: the server, and when it was called.
+        self._busy: dict[ray.ObjectRef[Any], tuple[Any, float]] = {}
         for _ in range(cast.servers):
             self._make_server()
 
@@ -141,30 +144,37 @@ class PolicyServers(Policy):
         server.load.remote()  # while the stages begin
 
     def _await(self, server: Any, ref: ray.ObjectRef[Any], batch: list[Seat]) -> None:
-        self._busy[ref], self.pending[ref] = server, batch
+        self._busy[ref], self.pending[ref] = (server, time.monotonic()), batch
+
+    def _replace(self, ref: ray.ObjectRef[Any], why: str) -> None:
+        """Replace the server of a call, and let its seats wait again, before others."""
+        (server, _), batch = self._busy.pop(ref), self.pending.pop(ref)
+        ray.kill(server)
+        self._deaths += 1
+        if self._deaths > SERVER_DEATHS:
+            raise RuntimeError(f"policy servers died {self._deaths} times: {why}")
+        self._make_server()
+        for seat in batch:
+            seat.since = 0.0
 
     def close(self) -> None:
-        for server in (*self._free, *self._busy.values()):
+        for server in (*self._free, *(server for server, _ in self._busy.values())):
             ray.kill(server)
 
     def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray] | RayError]]:
         for ref in ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)[0] if self.pending else ():
-            server, batch = self._busy.pop(ref), self.pending.pop(ref)
-            self._free.append(server)
+            lost: ObjectLostError | None = None
             try:
                 decided = ray.get(ref)  # a few numbers a row; what went wrong is raised here
             except (RayActorError, OutOfMemoryError) as error:
-                self._deaths += 1
-                if self._deaths > SERVER_DEATHS:
-                    raise RuntimeError(f"policy servers died {self._deaths} times: {root_cause(error)}") from error
-                self._free.remove(server)
-                ray.kill(server)
-                self._make_server()
-                for seat in batch:
-                    seat.since = 0.0  # before others
+                self._replace(ref, root_cause(error))
                 continue
             except ObjectLostError as error:  # with the node of a stage whose episodes waited
-                yield batch, error
+                lost = error
+            (server, _), batch = self._busy.pop(ref), self.pending.pop(ref)
+            self._free.append(server)
+            if lost is not None:
+                yield batch, lost
                 continue
             self.lacks = None
             if batch:
@@ -174,6 +184,10 @@ class PolicyServers(Policy):
                     playing.left = remaining
                     playing.texts += [] if text is None else [text]
                 yield batch, chunks
+        for ref, (_, since) in list(self._busy.items()):
+            if self.pending[ref] and time.monotonic() - since > self._answer_limit_s:
+                why = f"no answer for {self._answer_limit_s:g} s (VLA_WORKER_TIMEOUT_S); lower --eval.batch_size"
+                self._replace(ref, why)
         waiting = sorted((seat for seat in seats if seat.since is not None), key=lambda seat: seat.since or 0.0)
         while self._free and waiting:
             batch, rows = list[Seat](), list[Row]()
