@@ -63,14 +63,14 @@ class Measured(Point):
 
 
 class Listed(Point):
-    """Begins in one of a list of states, whatever the seed; its expert stays where it is."""
+    """Begins in one of a list of states, whatever the seed; its expert stays; success is told in the last step."""
 
     initial_states, init_state_id = 5, 0
     metadata = {"render_fps": 12.5}  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.position = np.full(3, self.init_state_id / 10, np.float32)
+        self.position, self.steps = np.full(3, self.init_state_id / 10, np.float32), 0
         return self.see(), {"is_success": False}
 
     def expert_action(self):
@@ -78,7 +78,8 @@ class Listed(Point):
 
     def step(self, action):
         *rest, _ = super().step(action)
-        return *rest, {"is_success": True}
+        self.steps += 1
+        return *rest, {"is_success": True} if self.steps == 5 else {}
 
 
 DEFECTS = {

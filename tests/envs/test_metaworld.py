@@ -66,9 +66,10 @@ def test_size_quality_and_looking_are_as_asked_for():
             seen, _ = env.reset(seed=0)
             assert env.observation_space.contains(seen) and seen["pixels"].std() > 10
             pictures[quality] = seen["pixels"].astype(int)
-            env.unwrapped.rendering = False
+            assert env.unwrapped.rendering_s > 0
+            env.unwrapped.rendering, env.unwrapped.rendering_s = False, 0.0
             seen, *_ = env.step(np.zeros(4, np.float32))
-            assert not seen["pixels"].any() and env.render().any()
+            assert not seen["pixels"].any() and env.unwrapped.rendering_s == 0.0 and env.render().any()
             with pytest.raises(ValueError, match="four finite numbers"):
                 env.step(np.full(4, np.nan))
     assert 0 < np.abs(pictures["full"] - pictures["fast"]).mean() < 40  # shadows

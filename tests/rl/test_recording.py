@@ -18,6 +18,7 @@ from vla_finetuning.buckets.mirror import as_path, pull, push
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.contract import ContractError
+from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.files import read_lines
 from vla_finetuning.rl import recording
 from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
@@ -61,13 +62,14 @@ def test_an_episode_that_does_not_repeat_is_left_out_of_the_dataset(run, tmp_pat
     assert "1 episodes, " in (out := capsys.readouterr().out) and "; 2 left out, which do not repeat" in out
     dataset = LeRobotDataset("recorded/policy", root=tmp_path / "dataset", video_backend="pyav")
     assert dataset.meta.total_episodes == 1 and len(dataset) == first[0]["steps"]
+    assert dataset.meta.robot_type == "tabletop_gantry"  # as record.py names it
     np.testing.assert_array_equal(dataset[0]["action"], first[1][0].astype(np.float32))
     with tasks_here(), pytest.raises(ValueError, match="no episode ended again.*: nothing is written"):
         record_played(tmp_path / "none", makers, eyes, [elsewhere, failing], {"seed": 3})
     assert not (tmp_path / "none").exists()
 
 
-def test_an_expert_that_raises_costs_its_episode_alone(tmp_path):
+def test_an_expert_that_raises_costs_its_episode_alone(tmp_path, monkeypatch):
     config, form = env_config("two_bins", ["--episode_length=40"]), DatasetForm("recorded/two_bins", 10)
 
     def play(env, seed, error=ValueError):
@@ -78,6 +80,7 @@ def test_an_expert_that_raises_costs_its_episode_alone(tmp_path):
 
     makers = task_makers(config)
     share = [(next(iter(makers)), seed) for seed in range(3)]
+    monkeypatch.setattr(TwoBins, "close", lambda self: 1 / 0)  # as a broken simulator may
     written, left_out = write_share(tmp_path / "dataset", makers, play, share, form)
     assert written == [True, False, True] and left_out == [f"{share[1][0]}: ValueError: no plan"]
     dataset = LeRobotDataset("recorded/two_bins", root=tmp_path / "dataset", video_backend="pyav")

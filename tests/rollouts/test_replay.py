@@ -10,7 +10,7 @@ from PIL import Image
 
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import COLOURS, demonstrate
-from vla_finetuning.rollouts.replay import MAX_FRAMES, MAX_WIDTH, film
+from vla_finetuning.rollouts.replay import MAX_FRAMES, MAX_WIDTH, NotRepeatedError, film
 
 CAMERAS_ONLY = partial(gymnasium.make, two_bins.GYM_ID, max_episode_steps=500)
 MAKE = partial(CAMERAS_ONLY, render_mode="rgb_array")
@@ -24,9 +24,9 @@ def episode():
         line, seen = {"seed": 5, "episode": 0, "initial_state": env.unwrapped.state_hash()}, [env.render()]
         _, actions = demonstrate(env.unwrapped._scene, env.unwrapped.task)
         for action in actions:
-            env.step(action)
+            *_, info = env.step(action)
             seen.append(env.render())
-        line["final_state"] = env.unwrapped.state_hash()
+        line |= {"final_state": env.unwrapped.state_hash(), "success_at_end": info["is_success"]}
     return line, actions, seen
 
 
@@ -55,7 +55,8 @@ def test_it_shows_every_step_at_the_speed_it_had(episode):
 def test_a_long_episode_has_no_more_frames_than_a_page_can_bear(episode):
     line, actions, _ = episode
     back_and_forth = np.concatenate([actions[:8], actions[:8][::-1]] * 20)
-    frames = list(frames_of(film(MAKE, {**line, "final_state": ""}, back_and_forth)))
+    make = partial(MAKE, max_episode_steps=len(back_and_forth))
+    frames = list(frames_of(film(make, {**line, "final_state": "", "success_at_end": False}, back_and_forth)))
     assert MAX_FRAMES / 2 < len(frames) <= MAX_FRAMES
     assert sum(duration for _, duration in frames) >= 100 * (len(back_and_forth) - 10)
 
@@ -65,6 +66,14 @@ def test_another_episode_is_not_shown_as_this_one(episode, when):
     line, actions, _ = episode
     with pytest.raises(ValueError, match=f"{'began' if when == 'initial_state' else 'ended'} in the state .* instead"):
         film(MAKE, {**line, when: "0" * 16}, actions)
+
+
+def test_without_a_state_the_outcome_tells_episodes_apart(episode):
+    """An environment without `state_hash` gives none for an end that was not rendered."""
+    line, actions, _ = episode
+    for other, executed in (({"success_at_end": False}, actions), ({"success_at_end": False}, actions[:5])):
+        with pytest.raises(NotRepeatedError, match="ended otherwise"):
+            film(MAKE, {**line, "final_state": "", **other}, executed)
 
 
 def test_an_environment_without_a_picture_of_its_own_shows_the_cameras(episode):

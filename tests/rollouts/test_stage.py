@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vla_finetuning.envs import two_bins, two_bins_scene
+from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.protocol import state_hash
 from vla_finetuning.envs.two_bins_scene import EPISODE_LENGTH, demonstrate, render
 from vla_finetuning.rollouts import stage
@@ -162,6 +163,23 @@ def test_what_is_seen_when_the_time_is_over_is_shown_once_more(limit):
     assert over.success_at_end and not over.truncated and not waiting
 
 
+class EndsEarly(two_bins.TwoBins):
+    """`TwoBins` that ends each episode by itself in the sixth step, before its step limit."""
+
+    def step(self, action):
+        observation, reward, terminated, _, info = super().step(action)
+        return observation, reward, terminated, self._frame == 6, info
+
+
+def test_a_last_state_that_was_not_rendered_is_not_valued():
+    away = np.zeros((1, CHUNK, 3), np.float32)
+    playing = Stage({"two_bins": lambda: gymnasium.wrappers.TimeLimit(EndsEarly(), 40)}, 1, step_limit_s=60)
+    playing.advance([replace(begun(0), bootstraps=True)])
+    playing.advance([], away)
+    with pytest.raises(ContractError, match="after 6 steps, before its step limit.*--grpo.bootstrap_time_limit"):
+        playing.advance([], away)
+
+
 def test_a_slot_has_one_environment_of_the_task_it_plays():
     """What another task's environment holds, a simulator's memory, is let go."""
     made, closed = [], []
@@ -216,4 +234,6 @@ def test_decisions_that_are_missing_are_no_silence():
 def test_a_state_without_a_hash_of_its_own_is_told_by_what_is_seen():
     with gymnasium.make("CartPole-v1") as env:
         hashes = [state_hash(env, env.reset(seed=seed)[0]) for seed in (1, 2, 1)]
+        with_object = {"agent_pos": np.zeros(2), "info": None}
+        assert state_hash(env, with_object) == state_hash(env, {"agent_pos": np.zeros(2)})
     assert hashes[0] == hashes[2] != hashes[1]

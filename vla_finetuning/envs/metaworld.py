@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         image_size: H, W. quality: of QUALITIES.
     Attributes:
         rendering: whether steps look through the camera. Off, images are black.
+        rendering_s: seconds that steps spent rendering; the reader may reset it.
         environment_state: as above, of the last step.
     """
 
@@ -64,7 +66,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         from metaworld.types import Task
 
         self.task, self.task_description, self.render_mode = task, instruction, render_mode
-        self.rendering = True
+        self.rendering, self.rendering_s = True, 0.0
         self._expert: Callable[[np.ndarray], np.ndarray] | None = None
         self._size, self._quality = tuple(image_size), quality
         env_class = ALL_V3_ENVIRONMENTS[task]
@@ -135,7 +137,11 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
     def _observation(self) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         if "pixels" in self._shown:
-            seen["pixels"] = self.render() if self.rendering else np.zeros((*self._size, 3), np.uint8)
+            seen["pixels"] = np.zeros((*self._size, 3), np.uint8)
+            if self.rendering:
+                started = time.perf_counter()
+                seen["pixels"] = self.render()
+                self.rendering_s += time.perf_counter() - started
         for key, width in (("agent_pos", 4), ("environment_state", 39)):
             if key in self._shown:
                 seen[key] = self.environment_state[:width].copy()

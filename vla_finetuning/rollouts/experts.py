@@ -45,7 +45,7 @@ def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any]
             frame[SUBTASK] = env.get_wrapper_attr(SUBTASK)
         frames.append({**frame, "task": env.get_wrapper_attr("task_description")})
         seen, _, terminated, truncated, info = env.step(action)
-        over, success = terminated or truncated, info["is_success"]
+        over, success = terminated or truncated, bool(info.get("is_success", False))
     return frames if success else None
 
 

@@ -25,7 +25,7 @@ from lerobot.utils.constants import ACTION, DONE, REWARD
 
 from vla_finetuning.envs.configs import how_drawn
 from vla_finetuning.envs.contract import ContractError
-from vla_finetuning.envs.protocol import Maker, Observation, attribute, choose_gl
+from vla_finetuning.envs.protocol import Maker, Observation, attribute, choose_gl, close_quietly
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
@@ -51,7 +51,7 @@ Share = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class DatasetForm:
-    """What a dataset calls itself; `robot_type` None: as the environment says."""
+    """Name and frame rate of a dataset; `robot_type`: for an environment that names no robot."""
 
     repo_id: str
     fps: int
@@ -76,7 +76,8 @@ def write_share(
             for task, episode in share:
                 if task != current:
                     env_stack.close()
-                    env, current = env_stack.enter_context(makers[task]()), task
+                    env, current = makers[task](), task
+                    env_stack.callback(close_quietly, env)
                 written.append(False)
                 try:
                     for frame in _frames(play, env, episode):
@@ -89,8 +90,7 @@ def write_share(
                     written[-1] = False
                     if dataset is not None:
                         dataset.clear_episode_buffer()
-                    env_stack.close()  # it may not work any more
-                    current = None
+                    current = None  # the environment may be broken: make it anew
                 if written[-1]:
                     assert dataset is not None  # no episode is empty
                     dataset.save_episode(parallel_encoding=False)
@@ -119,7 +119,7 @@ def _create(folder: Path, form: DatasetForm, env: gymnasium.Env[Any, Any], frame
         form.fps,
         {key: _feature(value, names.get(key)) for key, value in frame.items() if key != "task"},
         root=folder,
-        robot_type=form.robot_type or attribute(env, "robot_type"),
+        robot_type=attribute(env, "robot_type") or form.robot_type,
         video_backend="pyav",
     )
 

@@ -95,9 +95,12 @@ def play_again(
         look_on_demand(env, looked := look(number))
         with _repeating():
             observation, reward, terminated, truncated, info = env.step(action)
+        over = bool(terminated or truncated)
         if number == len(actions):
             _check("ended", env, observation, line["final_state"])
-        yield Moment(observation, looked, float(reward), terminated or truncated, info)
+            if not over or bool(info.get("is_success", False)) != line["success_at_end"]:
+                raise NotRepeatedError("played again it ended otherwise: the environment does not repeat")
+        yield Moment(observation, looked, float(reward), over, info)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from vla_finetuning.envs.protocol import (
     attribute,
     choose_gl,
     choose_initial_state,
+    close_quietly,
     look_on_demand,
     looked,
     stack,
@@ -146,8 +147,7 @@ class _Slot:
     def _forget(self) -> None:
         """Have the next episode's environment made anew."""
         if self._task is not None:
-            with contextlib.suppress(Exception):
-                self._env.close()
+            close_quietly(self._env)
         self._task = None
 
     def _begin(self) -> None:
@@ -179,6 +179,12 @@ class _Slot:
                 return
             with _limit(self._step_limit_s):
                 self._step(action, look and (number == len(chunk) or self._may_be_last()))
+            if look and self._truncated and self._playing.bootstraps and not looked(self._env):
+                raise ContractError(
+                    f"{self._playing.episode.task} ended an episode after {len(self._success) - 1} steps, before its "
+                    "step limit, and its last state was not rendered: register it with that limit as "
+                    "max_episode_steps, or leave out --grpo.bootstrap_time_limit"
+                )
 
     def _may_be_last(self) -> bool:
         """Return whether what comes after the next step must be seen, because the time may be over by then."""
