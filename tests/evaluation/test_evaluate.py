@@ -122,6 +122,9 @@ def test_a_killed_evaluation_goes_on_and_two_are_compared(evaluated, flags, tmp_
         patch.setattr(trial, "play", None)  # nothing is left to play
         patch.setattr(trial, "make_films", None)  # nor to be shown
         assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
+        patch.setattr(trial, "make_films", lambda _, __, chosen: [{"title": title} for title, *_ in chosen])
+        resolved = trial.resolve_trial(parse_evaluate([*flags, f"--output_dir={a}", "--eval.videos=3"]))
+        assert len(trial.run_trial(resolved).films["films"]) == 3
     assert evaluate.main([*flags, f"--output_dir={a}", "--seed=7"]) == 1
     assert "holds another evaluation: it differs in episodes, seed" in capsys.readouterr().err
 
@@ -330,6 +333,8 @@ def test_the_controller_is_of_relative_actions(folder, tmp_path):
     assert not trial.describe_controller(found(folder).source)
     with pytest.raises(ValueError, match="--eval.policy_actors=2: with --eval.controller=select_action one process"):
         found(relative, SELECT, "--eval.policy_actors=2")
+    with pytest.raises(ValueError, match="--eval.exact with --eval.controller=select_action"):
+        found(relative, SELECT, "--eval.exact")
 
 
 def test_a_text_is_written_where_that_was_learned(folder, tmp_path, monkeypatch):

@@ -95,6 +95,11 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     controller = config.controller
     if controller == "select_action" and relative_actions(policy_config) is None:
         controller = "chunk"  # which is the same
+    if controller == "select_action" and config.eval.exact:
+        raise ValueError(
+            "--eval.exact with --eval.controller=select_action: chunks of these episodes begin at different steps, so "
+            "batches are not full; leave one out"
+        )
     if controller == "rtc":
         check_rtc(policy_config, config.guidance)
     conditions = _conditions(config, env, policy_config)
@@ -205,7 +210,7 @@ def run_trial(trial: Trial) -> Outcome:
             on_end=on_end,
         )
     _, lines = read_evaluation(trial.output_dir)
-    if pending or not (trial.output_dir / FILMS_INDEX).is_file():
+    if pending or read_json(trial.output_dir / FILMS_INDEX).get("videos") != trial.videos:
         _film(trial, lines)
     by_latency = _by_latency(lines)
     texts = [success_text(rows, latency_s) for latency_s, rows in by_latency.items()]
@@ -299,7 +304,7 @@ def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
             title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
             chosen.append((title, line, recorded[name]))
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
-    write_json(trial.output_dir / FILMS_INDEX, {"films": films})
+    write_json(trial.output_dir / FILMS_INDEX, {"videos": trial.videos, "films": films})
 
 
 def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:

@@ -35,7 +35,7 @@ from vla_finetuning.options.programs import EvaluateConfig, ServeConfig
 from vla_finetuning.options.recap import ADVANTAGE, without_label
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.flow import continue_chunk, guided_chunk
-from vla_finetuning.policies.loading import load_policy, read_weights
+from vla_finetuning.policies.loading import WEIGHTS_FILE, load_policy, read_weights
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors, tokenizer_step
 from vla_finetuning.policies.processors import EMPTY_CAMERA, IMAGENET_STEP
 from vla_finetuning.policies.registry import family_of, types_that
@@ -142,8 +142,9 @@ class PolicySource(Acting):
 
     @property
     def weights_bytes(self) -> int:
-        """Return the bytes of the weights as they are in the folder."""
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+        """Return the bytes of the weights as they are in the folder, one file or several shards."""
+        files = [path] if (path := self.folder / WEIGHTS_FILE).is_file() else self.folder.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
 
     def load(self, threads: int) -> Player:
         """Load and verify, on this process's device. `threads`: of the process, for what is computed on CPUs."""
