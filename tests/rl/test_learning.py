@@ -78,11 +78,10 @@ class LocalRollouts:
         found = {}
         for n, one in sorted(ended.items()):
             # Worth something at the end, as success is.
-            rewards = (*[0.0] * (len(one.rewards) - 1), self._worth(n))
-            line = line_of(
-                episodes[n], replace(one, total_reward=self._worth(n), rewards=rewards), None, len(chunks[n])
-            )
-            found[n] = line, np.concatenate(chunks[n])[: one.steps]
+            worth = self._worth(n)
+            rewards = (*[0.0] * (len(one.rewards) - 1), worth)
+            one = replace(one, success_once=worth > 0, total_reward=worth, rewards=rewards)
+            found[n] = line_of(episodes[n], one, None, len(chunks[n])), np.concatenate(chunks[n])[: one.steps]
         return found
 
     def take_seconds(self):
@@ -247,7 +246,7 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     objective = PPO.__new__(PPO)
     torch.nn.Module.__init__(objective)
     objective.options = config.grpo
-    rollouts = RolloutBatch(config, actor, acting, played, objective.used(played.returns), worker=Rank(0, 2))
+    rollouts = RolloutBatch(config, actor, acting, played, objective.used(played), worker=Rank(0, 2))
     objective.prepare(rollouts, played, None)
     assert rollouts.rows == 0 and list(rollouts.epoch(0)) == []
     assert objective.metrics(rollouts, totals(torch.zeros(7)))["explained_variance"] is None

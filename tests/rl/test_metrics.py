@@ -159,7 +159,7 @@ def plainly(watched):
             used = {
                 "grpo": [one for group in mixed for one in group],
                 "ppo": [one for group in groups for one in group],
-                "filtered": [one for group in groups for one in group if worth(one) > 0],
+                "filtered": [one for group in groups for one in group if one["success_once"]],
             }[options.method]
             micros = [micro for micros in updates for micro in micros]
             if options.method == "grpo":

@@ -1,6 +1,7 @@
 """What is learned from how episodes went: advantages, the clipped loss, and its gradient."""
 
 import copy
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -30,34 +31,39 @@ def test_each_method_is_a_module_with_its_objective():
     assert all(issubclass(chosen, Objective) and chosen.describe(GrpoOptions()) for chosen in classes.values())
 
 
+def used_by(objective, returns, success=None):
+    return objective.used(SimpleNamespace(returns=returns, success=success))
+
+
 def test_advantages_compare_within_a_group(loss):
     returns = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]])
     objective = GRPO(loss, SDE, GrpoOptions())
-    worth, used = objective.advantages(returns), objective.used(returns)
+    worth, used = objective.advantages(returns), used_by(objective, returns)
     expected = (returns - returns.mean(1, keepdim=True)) / (returns.std(1, keepdim=True) + 1e-6)
     torch.testing.assert_close(worth, expected)
     assert used.any(1).tolist() == [True, False, False, True] and worth[1:3].abs().max() == 0
     plain = GRPO(loss, SDE, GrpoOptions(normalise=False)).advantages(returns)
     torch.testing.assert_close(plain, returns - returns.mean(1, keepdim=True))
-    filtered = make_objective(loss, GrpoOptions(method="filtered"))
-    assert torch.equal(filtered.used(returns), returns > 0)
+    # Imitation is of successes, also where rewards are costs or every step earns some.
+    filtered = make_objective(loss, GrpoOptions(method="filtered", reward="return"))
+    assert torch.equal(used_by(filtered, returns - 0.5, returns), returns == 1)
     # An episode that could not be played is left out of its group, which may have nothing left to tell apart.
     failed = torch.tensor(
         [[1.0, torch.nan, 0, 1], [1, 0, 1, 1], [torch.nan, torch.nan, torch.nan, 1], [1, 1, torch.nan, 1]]
     )
-    worth, used = objective.advantages(failed), objective.used(failed)
+    worth, used = objective.advantages(failed), used_by(objective, failed)
     three, four = np.array([1.0, 0, 1]), np.array([1.0, 0, 1, 1])
     expected = [(group - group.mean()) / (group.std(ddof=1) + 1e-6) for group in (three, four)]
     torch.testing.assert_close(worth[0, [0, 2, 3]].double(), torch.from_numpy(expected[0]))
     torch.testing.assert_close(worth[1].double(), torch.from_numpy(expected[1]))
     assert used.tolist() == [[True, False, True, True], [True] * 4, [False] * 4, [False] * 4]
     assert not worth[~used].any() and alike(failed).tolist() == [False, False, True, True]
-    assert filtered.used(failed).sum() == 2 + 3 + 1 + 3
-    assert torch.equal(PPO(loss, SDE, GrpoOptions(method="ppo")).used(failed), failed.isfinite())
+    assert used_by(filtered, failed, failed).sum() == 2 + 3 + 1 + 3
+    assert torch.equal(used_by(PPO(loss, SDE, GrpoOptions(method="ppo")), failed), failed.isfinite())
     # A critic compares decisions: of all episodes, unless none was worth anything.
     ppo = PPO(loss, SDE, GrpoOptions(method="ppo"))
-    assert ppo.used(returns).all() and ppo.used(returns).shape == returns.shape
-    assert not ppo.used(0 * returns).any() and ppo.used(-returns).all()
+    assert used_by(ppo, returns).all() and used_by(ppo, returns).shape == returns.shape
+    assert not used_by(ppo, 0 * returns).any() and used_by(ppo, -returns).all()
 
 
 def test_the_clip_is_ppos_and_its_gradient_ends_where_it_says():

@@ -115,7 +115,7 @@ class GrpoState(LoopState):
             episodes = [episode for groups in rounds for episode in groups.episodes]
             write_episodes(run.job.output_dir, iteration, worker, episodes)
         self.episodes += sum(groups.returns.numel() for groups in rounds)
-        used = self.objective.used(played.returns)
+        used = self.objective.used(played)
         check_first(options, iteration, played, used)
         self.times.mark("play")
         rollouts = RolloutBatch(

@@ -68,9 +68,8 @@ class Objective(nn.Module):
         """Return the plan's line about the objective."""
         raise NotImplementedError
 
-    def used(self, returns: Tensor) -> Tensor:
-        """Return which episodes there is something to learn from, bool (N, G), by their returns, float (N, G),
-        NaN where an episode could not be played."""
+    def used(self, group: RolloutGroup) -> Tensor:
+        """Return a mask of the episodes to learn from, bool (N, G)."""
         raise NotImplementedError
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:

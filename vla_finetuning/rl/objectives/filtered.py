@@ -28,9 +28,9 @@ class FilteredImitation(Objective):
         shared = f"; half of each minibatch from {options.demonstrations}" if options.demonstrations else ""
         return f"imitation of the episodes that succeeded; --grpo.target_kl does not stop it{shared}"
 
-    def used(self, returns: Tensor) -> Tensor:
-        """Return the episodes with a return above zero, bool (N, G)."""
-        return returns > 0
+    def used(self, group: RolloutGroup) -> Tensor:
+        """Return a mask of the episodes that succeeded, bool (N, G), whatever their rewards are."""
+        return group.success > 0
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
         for name in ("x", "after", "which"):

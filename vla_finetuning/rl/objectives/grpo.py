@@ -34,6 +34,11 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
     return loss, flat
 
 
+def comparable(returns: Tensor) -> Tensor:
+    """Return a mask of the finite returns (N, G) of groups whose returns differ, bool (N, G)."""
+    return ~alike(returns)[:, None] & returns.isfinite()
+
+
 class GRPO(Objective):
     """The clipped loss of each random step, by the advantage of its episode above the others of its group.
 
@@ -50,9 +55,9 @@ class GRPO(Objective):
             clip += f", an iteration's updates end at a KL of {options.target_kl:g} per executed dimension"
         return clip
 
-    def used(self, returns: Tensor) -> Tensor:
-        """Return which episodes were played in a group whose returns differ, bool (N, G): the others teach nothing."""
-        return ~alike(returns)[:, None] & returns.isfinite()
+    def used(self, group: RolloutGroup) -> Tensor:
+        """Return a mask of the played episodes of groups whose returns differ, bool (N, G)."""
+        return comparable(group.returns)
 
     def advantages(self, returns: Tensor) -> Tensor:
         """Return each episode's return less its group's mean, by the group's standard deviation: float (N, G).
@@ -63,7 +68,7 @@ class GRPO(Objective):
         for row in returns.isnan().any(dim=1).nonzero().flatten():
             played = returns[row].isfinite()
             worth[row, played] = self._normalised(returns[row, played][None])[0]
-        return torch.where(self.used(returns), worth, 0.0)
+        return torch.where(comparable(returns), worth, 0.0)
 
     def _normalised(self, returns: Tensor) -> Tensor:
         centred = returns - returns.mean(dim=1, keepdim=True)

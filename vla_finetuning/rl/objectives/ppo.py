@@ -46,10 +46,10 @@ class PPO(GRPO):
         critic = f"rate {options.value_lr:g}, {moves}gamma {options.gamma:g}, lambda {options.gae_lambda:g}"
         return f"decisions against a critic ({critic}), {super().describe(options)}"
 
-    def used(self, returns: Tensor) -> Tensor:
-        """Return all episodes that were played, bool (N, G), unless none was worth anything."""
-        played = returns.isfinite()
-        return (played & (returns != 0)).any() & played
+    def used(self, group: RolloutGroup) -> Tensor:
+        """Return a mask of the played episodes, bool (N, G), or of none where all returns are zero."""
+        played = group.returns.isfinite()
+        return (played & (group.returns != 0)).any() & played
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
         self.score_rollouts(rollouts, start)
