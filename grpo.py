@@ -37,7 +37,7 @@ from vla_finetuning.rl.before_after import before_and_after, success_lines
 from vla_finetuning.rl.expected import expected_times, measure_environment, worker_memory
 from vla_finetuning.rl.learning import iteration_line
 from vla_finetuning.rl.loop import GrpoState, callbacks_for
-from vla_finetuning.rl.recording import dataset_of, record_rollouts
+from vla_finetuning.rl.recording import check_episodes, dataset_of, record_rollouts
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem
@@ -46,7 +46,7 @@ from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_text
 from vla_finetuning.training.capacity import describe_memory
 from vla_finetuning.training.export import export, exported_checkpoint
-from vla_finetuning.training.fitting import fit, worker_group
+from vla_finetuning.training.fitting import fit, steps_done, worker_group
 from vla_finetuning.training.worker import RayWorker, Worker
 
 # ---- training: one process per GPU, which acts, too ---------------------------------------------------------------
@@ -93,7 +93,8 @@ def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
 def plan(run: GrpoRun, _: Examined) -> Work:
     """Print the run's plan, check what can be checked before Ray starts, and return the work."""
     config = run.config
-    dataset_of(run)  # what else is there is refused
+    if dataset_of(run) is not None:
+        check_episodes(run, steps_done(run.job))
     print_safe_text(describe_grpo(run))
     if config.dry_run:
         print_safe_text("\n".join(expected_times(run, measure_environment(run.scene.env))))

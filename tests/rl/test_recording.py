@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
@@ -10,6 +11,7 @@ import pytest
 import ray
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
+import grpo
 from tests.buckets import forget, runs_bucket
 from tests.in_process import tasks_here
 from tests.rl.test_learning import make_base, resolved, train_as
@@ -147,7 +149,8 @@ def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
         record_rollouts(run)
         record_rollouts(run)
     assert written == [2 * run.episodes]
-    root, _ = dataset_of(run)
+    assert dataset_of(run) is None
+    root = Path(run.options.record_dataset)
     (root / "meta" / "environment.json").write_text(json.dumps({"evaluation": {"seed": 0}}))
     with pytest.raises(ValueError, match="--grpo.record_dataset=.* exists and is not empty"):
         dataset_of(run)
@@ -156,6 +159,8 @@ def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
 def test_iterations_that_were_played_without_it_are_missed(base, tmp_path):
     assert train_as(resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.iterations": 1}))
     late = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
+    with pytest.raises(ValueError, match="has not the episodes of 1 of 1 iterations"):
+        grpo.plan(late, None)
     assert train_as(late)
     with pytest.raises(ValueError, match="has not the episodes of 1 of 3 iterations"):
         record_rollouts(late)

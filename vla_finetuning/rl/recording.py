@@ -57,10 +57,10 @@ def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
 
 
 def dataset_of(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
-    """Return where the dataset is written, and what it is of; None: nowhere.
+    """Return the folder and description of the dataset to write; None if there is none, or it is written already.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: the folder holds something else.
     """
     if run.options.record_dataset is None:
         return None
@@ -70,21 +70,25 @@ def dataset_of(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
         "environment": {"type": run.config.env_type, "options": run.config.env_options},
         "learning": {"run": run.job.start.stream, "iterations": run.job.steps, "every": run.options.record_every},
     }
-    is_recorded(root, about, FLAG)
-    return root, about
+    return None if is_recorded(root, about, FLAG) else (root, about)
+
+
+def check_episodes(run: GrpoRun, iterations: int) -> None:
+    """Raise ValueError if an iteration before `iterations` is to be recorded and its episodes are not on disk."""
+    expected = {i for i in range(iterations) if is_iteration_recorded(run, i)}
+    recorded = {int(name.partition("-")[0]) for name in contents(run.job.output_dir / FOLDER)}
+    if missing := len(expected - recorded):
+        raise ValueError(
+            f"{address(run.job.output_dir)} has not the episodes of {missing} of {len(expected)} iterations, which "
+            f"were played without {FLAG}, or with a larger --grpo.record_every: both must be given from the first "
+            "iteration on"
+        )
 
 
 def record_rollouts(run: GrpoRun) -> None:
     """Write the dataset, unless that is done. Runs on the driver, joined to the run's cluster."""
-    destination = dataset_of(run)
-    if destination is None or is_recorded(*destination, FLAG):
+    if (destination := dataset_of(run)) is None:
         return
+    check_episodes(run, run.job.steps)
     (root, about), episodes = destination, list(read_episodes(run.job.output_dir))
-    expected = [i for i in range(run.job.steps) if is_iteration_recorded(run, i)]
-    recorded = {int(path.name.partition("-")[0]) for path in (run.job.output_dir / FOLDER).glob("*.jsonl")}
-    if missing := len(set(expected) - recorded):
-        raise ValueError(
-            f"{address(run.job.output_dir)} has not the episodes of {missing} of {len(expected)} iterations, which "
-            f"were played without {FLAG}: it must be given from the first iteration on"
-        )
     record_played(root, task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes, about)
