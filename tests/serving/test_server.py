@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.schema import ApplicationStatus
 
+from tests.serving.servers import make_service
 from vla_finetuning.serving import server
+from vla_finetuning.serving.server import describe_service
 
 
 class Serve:
@@ -56,6 +58,11 @@ def test_servers_of_one_cluster_have_applications_of_their_own(service, ray_serv
     ray_serve.status_of_all = ApplicationStatus.RUNNING
     asyncio.run(two())
     assert not ray_serve.running
+
+
+def test_the_length_of_answers_is_announced(service):
+    fewer = make_service(service.sources[""].folder, "--policy.n_action_steps=3")
+    assert fewer.interfaces[""].describe()["chunk_size"] == 3 and "to 3 actions of" in describe_service(fewer)[0]
 
 
 @pytest.mark.parametrize(

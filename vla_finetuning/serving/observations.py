@@ -36,7 +36,7 @@ class Interface:
         robot: its name; "" of the only one. policy_type: LeRobot's.
         cameras: whether the policy needs each; vectors: their lengths; both by the dataset's names.
         rename_map: names that clients send to those of the dataset. Vectors that get the same name are joined.
-        facts: of robot.json.
+        chunk_size: actions of an answer. facts: of robot.json.
     """
 
     robot: str

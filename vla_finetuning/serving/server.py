@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,8 +69,10 @@ def resolve_service(config: ServeConfig) -> Service:
         assert folder is not None  # there was a path
         check_acts(policy)
         interfaces[robot] = Interface.of_export(robot, folder, policy, config.rename_map)
-        if not any(option.startswith("--n_action_steps=") for option in config.policy_options):
-            vars(policy)["n_action_steps"] = interfaces[robot].chunk_size  # how many are executed is for clients to say
+        if any(option.startswith("--n_action_steps=") for option in config.policy_options):
+            interfaces[robot] = replace(interfaces[robot], chunk_size=policy.n_action_steps)
+        else:  # how many are executed is for clients to say
+            vars(policy)["n_action_steps"] = interfaces[robot].chunk_size
         sources[robot] = PolicySource.of_export(folder, policy, config, env=None)
     return Service(config, interfaces, sources)
 
