@@ -596,6 +596,7 @@ def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch
 def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, tmp_path):
     run = in_lists(base, tmp_path / "run")
     plan = describe_grpo(run)
+    assert "Held out     6 episodes before the first iteration and every 2, by the deterministic sampler" in plan
     assert "9 initial states in 3 lists, one per task: 6 train, 2.0 groups begin in each" in plan
     assert "3 are held out of training, for evaluation: the last 1 per task (initial_states.json)" in plan
     assert "States" not in describe_grpo(resolved(base, tmp_path / "other"))

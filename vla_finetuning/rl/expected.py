@@ -118,6 +118,6 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     return [
         *lines,
         f"             {counted}: {acting_s:.0f} and {updating_s:.0f} s on a {on}",
-        f"             an iteration {whole_s:.0f} s, the run {whole_s * g.iterations / 3600:.1f} h, where simulation "
-        "and acting overlap and every episode lasts as long as it may",
+        f"             an iteration {whole_s:.0f} s, the run {whole_s * g.iterations / 3600:.1f} h without held-out "
+        "episodes, where simulation and acting overlap and every episode lasts as long as it may",
     ]
