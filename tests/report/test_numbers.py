@@ -242,6 +242,6 @@ def test_nothing_else_on_the_page_is_a_number_of_the_run(report):
     shown, drawn, _ = report
     compared = {"key_figures", "facts", "charts", "held_out", "closed_loop"}
     others = {"title", "subtitle", "written", "missing", "held_out_expected", "attempts", "skipped", "looks", "plan"}
-    others |= {"config", "values", "has_datasets"}
+    others |= {"config", "values", "has_datasets", "has_held_out"}
     assert shown.keys() == compared | others and shown["values"] is None
     assert shown["subtitle"] == "Step 47 of 60." and len(drawn) == len(CHARTS) + 1 + len(ROBOTS) + 1

@@ -215,6 +215,12 @@ def test_what_is_missing_is_a_sentence(folder, name):
     assert LEFT_OUT[name] in read(folder, None if name == "run.json" else ()).text
 
 
+def test_a_value_function_has_no_open_loop_error(tmp_path):
+    write_json(tmp_path / CONFIG_NAME, {"value": {"bins": 3}, "dataset": {"eval_split": 0.2}})
+    text = read(tmp_path, ()).text
+    assert "Held-out episodes" not in text and "Dataset" in text
+
+
 def test_an_empty_folder_has_a_report(tmp_path):
     text = read(tmp_path).text
     assert "No step has been logged yet." in text

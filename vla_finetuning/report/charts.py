@@ -57,7 +57,7 @@ def _curves(lines: Sequence[Mapping[str, Any]], key: str, named: str = "{}") -> 
     steps = np.array([step for step, _ in points], float)
     if not isinstance(last, dict):
         return ({key: (steps, _floats([value for _, value in points]))} if points else {}), "steps"
-    largest = sorted(last, key=lambda name: -math.inf if last[name] is None else -last[name])[:MOST_CURVES]
+    largest = sorted(last, key=lambda name: math.inf if last[name] is None else -last[name])[:MOST_CURVES]
     names = [name for name in last if name in largest]
     return {named.format(name): (steps, _floats([values.get(name) for _, values in points])) for name in names}, "steps"
 

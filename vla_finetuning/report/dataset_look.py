@@ -341,8 +341,8 @@ class _Columns:
         """By feature, the share of the values outside of the stored q01..q99 (D,)."""
         shares = {}
         for key in self.keys:
-            stored = [r for r in ranges_of(meta, key) if not np.isnan(r.q01)]
-            if stored and self.rows:
+            stored = ranges_of(meta, key)
+            if self.rows and not all(np.isnan(r.q01) for r in stored):  # dimensions with NaN have no value outside
                 values = self.all_rows(key)
                 shares[key] = outside(values, np.array([r.q01 for r in stored]), np.array([r.q99 for r in stored]))
         return shares

@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
 
 
 def example_chunk(example: Mapping[str, Any]) -> Chunk:
-    """One of the examples that `evaluate.open_loop_errors` keeps, as `chunk_strips` draws it."""
+    """One of the examples that `evaluation.open_loop` keeps, as `chunk_strips` draws it."""
     padded = np.asarray(example["is_pad"], bool)[:, None]
     recorded, predicted = (
         np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")

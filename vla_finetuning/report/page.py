@@ -148,7 +148,7 @@ def write_trial_page(
     Args:
         about: policy, environment and seed, as in its `evaluated.json`.
         by_latency: rows of scores of each latency in seconds, the first over all its episodes; of None where there was
-            none. films: `{"films": what evaluation/replay.py says of its pictures}`.
+            none. films: `{"films": what rollouts/replay.py says of its pictures}`.
     """
     policy, env = about["policy"], about["environment"]
     facts = [
@@ -219,6 +219,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         held_out=list(_held_out(evaluation, facts)),
         closed_loop=closed_loop(evaluation, output_dir, lines),
         has_datasets="grpo" not in config,
+        has_held_out=config.keys().isdisjoint(("grpo", "value")),  # only vla.py measures the open-loop error
         values=values_section(output_dir),
         held_out_expected=bool((config.get("dataset") or {}).get("eval_split")),
         attempts=starts,

@@ -28,7 +28,7 @@ def values_section(folder: Path) -> dict[str, Any] | None:
 
 
 def advantages_chart(counted: Mapping[str, Any]) -> str:
-    """Draw how many frames of each outcome have which advantage (`run.labels.histogram`), as SVG."""
+    """Draw how many frames of each outcome have which advantage (`plan.labels.histogram`), as SVG."""
     edges = np.asarray(counted["edges"])
     middle = (edges[:-1] + edges[1:]) / 2
     lines = {
