@@ -244,8 +244,8 @@ def describe_grpo(run: GrpoRun) -> str:
         f"once per worker; rate {config.lr:g}, after {g.warmup} iterations of warm-up; AdamW",
         f"Rollouts     at most {host_bytes / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "
         f"decisions of {size / 1e6:.2f} MB",
-        f"Held out     {config.eval.n_episodes * tasks} episodes before the first iteration and every {g.eval_every}, by "
-        "the deterministic sampler",
+        f"Held out     {config.eval.n_episodes * tasks} episodes before the first iteration and every {g.eval_every}, "
+        "by the deterministic sampler",
         *_describe_states(g, scene),
         *g.describe_recording(run.episodes),
         f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}, "
