@@ -71,7 +71,9 @@ class GrpoOptions:
     )
     value_lr: float = option(1e-3, "Learning rate of the critic of --grpo.method ppo.", above=0)
     value_clip: float | None = option(
-        0.2, "An update moves a value by at most so much; null: no bound. With --grpo.method ppo.", above=0
+        0.2,
+        "Bound of the change of a value in an iteration, as a clipped loss; null: no bound. With --grpo.method ppo.",
+        above=0,
     )
     target_kl: float | None = option(
         0.001,
@@ -107,7 +109,7 @@ class GrpoOptions:
     inference_batch: int = option(64, "Decisions that the policy makes at once, at most.", min=1)
     record_dataset: str | None = option(
         None,
-        "Write the episodes that were learned from, failures included, as a LeRobot dataset with next.success, "
+        "Write the episodes that were played to learn from, failures included, as a LeRobot dataset with next.success, "
         "next.reward and next.done when the run is done: a new folder; on a cluster a path that all nodes share.",
         file="path",
     )
@@ -145,8 +147,9 @@ class GrpoOptions:
         """The plan's lines about the dataset of what was learned from. `episodes`: of an iteration."""
         if self.record_dataset is None:
             return []
-        count = -(-self.iterations // self.record_every) * episodes
-        return [f"Dataset      {count:,} episodes that it learned from, in {self.record_dataset}, at the end"]
+        count = -(-self.iterations // self.record_every) * episodes * (1 + self.resample)
+        most = "at most " if self.resample else ""
+        return [f"Dataset      {most}{count:,} episodes that were played, in {self.record_dataset}, at the end"]
 
     def describe_resampling(self, episodes: int) -> list[str]:
         """The plan's lines about groups that are replaced. `episodes`: of an iteration."""
