@@ -53,15 +53,15 @@ def test_groups_begin_elsewhere_in_every_iteration_and_never_where_held_out_epis
 def test_a_rank_that_remembers_nothing_has_a_row_of_zeros_as_others_have(monkeypatch):
     theirs = {"tokens": torch.ones(3, 5, dtype=torch.int64), "image": torch.ones(3, 4, 4, 3, dtype=torch.uint8)}
 
-    def gather(forms, mine):
-        forms[:] = [{key: (tuple(value.shape[1:]), value.dtype) for key, value in theirs.items()}, mine]
+    def gather(ranks, mine):
+        ranks[:] = [{key: (tuple(value.shape[1:]), value.dtype) for key, value in theirs.items()}, mine]
 
     monkeypatch.setattr(batches.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(batches.dist, "all_gather_object", gather)
-    filled = batches.filled_up({})
+    filled = batches.pad_empty({})
     assert {key: (tuple(v.shape), v.dtype, int(v.sum())) for key, v in filled.items()} == {
         "tokens": ((1, 5), torch.int64, 0),
         "image": ((1, 4, 4, 3), torch.uint8, 0),
     }
-    assert batches.filled_up(theirs) is theirs
+    assert batches.pad_empty(theirs) is theirs

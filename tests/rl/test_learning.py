@@ -240,7 +240,8 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     monkeypatch.setattr(batches.dist, "all_gather_into_tensor", lambda ranks, mine: None)
     assert batches.everyone(torch.zeros(3, 0)).shape == (2, 3, 0)
     config = parse_grpo(["--preset=demo", "--grpo.method=ppo", "--grpo.groups=2", "--grpo.group_size=2"])
-    played = RolloutGroup(torch.zeros(2, 2), torch.zeros(2, 2), np.full(4, 3), np.full(4, 9), np.arange(4), {})
+    line = {"error": None, "success_once": False, "success_decision": None, "rewards": (0.0,) * 3}
+    played = RolloutGroup(np.arange(4).reshape(2, 2), dict.fromkeys(range(4), line), "success")
     acting = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=dict, device=torch.device("cpu"))
     objective = PPO.__new__(PPO)
@@ -423,7 +424,7 @@ def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
     for episode in range(12):
         rows = np.flatnonzero(rollouts.table.episode == episode)
         values = [*rollouts.values["value"][rows].tolist(), 0.0]
-        rewards = played.rewards[int(played.numbers[episode])]
+        rewards = played.rewards(int(played.numbers.flat[episode]))
         assert len(rewards) == len(rows) == played.decisions[episode]
         errors = [rewards[t] + 0.99 * values[t + 1] - values[t] for t in range(len(rows))]
         for t, row in enumerate(rows):
@@ -445,9 +446,10 @@ def test_ppo_compares_each_decision_with_its_critic(base, tmp_path):
 
 def test_a_success_is_worth_one_in_the_decision_that_had_it():
     line = {"rewards": (0.5, 2.0, -1.0), "success_decision": 1}
-    assert groups.rewards_of(line, "success") == [0, 1, 0]
-    assert groups.rewards_of(line, "return") == [0.5, 2.0, -1.0]
-    assert groups.rewards_of({**line, "success_decision": None}, "success") == [0, 0, 0]
+    lines = {0: line, 1: {**line, "success_decision": None}}
+    success, returns = (RolloutGroup(np.arange(2)[None], lines, reward) for reward in ("success", "return"))
+    assert success.rewards(0) == [0, 1, 0] and success.rewards(1) == [0, 0, 0]
+    assert returns.rewards(0) == [0.5, 2.0, -1.0]
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -464,7 +466,7 @@ def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_
 
 
 def test_a_reset_that_does_not_decide_the_state_is_said():
-    lines = {n: {"initial_state": str(n == 1)} for n in range(3)}
+    lines = {n: {"initial_state": str(n == 1), "error": None} for n in range(3)}
     with pytest.raises(ValueError, match="reset.* does not decide"):
         groups._check_alike(lines, 3)
     groups._check_alike({3: lines[0], 1: lines[1]}, 3)

@@ -10,6 +10,7 @@ Legend: N groups, G episodes of a group, E = N G, R rows (decisions) to learn fr
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch
+from vla_finetuning.options.grpo import Reward
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor, StochasticActor
 from vla_finetuning.rl.demonstrations import Read, as_batch, micro_positions
-from vla_finetuning.rollouts.episodes import PlayedEpisode
+from vla_finetuning.rollouts.episodes import Line, PlayedEpisode
 from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 
@@ -37,14 +39,19 @@ def everyone(mine: Tensor) -> Tensor:
     return ranks.view(dist.get_world_size(), *mine.shape)
 
 
-def filled_up(columns: Batch) -> Batch:
-    """Return a rank's columns, or a row of zeros in the form of other ranks' where it has none; all must call it."""
+def gather[K, V](mine: Mapping[K, V]) -> dict[K, V]:
+    """Merge every rank's dictionary; of equal keys the last rank's value stays. Every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return columns
-    forms: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(forms, {key: (tuple(value.shape[1:]), value.dtype) for key, value in columns.items()})
-    form: dict[str, Any] = next(filter(None, forms), {})
-    return columns or {key: torch.zeros(1, *shape, dtype=dtype) for key, (shape, dtype) in form.items()}
+        return dict(mine)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, dict(mine))
+    return {key: value for rank in ranks for key, value in rank.items()}
+
+
+def pad_empty(columns: Batch) -> Batch:
+    """Return this rank's columns; one row of zeros in other ranks' shapes if it has none. Every rank must call it."""
+    shapes = gather({key: (tuple(value.shape[1:]), value.dtype) for key, value in columns.items()})
+    return columns or {key: torch.zeros(1, *shape, dtype=dtype) for key, (shape, dtype) in shapes.items()}
 
 
 def alike(returns: Tensor) -> Tensor:
@@ -59,42 +66,58 @@ def alike(returns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """What all ranks know of some groups' episodes.
+    """The episodes of some groups, as all ranks know them.
 
     Attributes:
-        returns, success: float32 (N, G), NaN where an episode could not be played. decisions, steps, numbers: int64
-            (N G,), of each episode.
-        rewards: of each decision, by the number of the episode; of this rank's episodes.
-        episodes: this rank's. truncated: numbers of those that ended because their time was over.
-        errors: of those that could not be played.
+        numbers: int64 (N, G), the number of each episode.
+        lines: the lines of all ranks' episodes by number; `error` is set if an episode could not be played.
+        reward: what an episode and its decisions are worth (--grpo.reward).
+        episodes: the episodes that this rank has played to their end.
     """
 
-    returns: Tensor
-    success: Tensor
-    decisions: np.ndarray
-    steps: np.ndarray
     numbers: np.ndarray
-    rewards: Mapping[int, list[float]]
+    lines: Mapping[int, Line]
+    reward: Reward
     episodes: Sequence[PlayedEpisode] = ()
-    truncated: frozenset[int] = frozenset()
-    errors: Sequence[str] = ()
 
     @property
-    def failed(self) -> int:
-        """Return how many episodes could not be played."""
-        return int(self.returns.isnan().sum())
+    def returns(self) -> Tensor:
+        """Return what each episode is worth, float32 (N, G), NaN if it could not be played."""
+        return self.success if self.reward == "success" else self._column("total_reward")
 
-    def with_groups(self, replacements: RolloutGroup, places: Tensor) -> RolloutGroup:
-        """The same with other groups at `places`, int64 (number of the others,)."""
-        size = self.returns.shape[1]
-        episodes = (places[:, None] * size + torch.arange(size)).flatten().numpy()
-        columns = {name: getattr(self, name).copy() for name in ("decisions", "steps", "numbers")}
-        for name, column in columns.items():
-            column[episodes] = getattr(replacements, name)
-        returns = self.returns.index_copy(0, places, replacements.returns)
-        success = self.success.index_copy(0, places, replacements.success)
-        rewards, truncated = {**self.rewards, **replacements.rewards}, self.truncated | replacements.truncated
-        return RolloutGroup(returns, success, **columns, rewards=rewards, truncated=truncated)
+    @property
+    def success(self) -> Tensor:
+        """Return whether each episode succeeded, float32 (N, G), NaN if it could not be played."""
+        return self._column("success_once")
+
+    @property
+    def played(self) -> list[Line]:
+        """Return the lines of the episodes that were played to their end."""
+        lines = (self.lines[number] for number in self.numbers.ravel().tolist())
+        return [line for line in lines if line["error"] is None]
+
+    @property
+    def decisions(self) -> np.ndarray:
+        """Return how many decisions each episode had, int64 (E,); 0 if it could not be played."""
+        return np.array([len(self.lines[number]["rewards"] or ()) for number in self.numbers.ravel().tolist()])
+
+    def rewards(self, number: int) -> list[float]:
+        """Return the reward of each decision of an episode: the environment's, or 1 for the first that succeeds."""
+        line = self.lines[number]
+        if self.reward == "return":
+            return list(line["rewards"])
+        return [float(decision == line["success_decision"]) for decision in range(len(line["rewards"]))]
+
+    def with_groups(self, other: RolloutGroup, places: Tensor) -> RolloutGroup:
+        """Return a copy with the groups of `other` at `places`, int64 (groups of `other`,)."""
+        numbers = self.numbers.copy()
+        numbers[places.numpy()] = other.numbers
+        return RolloutGroup(numbers, {**self.lines, **other.lines}, self.reward)
+
+    def _column(self, name: str) -> Tensor:
+        lines = [self.lines[number] for number in self.numbers.ravel().tolist()]
+        values = [math.nan if line["error"] is not None else float(line[name]) for line in lines]
+        return torch.tensor(values).view(self.numbers.shape)
 
 
 def group_seed(seed: int, iteration: int, group: int) -> int:
@@ -188,11 +211,11 @@ class RolloutBatch:
         self.owned = self._owner == worker.rank
         # A rank none of whose episodes could be played computes with a row of weight zero all the same.
         columns, self._columns_of = acting.columns(), acting.rows
-        self.columns = filled_up(columns) if self.rows else columns
+        self.columns = pad_empty(columns) if self.rows else columns
         # Where a row of the table is in this rank's columns.
         self._place = np.full(self.rows, -1)
         self._place[self.owned] = acting.rows(
-            group.numbers[self.table.episode[self.owned]], self.table.decision[self.owned]
+            group.numbers.ravel()[self.table.episode[self.owned]], self.table.decision[self.owned]
         )
         self.values: dict[str, Tensor] = {}
         self.draw: Callable[[np.ndarray, tuple[int, ...]], Mapping[str, Tensor]] = lambda rows, key: {}
@@ -220,10 +243,15 @@ class RolloutBatch:
 
     def last_states(self, group: RolloutGroup) -> Iterator[tuple[list[int], Batch]]:
         """Yield numbers of this rank's episodes whose time was over, and what was seen then (`Playing.bootstraps`)."""
-        ended = [number for number in sorted(group.truncated) if number in group.numbers]
+        is_owned = rank_of(np.arange(len(group.numbers)), self._world) == self._rank
+        ended = [
+            number
+            for number in np.sort(group.numbers[is_owned], axis=None).tolist()
+            if group.lines[number]["truncated"]
+        ]
         size = self._config.batch_size
         for numbers in (ended[first : first + size] for first in range(0, len(ended), size)):
-            after = np.array([len(group.rewards[number]) for number in numbers])
+            after = np.array([len(group.lines[number]["rewards"]) for number in numbers])
             yield numbers, self._batch(np.array(self._columns_of(np.array(numbers), after)))
 
     def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:

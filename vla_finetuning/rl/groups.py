@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.evaluation.intervals import AT_END, ONCE, score
-from vla_finetuning.options.grpo import GrpoOptions, Reward
+from vla_finetuning.evaluation.intervals import score
+from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
-from vla_finetuning.rl.batches import RolloutGroup, alike, everyone, group_seed, rank_of
+from vla_finetuning.rl.batches import RolloutGroup, alike, gather, group_seed, rank_of
 from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rollouts.episodes import Episode, Line, episode_list
 from vla_finetuning.rollouts.scheduler import Scheduler
@@ -54,7 +52,7 @@ def play_iteration(
             break
         rounds.append(play_groups(options, scene, rollouts, acting, worker, places.tolist(), again))
         group = group.with_groups(rounds[-1], places)
-    check_played(group.returns.isfinite(), [error for played in rounds for error in played.errors])
+    check_played([group.lines[number] for number in group.numbers.ravel().tolist()])
     return group, rounds
 
 
@@ -73,63 +71,35 @@ def play_groups(
         again: how many times these have been replaced.
     """
     size, count, iteration = options.group_size, options.groups, acting.iteration
+    firsts = (again * count + np.array(groups)) * size
     episodes: dict[int, Episode] = {}
-    places: dict[int, int] = {}  # of episodes in the table, by their numbers
-    for place, group in enumerate(groups):
-        if rank_of(group, worker.world) != worker.rank:
-            continue
-        number, nth = again * count + group, (iteration + again) * count + group
-        task, seed = scene.tasks[nth % len(scene.tasks)], group_seed(acting.seed, iteration, number)
-        episode = Episode("plain", task, scene.train_number(task, nth // len(scene.tasks)), seed)
-        episodes |= {number * size + i: episode for i in range(size)}
-        places |= {number * size + i: place * size + i for i in range(size)}
-    begun = rollouts.play_here(episodes, acting, bootstraps=options.bootstrap_time_limit)
-    played = {number: (line, actions) for number, (line, actions) in begun.items() if actions is not None}
-    lines = {number: line for number, (line, _) in played.items()}
+    for group, first in zip(groups, firsts.tolist(), strict=True):
+        if rank_of(group, worker.world) == worker.rank:
+            nth = (iteration + again) * count + group
+            task, seed = scene.tasks[nth % len(scene.tasks)], group_seed(acting.seed, iteration, first // size)
+            episode = Episode("plain", task, scene.train_number(task, nth // len(scene.tasks)), seed)
+            episodes |= dict.fromkeys(range(first, first + size), episode)
+    ended = rollouts.play_here(episodes, acting, bootstraps=options.bootstrap_time_limit)
+    lines = gather({number: line for number, (line, _) in ended.items()})
     _check_alike(lines, size)
-    rewards = {number: rewards_of(line, options.reward) for number, line in lines.items()}
-    table = torch.zeros((len(groups) * size, 6), dtype=torch.float64)
-    for number, place in places.items():
-        table[place, 0] = number
-        if (line := lines.get(number)) is not None:
-            worth = float(line["success_once"]) if options.reward == "success" else line["total_reward"]
-            row = [worth, line["success_once"], len(rewards[number]), line["steps"], 1.0]
-            table[place, 1:] = torch.tensor(row)
-    gathered = everyone(table.to(acting.device)).sum(dim=0).cpu()
-    # One that could not be played is NaN: it is left out of its group.
-    gathered[:, 1:3] = torch.where(gathered[:, 5:] > 0, gathered[:, 1:3], torch.nan)
-    returns, success = (gathered[:, column].float().view(-1, size) for column in (1, 2))
-    numbers, decisions, steps = (gathered[:, column].long().numpy() for column in (0, 3, 4))
-    truncated = frozenset(number for number, line in lines.items() if line["truncated"])
-    errors = [line["error"] for line, actions in begun.values() if actions is None]
-    return RolloutGroup(returns, success, decisions, steps, numbers, rewards, list(played.values()), truncated, errors)
+    played = [(line, actions) for line, actions in ended.values() if actions is not None]
+    return RolloutGroup(firsts[:, None] + np.arange(size), lines, options.reward, played)
 
 
-def check_played(is_played: Tensor, errors: Sequence[str]) -> None:
-    """End the run where no episode of any rank could be played: others would go the same way.
-
-    Args:
-        is_played: bool, of any shape. errors: of this rank's episodes.
-    """
-    if not bool(is_played.any()):
-        why = f", the first because of {errors[0]}" if errors else ""
+def check_played(lines: Sequence[Line]) -> None:
+    """Raise ValueError if none of the ranks' episodes could be played: the next ones would fail in the same way."""
+    errors = [line["error"] for line in lines]
+    if None not in errors:
         raise ValueError(
-            f"none of {is_played.numel()} episodes could be played to its end{why}: repair the environment, and "
-            "--resume goes on"
+            f"none of {len(errors)} episodes could be played to its end, the first because of {errors[0]}: repair the "
+            "environment, and --resume goes on"
         )
-
-
-def rewards_of(line: Line, reward: Reward) -> list[float]:
-    """Return for each decision the sum of the environment's rewards, or 1 for the one that succeeded first and 0."""
-    if reward == "return":
-        return list(line["rewards"])
-    return [float(number == line["success_decision"]) for number in range(len(line["rewards"]))]
 
 
 def _check_alike(lines: Mapping[int, Line], size: int) -> None:
     states: dict[int, str] = {}
     for number, line in lines.items():
-        if states.setdefault(number // size, line["initial_state"]) != line["initial_state"]:
+        if line["error"] is None and states.setdefault(number // size, line["initial_state"]) != line["initial_state"]:
             raise ValueError(
                 "episodes of one group began in different states: the environment's reset(seed=...) does not decide "
                 "its initial state, so their returns cannot be compared; where it does, and only pictures differ by "
@@ -167,22 +137,6 @@ def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor
     listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
     rank_episodes = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}
     played = rollouts.play_here(rank_episodes, DeterministicActor(actor, config.seed, rank_episodes))
-    table = torch.zeros((len(listed), 4), dtype=torch.float64)
-    for number, (line, actions) in played.items():
-        if actions is not None:
-            state = int(hashlib.sha256(line["initial_state"].encode()).hexdigest()[:12], 16)  # exact in float64
-            row = [1.0, line["success_once"], line["success_at_end"], state]
-            table[number] = torch.tensor(row, dtype=torch.float64)
-    gathered = everyone(table.to(actor.device)).sum(dim=0).cpu()
-    check_played(gathered[:, 0] > 0, [line["error"] for line, actions in played.values() if actions is None])
-    lines = [
-        {
-            **asdict(episode),
-            "error": None if row[0] else "failed",
-            ONCE: row[1],
-            AT_END: row[2],
-            "initial_state": row[3],
-        }
-        for episode, row in zip(listed, gathered.tolist(), strict=True)
-    ]
-    return {f"held_out_{name}": value for name, value in score(lines).items()}
+    lines = gather({number: line for number, (line, _) in played.items()})
+    check_played(list(lines.values()))
+    return {f"held_out_{name}": value for name, value in score([lines[number] for number in sorted(lines)]).items()}

@@ -98,7 +98,7 @@ def metrics_of(
     success, returns = (torch.cat([getattr(group, name) for group in rounds]) for name in ("success", "returns"))
     norms = [float(result.grad_norm) for result in results]
     return {
-        "episodes_failed": sum(group.failed for group in rounds),
+        "episodes_failed": sum(group.numbers.size - len(group.played) for group in rounds),
         "success": float(success[success.isfinite()].mean()),
         "return": float(returns[returns.isfinite()].mean()),
         "mixed_groups": 1.0 - float(alike(played.returns).float().mean()),
@@ -106,7 +106,7 @@ def metrics_of(
         "decisions": sum(int(group.decisions.sum()) for group in rounds),
         "used": rollouts.rows,
         "demonstrated": rollouts.demonstrated,
-        "env_steps": sum(int(group.steps.sum()) for group in rounds),
+        "env_steps": sum(line["steps"] for group in rounds for line in group.played),
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
         "loss": means.loss,

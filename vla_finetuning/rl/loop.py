@@ -114,7 +114,7 @@ class GrpoState(LoopState):
         if is_iteration_recorded(run, iteration):
             episodes = [episode for groups in rounds for episode in groups.episodes]
             write_episodes(run.job.output_dir, iteration, worker, episodes)
-        self.episodes += sum(groups.returns.numel() for groups in rounds)
+        self.episodes += sum(groups.numbers.size for groups in rounds)
         used = self.objective.used(played)
         check_first(options, iteration, played, used)
         self.times.mark("play")

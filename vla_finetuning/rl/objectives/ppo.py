@@ -83,9 +83,9 @@ class PPO(GRPO):
         estimates = torch.zeros(3, rollouts.rows)  # advantages, targets, values; of this rank's rows
         for episode in np.unique(episodes[rollouts.owned]):
             rows = np.flatnonzero(episodes == episode)  # one after the other
-            number, options = int(group.numbers[episode]), self.options
+            number, options = int(group.numbers.flat[episode]), self.options
             pair = advantages_and_targets(
-                group.rewards[number], values[rows].tolist(), options.gamma, options.gae_lambda, after.get(number, 0.0)
+                group.rewards(number), values[rows].tolist(), options.gamma, options.gae_lambda, after.get(number, 0.0)
             )
             estimates[:, rows] = torch.stack([*map(torch.tensor, pair), values[rows]])
         advantage, target, value = everyone(estimates.to(self.sums.device)).sum(dim=0).cpu()
