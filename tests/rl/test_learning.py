@@ -30,7 +30,7 @@ from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
 from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
 from vla_finetuning.rl.objectives import ppo
-from vla_finetuning.rl.objectives.base import totals
+from vla_finetuning.rl.objectives.base import sum_means
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.objectives.ppo import PPO
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
@@ -250,7 +250,7 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     rollouts = RolloutBatch(config, actor, acting, played, objective.used(played), worker=Rank(0, 2))
     objective.prepare(rollouts, played, None)
     assert rollouts.rows == 0 and list(rollouts.epoch(0)) == []
-    assert objective.metrics(rollouts, totals(torch.zeros(7)))["explained_variance"] is None
+    assert objective.metrics(rollouts, sum_means(torch.zeros(7)))["explained_variance"] is None
 
 
 def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path):

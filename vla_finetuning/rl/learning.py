@@ -15,7 +15,7 @@ from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, alike, everyone
-from vla_finetuning.rl.objectives.base import Objective, totals
+from vla_finetuning.rl.objectives.base import Objective, sum_means
 from vla_finetuning.rollouts.scheduler import Scheduler
 
 
@@ -94,7 +94,7 @@ def metrics_of(
     Args:
         played: the groups that it learned from. rounds: all that were played, whose success and costs these are.
     """
-    means = totals(everyone(objective.sums))
+    means = sum_means(everyone(objective.sums))
     success, returns = (torch.cat([getattr(group, name) for group in rounds]) for name in ("success", "returns"))
     norms = [float(result.grad_norm) for result in results]
     return {
@@ -109,7 +109,6 @@ def metrics_of(
         "env_steps": sum(line["steps"] for group in rounds for line in group.played),
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
-        "loss": means.loss,
         **objective.metrics(rollouts, means),
         "grad_norm": float(np.mean(norms)) if norms else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,

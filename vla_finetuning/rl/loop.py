@@ -21,7 +21,7 @@ from vla_finetuning.rl.demonstrations import in_tasks
 from vla_finetuning.rl.groups import check_first, held_out, make_rollouts, play_iteration
 from vla_finetuning.rl.learning import Times, build_grpo_optimizer, check_finite, metrics_of
 from vla_finetuning.rl.objectives import objective_class
-from vla_finetuning.rl.objectives.base import Objective, totals
+from vla_finetuning.rl.objectives.base import Objective, sum_means
 from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, write_episodes
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.player import Acting, Player
@@ -159,7 +159,7 @@ class GrpoState(LoopState):
                 # Where there is such a limit, the one value of an update that is read from the device.
                 # Not below it: what is not a number is no reason to go on.
                 moved = self.objective.sums - before
-                if options.target_kl and not totals(everyone(moved)).kl <= options.target_kl:
+                if options.target_kl and not sum_means(everyone(moved))["kl"] <= options.target_kl:
                     return results
         return results
 

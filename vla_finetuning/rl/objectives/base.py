@@ -5,7 +5,7 @@ Legend: B rows (decisions), N groups, G episodes of a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
@@ -20,22 +20,10 @@ from vla_finetuning.rl.sampler import FlowSDE
 EPSILON = 1e-6
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Means over an update's rows, of all ranks.
-
-    Attributes:
-        loss: mean. kl: of the policy that acted to the policy now, by (r - 1) - log r, per executed dimension (of an
-            action, times actions). clipped: share of the steps that the clip left without a gradient. ratio_off: the
-            largest |r - 1|. kl_start: as kl, to the policy that the run started from. value_loss: mean, of the critic.
-    """
-
-    loss: float
-    kl: float
-    clipped: float
-    ratio_off: float
-    kl_start: float
-    value_loss: float
+# Entries of `Objective.sums`: sums over rows, `ratio_off` a maximum. KLs are (r - 1) - log r per executed dimension (of
+# an action, times actions): `kl` of the policy that acted to the policy now, `kl_start` to that of the run's start.
+# `clipped` is the share of steps that the clip left without a gradient, `ratio_off` the largest |r - 1|.
+SUMS = ("rows", "loss", "kl", "clipped", "ratio_off", "kl_start", "value_loss")
 
 
 class Objective(nn.Module):
@@ -49,7 +37,7 @@ class Objective(nn.Module):
         scores: whether decisions are scored once more before the first update, which the plan counts.
         masks_padding: whether the policy's own loss leaves out actions that were not executed.
         critic: trains beside the policy and has no influence on it but by the advantages; None: there is none.
-        sums: float32 (7,), on the device: what `Totals` is made of, of all micro-batches since `clear`.
+        sums: float32 (len(SUMS),) on the device, over the micro-batches since `clear`.
     """
 
     scores: ClassVar[bool] = True
@@ -61,7 +49,7 @@ class Objective(nn.Module):
         self.loss, self.sde, self.options, self.seed = loss, sde, options, seed
         self.critic: nn.Module | None = None
         loss.mask_padding = self.masks_padding
-        self.register_buffer("sums", torch.zeros(7), persistent=False)
+        self.register_buffer("sums", torch.zeros(len(SUMS)), persistent=False)
 
     @classmethod
     def describe(cls, options: GrpoOptions) -> str:
@@ -91,34 +79,28 @@ class Objective(nn.Module):
         """
         raise NotImplementedError
 
-    def metrics(self, rollouts: RolloutBatch, totals: Totals) -> dict[str, float | None]:
-        """Return what a line of metrics.jsonl says of an iteration's updates; None where it means nothing."""
-        return {
-            "kl": totals.kl,
-            "kl_start": totals.kl_start if self.options.kl else None,
-            "clipped": totals.clipped,
-            "ratio_off": totals.ratio_off,
-            "value_loss": None,
-            "explained_variance": None,
-        }
+    def metrics(self, rollouts: RolloutBatch, means: Mapping[str, float]) -> dict[str, float | None]:
+        """Return an iteration's entries of metrics.jsonl from `sum_means`; None marks those that do not apply."""
+        absent = {"value_loss": None, "explained_variance": None}
+        return {**means, **absent, **({} if self.options.kl else {"kl_start": None})}
 
     @torch.no_grad()
-    def add(self, *values: Tensor) -> None:
-        """Add a micro-batch to `sums`, in the order: rows, loss, kl, clipped, the largest |r - 1|, kl_start, value."""
-        off = torch.maximum(self.sums[4], values[4]) if len(values) > 4 else self.sums[4].clone()
-        for number, value in enumerate(values):
-            self.sums[number] += value
-        self.sums[4] = off
+    def add(self, **values: Tensor) -> None:
+        """Add a micro-batch's values, 0-d, to `sums` by their names in `SUMS`."""
+        for name, value in values.items():
+            total = self.sums[SUMS.index(name)]
+            total.copy_(torch.maximum(total, value) if name == "ratio_off" else total + value)
 
     def clear(self) -> None:
         self.sums.zero_()
 
 
-def totals(sums: Tensor) -> Totals:
-    """Return the means of `Objective.sums`, (7,), or (ranks, 7) of all ranks. Reads values from the device."""
-    rows = cast("list[list[float]]", sums.reshape(-1, 7).tolist())
-    weight, loss, kl, flat, _, away, value_loss = (sum(column) for column in zip(*rows, strict=True))
-    weight = max(weight, 1e-9)
-    return Totals(
-        loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight, value_loss / weight
-    )
+def sum_means(sums: Tensor) -> dict[str, float]:
+    """Return the means over rows of `Objective.sums`, of one rank or of all, (ranks, len(SUMS)), by their names.
+
+    Reads values from the device.
+    """
+    ranks = cast("list[list[float]]", sums.reshape(-1, len(SUMS)).tolist())
+    columns = dict(zip(SUMS, zip(*ranks, strict=True), strict=True))
+    rows, off = max(sum(columns.pop("rows")), 1e-9), max(columns["ratio_off"])
+    return {name: sum(column) / rows for name, column in columns.items()} | {"ratio_off": off}

@@ -5,6 +5,7 @@ Legend: B rows (decisions), T chunk, A action, N groups, G episodes of a group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from util import Batch
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, imitation_draws
-from vla_finetuning.rl.objectives.base import Objective, Totals
+from vla_finetuning.rl.objectives.base import Objective
 
 
 class FilteredImitation(Objective):
@@ -51,12 +52,11 @@ class FilteredImitation(Objective):
         weight, steps = batch["weight"], batch["action_is_pad"].shape[1]
         row_weight = weight * (steps / (steps - batch["action_is_pad"].sum(dim=1)))
         loss = self.loss({**batch, "row_weight": row_weight}, batch["noise"], batch["time"]) * len(weight)
-        self.add(weight.sum(), loss.detach())
+        self.add(rows=weight.sum(), loss=loss.detach())
         return loss
 
-    def metrics(self, rollouts: RolloutBatch, totals: Totals) -> dict[str, float | None]:
-        """Return those of `Objective`; there is no divergence from the policy that acted."""
-        return super().metrics(rollouts, totals) | {"kl": None}
+    def metrics(self, rollouts: RolloutBatch, means: Mapping[str, float]) -> dict[str, float | None]:
+        return super().metrics(rollouts, means) | {"kl": None}  # imitation computes no ratios
 
 
 METHOD = FilteredImitation

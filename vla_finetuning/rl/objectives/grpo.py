@@ -120,8 +120,15 @@ class GRPO(Objective):
             def total(values: Tensor) -> Tensor:
                 return (values.float().mean(dim=1) * weight).sum()
 
-            off = (ratio - 1.0).abs().max()
-            self.add(weight.sum(), loss, total(divergence), total(flat), off, total(away / dimensions), value_loss)
+            self.add(
+                rows=weight.sum(),
+                loss=loss,
+                kl=total(divergence),
+                clipped=total(flat),
+                ratio_off=(ratio - 1.0).abs().max(),
+                kl_start=total(away / dimensions),
+                value_loss=value_loss,
+            )
         return loss + value_loss
 
     def value_loss(self, batch: Batch, prefix: Any) -> Tensor:

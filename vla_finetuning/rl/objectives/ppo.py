@@ -17,7 +17,7 @@ from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
 from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
-from vla_finetuning.rl.objectives.base import EPSILON, Objective, Totals
+from vla_finetuning.rl.objectives.base import EPSILON, Objective
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.sampler import FlowSDE
 
@@ -102,14 +102,15 @@ class PPO(GRPO):
         errors = value_loss(self.values(prefix), batch["value"], batch["target"], self.options.value_clip)
         return (errors * batch["weight"]).sum()
 
-    def metrics(self, rollouts: RolloutBatch, totals: Totals) -> dict[str, float | None]:
-        """Return those of `Objective`, the critic's loss, and the share of the targets' variance that it explains."""
+    def metrics(self, rollouts: RolloutBatch, means: Mapping[str, float]) -> dict[str, float | None]:
+        """Add the critic's loss, and the share of the targets' variance that its values explain."""
         explained = None
         if "target" in rollouts.values:
             target, value = rollouts.values["target"], rollouts.values["value"]
             unexplained = (target - value).var(correction=0)
             explained = float(1.0 - unexplained / target.var(correction=0).clamp(min=1e-12))
-        return super().metrics(rollouts, totals) | {"value_loss": totals.value_loss, "explained_variance": explained}
+        critic = {"value_loss": means["value_loss"], "explained_variance": explained}
+        return super().metrics(rollouts, means) | critic
 
 
 METHOD = PPO
