@@ -6,7 +6,7 @@ import copy
 import gc
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, 
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.player import Acting, Player
 from vla_finetuning.rollouts.scheduler import Scheduler
-from vla_finetuning.run.checkpoint import Progress, load_checkpoint
+from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.progress import keep_metrics
 from vla_finetuning.training.callbacks import Checkpoints, StopFile
 from vla_finetuning.training.model import build_model, check_attention
@@ -36,7 +36,7 @@ from vla_finetuning.training.state import Callback, LoopState
 
 def callbacks_for(run: GrpoRun, state: GrpoState) -> list[Callback]:
     """List what the run attaches to its loop, in the order in which callbacks see an iteration's metrics."""
-    return [StopFile(), HeldOutEpisodes(), IterationCheckpoints(run.config.training()), IterationLines()]
+    return [StopFile(), HeldOutEpisodes(), Checkpoints(run.config.training()), IterationLines()]
 
 
 @dataclass
@@ -189,19 +189,6 @@ class HeldOutEpisodes(Callback):
 
     def _play(self, state: GrpoState, line: dict[str, Any]) -> None:
         line |= held_out(state.run.config, state.run.scene, state.rollouts, state.actor, state.worker)
-
-
-class IterationCheckpoints(Checkpoints):
-    """Checkpoints of which the one with the most success counts as the best."""
-
-    _success = 0.0
-
-    def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
-        self._success = line["success"]
-        super().on_log(state, line)
-
-    def progress(self, state: LoopState) -> Progress:
-        return replace(super().progress(state), loss=-self._success)
 
 
 class IterationLines(Callback):
