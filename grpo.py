@@ -1,11 +1,11 @@
-"""Let a policy learn from success alone: GRPO for PI0.5 in an environment, on one laptop or a cluster.
+"""Train a policy from success alone: GRPO for PI0.5 in an environment, on one laptop or a cluster.
 
     python grpo.py --preset demo
     python grpo.py --policy.path outputs/demo/pretrained_model --env.type two_bins --output_dir outputs/learned
 
-The architecture, top to bottom: `main` resolves the run and starts it; `train`, in every training process, has the
-policy play groups of episodes in environments of its own, and updates it by what came of them. No weights travel: the
-process that trains also acts. The mathematics is in docs/grpo.md.
+`main` resolves the run and starts it. `train`, in every training process, lets the policy play groups of episodes in
+its own environments, and updates it. No weights travel: the process that trains also acts. docs/grpo.md has the
+mathematics.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.fitting import fit, steps_done, worker_group
 from vla_finetuning.training.worker import RayWorker, Worker
 
-# ---- training: one process per GPU, which acts, too ---------------------------------------------------------------
+# ---- training: one process per GPU --------------------------------------------------------------------------------
 
 
 def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> None:
@@ -60,7 +60,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> Non
 
 
 def train(run: GrpoRun, worker: Worker) -> bool:
-    """Train from the newest checkpoint to the end of the run; False if the run was asked to stop before."""
+    """Train from the newest checkpoint to the end of the run; return False if a stop was requested before."""
     return vla.train(run, worker, state_class=GrpoState, attached=callbacks_for).finished
 
 
@@ -70,14 +70,14 @@ def train(run: GrpoRun, worker: Worker) -> bool:
 def main(argv: Sequence[str] | None = None, examined: Examined | None = None) -> int:
     """Resolve, train, evaluate.
 
-    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
-    5 the policy is trained, but could not be evaluated.
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was stopped and can be resumed, 5 the
+    policy is trained, but could not be evaluated.
     """
     return run_training(GRPO, argv, examined, resolve, plan)
 
 
 def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
-    """Decide what the run does; None where its policy comes first, which a dry run does not train."""
+    """Resolve the run; return None if a dry run would first have to train the demo's policy."""
     config = examined.config
     if config.policy_path is None:
         folder = imitated(stack, config.dry_run)
@@ -91,7 +91,7 @@ def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
 
 
 def plan(run: GrpoRun, _: Examined) -> Work:
-    """Print the run's plan, check what can be checked before Ray starts, and return the work."""
+    """Print the run's plan, check the recording of episodes, and return the work."""
     config = run.config
     if dataset_of(run) is not None:
         check_episodes(run, steps_done(run.job))
@@ -104,7 +104,7 @@ def plan(run: GrpoRun, _: Examined) -> Work:
 
 
 def work(run: GrpoRun) -> int:
-    """Train on the cluster, and evaluate. Returns the exit status, see `main`."""
+    """Train on the cluster, and evaluate. Return the exit status, as `main`."""
     job = run.job
     print_safe("Starting     Ray and the workers")
     cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
@@ -120,7 +120,7 @@ def work(run: GrpoRun) -> int:
 
 
 def evaluate(run: GrpoRun) -> int:
-    """Have the policy play before and after, on the same fresh scenes. Returns the exit status."""
+    """Compare the policies before and after on the same fresh scenes. Return the exit status."""
     try:
         scores, films = before_and_after(run)
         write_json(run.job.output_dir / EVALUATION_NAME, {"closed_loop": scores, "films": films})
@@ -132,9 +132,9 @@ def evaluate(run: GrpoRun) -> int:
 
 
 def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
-    """The demo's first half: a policy that `vla.py` has trained on disobedient demonstrators, now or earlier.
+    """Train the demo's policy on disobedient demonstrators with `vla.py`, unless it exists; return its folder.
 
-    None where a dry run would have to train it.
+    Return None if a dry run would have to train it.
     """
     root = prepare_disobedient(DEMO_CACHE)
     folder = root.with_name(f"{root.name}-policy")
@@ -143,10 +143,10 @@ def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
             return None
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
-        cluster.connect()  # for both halves
+        cluster.connect()  # for `vla.main` and for this run
         print_safe("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
         flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
-        flags += ["--resume", "auto"]  # one that broke off; another's that trains there now is refused
+        flags += ["--resume", "auto"]  # continues an interrupted run; a run in progress is refused
         if vla.main([*flags, "--dataset.eval_split", "0"]):
             raise ValueError(f"the demo's imitation failed; {folder} has its log")
     return folder / POLICY_DIR

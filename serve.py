@@ -1,9 +1,9 @@
-"""A policy behind a server: robots and benchmarks send observations, and get chunks of actions.
+"""Serve a policy: robots and benchmarks send observations and receive chunks of actions.
 
     python serve.py --policy.path outputs/demo/pretrained_model
 
 `openpi-client` and LeRobot's `robot_client` connect unchanged (docs/serving.md). Policies run on Ray Serve, on this
-machine or the cluster that is joined; observations that arrive together are computed together.
+machine or a cluster; observations that arrive together are computed as a batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from vla_finetuning.terminal import print_safe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 stopped, 1 the server failed, 2 it could not start."""
+    """Serve until stopped. Return the exit status: 0 stopped, 1 the server failed, 2 it could not start."""
     return run_program(SERVE, argv, prepare)
 
 
 def prepare(argv: list[str], stack: ExitStack) -> Work:
-    """Resolve the policies."""
+    """Resolve the policies, print the plan, and return the work."""
     service = resolve_service(parse_serve(argv))
     print_safe(*describe_service(service))
 

@@ -1,12 +1,12 @@
-"""Learn from failures without a simulator: what every frame of a dataset is worth, and which actions were good.
+"""Train a value function on successes and failures of a dataset, and label its frames, without a simulator.
 
     python value.py --policy.path out/pretrained_model --dataset.root data/tried --outcome.success next.success \
         --output_dir out/value
     python vla.py --recap.labels out/value/labels.parquet --dataset.root data/tried ...
 
-RECAP (arXiv 2511.14759): a value function learns from episodes that succeeded and others that failed; a frame after
-which the robot stood better than the value function thought is positive, the others are negative. `vla.py
---recap.labels` writes that into the prompts that it trains on, and the robot is always told "positive". docs/recap.md.
+RECAP (arXiv 2511.14759): a value function learns from episodes that succeeded and others that failed. Frames whose
+advantage is high are labelled positive, the others negative. `vla.py --recap.labels` adds the label to the prompts that
+it trains on; the robot's prompt always has "positive". See docs/recap.md.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
 def main(argv: Sequence[str] | None = None, examined: Examined | None = None) -> int:
     """Resolve, train, label.
 
-    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed.
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was stopped and can be resumed.
     """
     return run_training(VALUE, argv, examined, resolve, plan)
 
 
 def resolve(examined: Examined, _: ExitStack) -> ValueRun:
-    """Decide what the run does."""
+    """Resolve the run."""
     return resolve_value(examined.config, datasets=examined.datasets)
 
 
@@ -67,11 +67,11 @@ def plan(run: ValueRun, examined: Examined) -> Work:
 
 
 def work(run: ValueRun) -> int:
-    """Train on the cluster, and label. Returns the exit status, see `main`."""
+    """Train on the cluster, and label. Return the exit status, as `main`."""
     job = run.job
     training, data_options = on_cluster(run.training)
     with reported(job, training.policy, describe_value(run), training.rows):
-        trained = steps_done(job) >= job.steps  # then it is to label anew
+        trained = steps_done(job) >= job.steps  # a resumed run may only have to label
         if not trained and not fit(job, lambda: vla.make_trainer(training, data_options, train_loop_per_worker)):
             return 3
         print_safe("Labels       what each frame is worth")

@@ -1,4 +1,7 @@
-"""A policy that acts in the process that trains it: at random and recorded, or by its deterministic sampler.
+"""Let a policy act in the process that trains it: with noise, recording its decisions, or by its deterministic sampler.
+
+`Actor` runs the network on batches of observations. `StochasticActor` and `DeterministicActor` are the two samplers;
+both are called by the rollout scheduler.
 
 Legend: N rows, T chunk, A action, S random steps of a decision, H W C image.
 """
@@ -22,21 +25,24 @@ from vla_finetuning.rollouts.episodes import Episode, noise
 from vla_finetuning.rollouts.player import Player
 from vla_finetuning.rollouts.stage import Decision
 
-# From rows on the host, and the decisions that they are for, to normalised chunks (N, T, A).
+# Takes N rows on the host and their decisions; returns normalised chunks (N, T, A).
 Sample = Callable[[Batch, Sequence[Decision]], Tensor]
 PROMPT = (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
 
 
 class Actor:
-    """A policy under the weights as they are, with what stands between it and an environment.
+    """A policy with its current weights, and the processors between it and an environment.
 
     Args:
-        loss: the module that trains; it acts too. player: of its policy, for what comes before and after the network.
-        prompts: lengths that prompts are cut to. inference_batch: rows at once, at most.
+        loss: the module that trains, which also acts.
+        player: the policy's processors before and after the network.
+        prompts: lengths to which prompts are cut.
+        inference_batch: maximum number of rows per forward pass.
 
     Attributes:
-        busy_s: seconds spent deciding; the reader may reset it.
-        n_action_steps: executed of a chunk. shape: of a chunk: its length, the padded and the real width of an action.
+        busy_s: seconds spent on decisions; callers may reset it.
+        n_action_steps: number of actions of a chunk that are executed.
+        shape: length of a chunk, padded width and real width of an action.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class Actor:
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
     def see(self, observation: Observation, instructions: Sequence[str]) -> Batch:
-        """Return the record of N observations, on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
+        """Prepare N observations on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
         prepared = self._player.prepare(observation, instructions)
         cameras = [key for key in self.loss.policy.config.image_features if key in prepared]
         columns = {key: _to_uint8(key, prepared[key], check=not self._checked) for key in cameras}
@@ -68,7 +74,7 @@ class Actor:
         return columns
 
     def on_device(self, columns: Mapping[str, Tensor]) -> Batch:
-        """A micro-batch for the network: on its device, prompts cut to what the longest needs."""
+        """Copy a micro-batch to the device, with prompts cut to the length that the longest one needs."""
         cut = cut_prompts({key: columns[key].numpy() for key in PROMPT}, self._prompts)
         columns = {**columns, **{key: torch.from_numpy(value) for key, value in cut.items()}}
         if self.device.type != "cuda":
@@ -76,25 +82,25 @@ class Actor:
         return {key: value.pin_memory().to(self.device, non_blocking=True) for key, value in columns.items()}
 
     def computing(self) -> torch.autocast:
-        """Under what the network computes."""
+        """Return the autocast context in which the network computes."""
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     def act(self, observation: Observation, decisions: Sequence[Decision], sample: Sample) -> np.ndarray:
-        """Return the actions to execute, float32 (N, n_action_steps, A), of chunks that are sampled batch by batch."""
+        """Sample chunks in batches; return the actions to execute, float32 (N, n_action_steps, A)."""
         started = time.perf_counter()
         columns = self.see(observation, [decision.instruction for decision in decisions])
         chunks = []
         for first in range(0, len(decisions), self._at_once):
             rows = slice(first, first + self._at_once)
             chunks.append(sample({key: value[rows] for key, value in columns.items()}, decisions[rows]))
-        # Together: what makes relative actions absolute remembers the states of all these rows.
+        # All rows at once: the step that makes relative actions absolute holds the states of all of them.
         actions = self._player.to_env(torch.cat(chunks))
         self.busy_s += time.perf_counter() - started
         return actions
 
 
 def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
-    """A camera's images as uint8, from float (N, 3, H, W) in [0, 1]: lossless, a fourth of the memory."""
+    """Convert images from float (N, 3, H, W) in [0, 1] to uint8 (N, H, W, 3), without loss, to save memory."""
     levels = (image * 255.0).round()
     if check and not torch.allclose(levels / 255.0, image, rtol=0.0, atol=1e-4):
         raise ValueError(
@@ -105,12 +111,9 @@ def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
 
 
 class StochasticActor:
-    """Acts at random, as `scheduler.Decide`, and remembers what is needed to learn from it.
+    """Sample actions with noise and record them for learning. Called as `scheduler.Decide`.
 
-    All random numbers of a decision are a function of (seed, iteration, episode, decision).
-
-    Attributes:
-        seed, iteration: as given.
+    The random numbers of a decision are a function of (seed, iteration, episode, decision).
     """
 
     def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int) -> None:
@@ -136,12 +139,12 @@ class StochasticActor:
         return chunk
 
     def rows(self, episodes: np.ndarray, decisions: np.ndarray) -> list[int]:
-        """Return where decisions are in `columns`."""
+        """Return the rows of `columns` that hold these decisions of these episodes."""
         return [self._rows[key] for key in zip(episodes.tolist(), decisions.tolist(), strict=True)]
 
     def columns(self) -> dict[str, Tensor]:
-        """Hand over everything remembered, on the host; a row for each decision, in their order."""
-        # Each part is given up as it is copied: memory of a new tensor counts from when it is written.
+        """Return the records on the host, one row per decision in order, and forget them."""
+        # Each record is freed when it is copied, so that memory does not double.
         recorded, self._recorded = self._recorded, []
         columns = {}
         for key in list(recorded[0]) if recorded else ():
@@ -155,7 +158,7 @@ class StochasticActor:
 
 
 class DeterministicActor:
-    """Acts by LeRobot's sampler, as `scheduler.Decide`, on the draws that `evaluate.py` has for the same episodes."""
+    """Sample actions as LeRobot does, from the noise that `evaluate.py` draws. Called as `scheduler.Decide`."""
 
     def __init__(self, actor: Actor, seed: int, episodes: Mapping[int, Episode]) -> None:
         self._actor, self._seed, self._episodes = actor, seed, episodes

@@ -1,8 +1,9 @@
-"""What an iteration's episodes teach: the decisions of all ranks, cut into minibatches and micro-batches.
+"""Cut the decisions of an iteration's episodes into minibatches and micro-batches, for all ranks.
 
-All ranks know the whole table of decisions; each holds the columns of its own groups. A minibatch is a piece of one
-permutation of the table, a function of the episodes and the seed. A rank computes its own rows of it, in as many
-micro-batches as the rank that has most: rows of weight zero fill up, and sums are divided by the rows of all ranks.
+Every rank has the table of all decisions, and the columns (images, actions) of its own groups. A minibatch is a slice
+of a permutation of the table, which depends on the episodes and the seed only. A rank computes its own rows of a
+minibatch. All ranks have equally many micro-batches: rows of weight zero fill up, and sums are divided by the number
+of rows of all ranks.
 
 Legend: N groups, G episodes of a group, E = N G, R rows (decisions) to learn from, W ranks.
 """
@@ -31,7 +32,7 @@ from vla_finetuning.training.worker import Worker
 
 
 def everyone(mine: Tensor) -> Tensor:
-    """A tensor of every rank, stacked in their order. Every rank must call it."""
+    """Stack a tensor of every rank, in the order of ranks. Every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine[None]
     ranks = torch.empty(dist.get_world_size() * mine.numel(), dtype=mine.dtype, device=mine.device)
@@ -55,7 +56,7 @@ def pad_empty(columns: Batch) -> Batch:
 
 
 def alike(returns: Tensor) -> Tensor:
-    """Return in which groups nothing distinguishes the episodes that were played, bool (N,).
+    """Return a mask of the groups whose played episodes have equal returns, bool (N,).
 
     Args:
         returns: float (N, G), NaN where an episode could not be played.
@@ -121,26 +122,26 @@ class RolloutGroup:
 
 
 def group_seed(seed: int, iteration: int, group: int) -> int:
-    """Return the seed of the initial state of a group's episodes; never one of the small ones of held-out episodes."""
+    """Return the seed of a group's initial state, at least 2^31: held-out episodes have smaller seeds."""
     state = np.random.SeedSequence([seed, iteration, group]).generate_state(1)
     return int(2**31 + state[0] % 2**31)
 
 
 def rank_of[T: (int, np.ndarray)](group: T, ranks: int) -> T:
-    """Return the rank that plays a group; or the ranks of groups."""
+    """Return the rank that plays a group, or the ranks of an array of groups."""
     return group % ranks
 
 
 @dataclass(frozen=True)
 class Table:
-    """The decisions to learn from, those of an episode one after the other: int64 (R,) each."""
+    """The decisions to learn from, in the order of episodes: episode and decision number, int64 (R,) each."""
 
     episode: np.ndarray
     decision: np.ndarray
 
     @classmethod
     def of(cls, decisions: np.ndarray, used: np.ndarray) -> Table:
-        """decisions: int (E,), how many each episode had; used: bool (E,)."""
+        """Build the table from the number of decisions of each episode, int (E,), and a mask of episodes, bool (E,)."""
         counts = np.where(used, decisions, 0)
         episode = np.repeat(np.arange(len(counts)), counts)
         starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -149,11 +150,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one rank does for an update.
+    """One rank's share of an update.
 
     Attributes:
-        rows: of all ranks together. micros: rows of the table that this rank computes, one micro-batch after the other;
-            an empty one is filled up.
+        rows: number of rows of all ranks.
+        micros: for each micro-batch, the rows of the table that this rank computes; an empty one is filled up.
     """
 
     rows: int
@@ -163,11 +164,13 @@ class Minibatch:
 def minibatches(
     table: Table, owner: np.ndarray, *, rank: int, ranks: int, size: int, micro_rows: int, key: tuple[int, ...]
 ) -> Iterator[Minibatch]:
-    """A pass over the table.
+    """Yield this rank's minibatches of a pass over the table.
 
     Args:
-        owner: int (R,), whose rank holds a row. size: rows of a minibatch at most; they are cut evenly.
-        micro_rows: at most so many of them at once on a rank. key: of the permutation.
+        owner: the rank that holds each row, int (R,).
+        size: maximum number of rows of a minibatch; minibatches are cut evenly.
+        micro_rows: maximum number of rows of a micro-batch.
+        key: seed of the permutation.
     """
     rows = len(table.episode)
     order = np.random.default_rng(list(key)).permutation(rows)
@@ -178,17 +181,19 @@ def minibatches(
 
 
 class RolloutBatch:
-    """This rank's rows of what an iteration's episodes teach, and the order in which all ranks learn from them.
+    """This rank's rows of an iteration's decisions, and the order in which all ranks learn from them.
 
     Args:
-        used: bool (N, G), the episodes to learn from.
-        demonstrations: reads the rows of a dataset that are as many of each minibatch as decisions are.
-        first_row: of their stream.
+        used: mask of the episodes to learn from, bool (N, G).
+        demonstrations: reads rows of a dataset; each minibatch has as many of them as it has decisions.
+        first_row: position in the stream of demonstrations.
+
     Attributes:
-        table: the decisions of all ranks. owned: bool (R,), which of them are this rank's.
-        columns: what was remembered of this rank's decisions, by name.
-        values: what the objective knows of each row before the first update, (R, ...) by name.
-        draw: from rows and the key of a pass to what is drawn for these rows in the pass.
+        table: the decisions of all ranks.
+        owned: mask of this rank's rows of the table, bool (R,).
+        columns: the records of this rank's decisions, by name.
+        values: what the objective computed for each row before the first update, (R, ...) by name.
+        draw: returns the random numbers of rows, given the rows and the key of a pass.
     """
 
     def __init__(
@@ -209,10 +214,10 @@ class RolloutBatch:
         self.table = Table.of(group.decisions, used.flatten().numpy())
         self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
         self.owned = self._owner == worker.rank
-        # A rank none of whose episodes could be played computes with a row of weight zero all the same.
+        # A rank whose episodes all failed computes with a row of weight zero.
         columns, self._columns_of = acting.columns(), acting.rows
         self.columns = pad_empty(columns) if self.rows else columns
-        # Where a row of the table is in this rank's columns.
+        # The row of `columns` for each row of the table; -1 if another rank holds it.
         self._place = np.full(self.rows, -1)
         self._place[self.owned] = acting.rows(
             group.numbers.ravel()[self.table.episode[self.owned]], self.table.decision[self.owned]
@@ -222,12 +227,12 @@ class RolloutBatch:
 
     @property
     def rows(self) -> int:
-        """Decisions to learn from, of all ranks."""
+        """Return the number of decisions to learn from, of all ranks."""
         return len(self.table.episode)
 
     @property
     def demonstrated(self) -> int:
-        """Rows of the demonstrations that all passes take, of all ranks."""
+        """Return the number of demonstration rows that all passes read, of all ranks."""
         return self.rows * self._config.grpo.epochs if self._demonstrations else 0
 
     def computing(self) -> torch.autocast:
@@ -235,14 +240,14 @@ class RolloutBatch:
         return self._actor.computing()
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, Batch]]:
-        """Yield this rank's rows, and their columns on the device, in the micro-batches of the first pass."""
+        """Yield rows and their columns on the device, for each of this rank's micro-batches of the first pass."""
         for minibatch in self._minibatches(0):
             for rows in minibatch.micros:
                 if len(rows):
                     yield rows, self._batch(self._place[rows])
 
     def last_states(self, group: RolloutGroup) -> Iterator[tuple[list[int], Batch]]:
-        """Yield numbers of this rank's episodes whose time was over, and what was seen then (`Playing.bootstraps`)."""
+        """Yield numbers of this rank's truncated episodes, with their last observations (`Playing.bootstraps`)."""
         is_owned = rank_of(np.arange(len(group.numbers)), self._world) == self._rank
         ended = [
             number
@@ -255,7 +260,7 @@ class RolloutBatch:
             yield numbers, self._batch(np.array(self._columns_of(np.array(numbers), after)))
 
     def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:
-        """Yield each minibatch of a pass: its rows on all ranks, how many micro-batches this rank has, and these."""
+        """Yield for each minibatch of a pass: rows of all ranks, number of micro-batches, and the micro-batches."""
         minibatches = list(self._minibatches(number))
         if self._demonstrations is None:
             for minibatch in minibatches:
@@ -266,7 +271,7 @@ class RolloutBatch:
             shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._config.batch_size}
             demos.append(micro_positions(first, minibatch.rows, **shares))
             first += minibatch.rows
-        # A rank without rows of its own in a micro-batch fills it up with the stream's first.
+        # A rank without rows in a micro-batch reads the stream's first row, as one of weight zero.
         read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in demos for p in micros])
         for minibatch, micros in zip(minibatches, demos, strict=True):
             demonstrations = (self._demonstration(next(read), positions) for positions in micros)
@@ -289,7 +294,7 @@ class RolloutBatch:
         )
 
     def _demonstration(self, columns: Columns, positions: np.ndarray) -> Batch:
-        """Prepared rows at these positions of the stream as an objective takes them; of none, one of weight zero."""
+        """Return prepared rows at `positions` as the objective's batch; a row of weight zero for no positions."""
         batch = self._actor.on_device(as_batch(columns))
         names = [(self._config.seed, int(position)) for position in positions] or [(0, 0)]
         weight = torch.full((len(names),), float(len(positions) > 0))
@@ -299,7 +304,7 @@ class RolloutBatch:
         return self._actor.on_device({key: value[places] for key, value in self.columns.items()})
 
     def _micro_batch(self, rows: np.ndarray, epoch: int) -> Batch:
-        """Rows of the table as an objective takes them; of none, one row of weight zero."""
+        """Return rows of the table as the objective's batch; a row of weight zero for no rows."""
         filled = len(rows) == 0
         batch = self._batch(np.zeros(1, np.int64) if filled else self._place[rows])
         rows = np.zeros(1, np.int64) if filled else rows
@@ -313,7 +318,7 @@ class RolloutBatch:
 
 
 def imitation_draws(config: Any, names: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return noise and time of each named row, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
+    """Draw noise and time of each named row from LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
     noise, times = [], []
     for name in names:
         rng = np.random.default_rng(name)

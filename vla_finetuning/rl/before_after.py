@@ -1,7 +1,4 @@
-"""The story of `grpo.py --preset demo`: a policy that imitates disobedient demonstrators, before and after.
-
-Runs on the driver.
-"""
+"""Compare the policy before and after a run of `grpo.py` on the same fresh scenes. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -18,22 +15,22 @@ from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.episodes import Condition
 from vla_finetuning.rollouts.player import PolicySource
 
-# Fresh ones: the held-out list, which is looked at on the way, begins at the run's seed; groups' seeds are above 2^31.
-# Where an environment has a list of initial states, fresh episodes begin in the held-out ones, with other noise.
+# Seeds of fresh episodes are neither those of held-out episodes, which start at the run's seed, nor those of groups,
+# which are above 2^31. With a list of initial states, fresh episodes begin in the held-out states, with other noise.
 FRESH_SEED, FRESH_EPISODES = 1_000_000, 200
-# Pairs of episodes that are shown: the same scene before and after.
+# Number of scenes that are filmed before and after.
 PAIRS_SHOWN = 4
 LABELS = {"before": "before", "after": "after learning from success"}
 
 
 def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Play the policy that the run started from, and what it has become, on the same fresh scenes.
+    """Play the policy that the run started from and the trained one on the same fresh scenes, by LeRobot's sampler.
 
-    By LeRobot's own sampler. Runs on the driver, joined to the run's cluster.
+    Runs on the driver, connected to the run's cluster.
 
     Returns:
-        `{"before": {"successes": n, "episodes": m, "label", "interval"}, "after": ...}`, `errors` where some could not
-        be played; and what `make_films` says of some scenes, first of those that were learned.
+        `{"before": {"successes": n, "episodes": m, "label", "interval"}, "after": ...}`, with `errors` if episodes
+        failed; and the films of some scenes, those that the policy has learned first.
     """
     job, policy, env = run.job, run.policy, run.scene.env
     assert policy.folder is not None
@@ -46,7 +43,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     started = copy.deepcopy(policy.config)
     sources = {
         "before": PolicySource(policy.folder, started, rename_map=robot.rename_map, **options),
-        "after": PolicySource(folder, after, **options),  # in the environment's own names
+        "after": PolicySource(folder, after, **options),  # the export has the environment's names
     }
     makers = task_makers(env)
     comparison = SideBySide(
@@ -60,7 +57,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         use_gpu=job.use_gpu,
         number=lambda task, i: run.scene.eval_number(task, run.config.eval.n_episodes + i),
     )
-    # A scene that only one of them could play has no pair.
+    # Scenes that failed with either policy are left out.
     after_of = {(line["task"], line["episode"]): line for line in comparison.played("after")}
     pairs = [
         (line, after_of[line["task"], line["episode"]])
@@ -73,7 +70,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what a run ends with."""
+    """Return the lines about success that a run ends with."""
     lines = ["Success in the loop on fresh scenes, by LeRobot's own sampler (95 % interval)"]
     lines += [f"  {name:7}  {share(score)}" for name, score in scores.items()]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Rows of a dataset beside a policy's own chunks: half of what filtered imitation learns from.
+"""Read demonstrations, the rows of a dataset that are half of each minibatch of filtered imitation.
 
-The rows are a stream in the plan's shuffled order, each once per epoch of the dataset. An update takes the next ones,
-as many as it has decisions of the policy's own; checkpoints have where the next update begins (`Progress.rows`).
+The rows are a stream in the plan's shuffled order, each once per epoch of the dataset. An update reads as many rows as
+it has decisions; checkpoints store the position in the stream (`Progress.rows`).
 
 Legend: T chunk, A action.
 """
@@ -27,10 +27,10 @@ from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Columns, LazyPickle
 
-# Micro-batches that a rank has read before it needs them. Few: each is a process of its own, which imports LeRobot.
+# Micro-batches that a rank reads ahead. Few, because each read is a process, which imports LeRobot.
 LOOK_AHEAD = 2
 
-# From stream positions of some micro-batches to their rows, prepared for the policy, one after the other.
+# Takes the stream positions of micro-batches; yields the rows of each, prepared for the policy.
 Read = Callable[[Sequence[np.ndarray]], Iterator[Columns]]
 
 
@@ -38,19 +38,19 @@ def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
     """Find and check the dataset. Runs on the driver.
 
     Raises:
-        ValueError, FileNotFoundError: it is not there, or does not fit the policy.
+        ValueError, FileNotFoundError: the dataset is missing or does not fit the policy.
     """
     training = config.training()
-    # The policy sees through its own processors and their statistics; those of the dataset are not looked at.
+    # The policy's own processors and statistics apply, so the dataset's statistics need not be exact.
     training.dataset = DatasetOptions(root=root, statistics="lerobot")
     training.steps = 1
     return resolve(training, gpus_found=0).rows
 
 
 def in_tasks(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
-    """Read in tasks of the cluster that this process has joined.
+    """Return a reader that runs in Ray tasks.
 
-    They hold no CPU: the processes that simulate do, and wait while the policy learns.
+    The tasks hold no CPU: simulating processes hold them, and are idle while the policy learns.
     """
     task: Any = ray.remote(read_chunk).options(num_cpus=0)
     shared = ray.put(rows.source()), ray.put(LazyPickle(make_prepare(policy, rows)))
@@ -73,9 +73,9 @@ def in_tasks(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
 
 
 def micro_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows: int) -> list[np.ndarray]:
-    """Stream positions of this rank's micro-batches, of `count` rows from `first` on; ranks have equally many of these.
+    """Return this rank's share of stream rows `first` to `first + count`, as positions of each micro-batch.
 
-    An empty one is to be filled up.
+    All ranks have equally many micro-batches; the last ones may be empty.
     """
     positions = np.arange(first + rank, first + count, ranks)
     most = -(-count // ranks)
@@ -83,7 +83,7 @@ def micro_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows
 
 
 def as_batch(columns: Columns) -> dict[str, Tensor]:
-    """Prepared rows as the loss takes them: `action_is_pad` bool (N, T) is false, as imitation counts padded steps."""
+    """Convert prepared rows to the loss's batch; `action_is_pad`, bool (N, T), is false: padded steps count."""
     batch = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in columns.items() if key not in ROW_COLUMNS}
     batch["action_is_pad"] = torch.zeros(batch["action"].shape[:2], dtype=torch.bool)
     return batch

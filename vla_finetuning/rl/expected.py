@@ -1,6 +1,6 @@
-"""How long an iteration will take and what a worker will hold, as planned: what `--dry_run` says besides the plan.
+"""Predict the time of an iteration and the memory of a worker, for `--dry_run`.
 
-Runs on the driver, before Ray. Simulation is measured here, in one process of this machine; the network is counted.
+Runs on the driver, before Ray starts. The simulation is measured in this process; the network's operations are counted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.training.capacity import card_of, planned_memory
 from vla_finetuning.training.memory import StepMemory
 
-# Share of a GPU's peak that the network is expected to reach. Assumed: nothing here was measured on the user's GPU.
+# Assumed share of a GPU's peak that the network reaches.
 SHARE_OF_PEAK = 0.35
 MEASURED_STEPS = 20
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds in one process: of a reset, of a step, and of what looking through the cameras adds to a step."""
+    """Seconds of a reset, of a step, and of rendering in a step, in one process."""
 
     reset_s: float
     step_s: float
@@ -40,10 +40,10 @@ class Simulated:
 
 
 def measure_environment(env_config: EnvConfig) -> Simulated:
-    """Make the first task's environment here, and take some steps at random.
+    """Make the first task's environment in this process, and measure random steps.
 
     Raises:
-        ValueError, ImportError, OSError: whatever keeps it from being made; it would be so on the cluster.
+        ValueError, ImportError, OSError: the environment cannot be made; the cluster would fail in the same way.
     """
     choose_gl()
     env = next(iter(task_makers(env_config).values()))()
@@ -72,7 +72,7 @@ def _step_s(env: gymnasium.Env, look: bool) -> float:
 
 
 def worker_memory(run: GrpoRun) -> StepMemory | None:
-    """Return what each worker needs of its GPU for a micro-batch of decisions, all random steps of each."""
+    """Return the GPU memory that each worker needs for a micro-batch of decisions with all their random steps."""
     draws = 1 if run.sde.one else run.sde.steps
     features = env_to_policy_features(run.scene.env).values()
     frames = [feature.shape[1:] for feature in features if feature.type is FeatureType.VISUAL]
@@ -80,25 +80,25 @@ def worker_memory(run: GrpoRun) -> StepMemory | None:
     memory = planned_memory(run.policy, frames)(replace(config, train=replace(config.train, noise_draws=draws)))
     if memory is None or not run.options.kl:
         return memory
-    # The policy that the run started from, beside the one that learns.
+    # --grpo.kl holds the policy that the run started from too.
     return replace(memory, weights=2 * memory.weights, peak=memory.peak + memory.weights)
 
 
 def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
-    """Lines about an iteration in which every episode lasts as long as it may."""
+    """Return the plan's lines about the time of an iteration whose episodes all reach the time limit."""
     config, g, policy = run.config, run.options, run.policy
     episodes = run.episodes // config.scaling.num_workers
     decisions = episodes * run.scene.most_decisions(policy.config.n_action_steps)
     steps = decisions * policy.config.n_action_steps
     simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.look_s
-    busy = min(g.env_actors, episodes)  # no more than one episode each
+    busy = min(g.env_actors, episodes)  # a process without an episode is idle
     simulation_s /= busy
     digits = 0 if simulation_s > 10 else 2
     lines = [
         f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {busy} processes per worker: a "
         f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.look_s:.1f} ms (measured here, in one process)"
     ]
-    # Backward is twice the forward where everything trains.
+    # `flops_per_sample` of "full" is a forward and a backward pass, which is twice the forward.
     forward = cast(int, flops_per_sample(policy.config, policy.cameras, "full", g.flow_steps, policy.prompts[-1])) / 3
     acting, scoring = decisions * forward, decisions * forward * objective_class(g.method).scores
     updating = g.epochs * decisions * policy.flops_by_prompt[policy.prompts[-1]]

@@ -1,4 +1,4 @@
-"""Episodes of an iteration: groups that begin in the same state, played by the ranks, and the held-out list."""
+"""Play the episodes of an iteration: groups of equal initial state, shared out to the ranks, and held-out episodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vla_finetuning.training.worker import Worker
 
 
 def make_rollouts(scene: Scene, options: GrpoOptions, timeouts: Timeouts) -> Scheduler:
-    """This process's environments, which start now."""
+    """Start the processes of this rank's environments."""
     return Scheduler(
         task_makers(scene.env),
         stages=options.env_actors,
@@ -35,14 +35,14 @@ def make_rollouts(scene: Scene, options: GrpoOptions, timeouts: Timeouts) -> Sch
 def play_iteration(
     options: GrpoOptions, scene: Scene, rollouts: Scheduler, acting: StochasticActor, worker: Worker
 ) -> tuple[RolloutGroup, list[RolloutGroup]]:
-    """The groups to learn from, and all that were played for them. Every rank must call it.
+    """Return the groups to learn from, and the groups of every round. Every rank must call it.
 
-    Episodes that could not be played, because their environment raised, died, hung or gave a reward that is not finite,
-    are left out of their groups. With `--grpo.resample`, groups whose returns are all equal are replaced by groups that
-    begin elsewhere, so many times at most (dynamic sampling, DAPO, arXiv 2503.14476).
+    An episode fails if its environment raises, dies, hangs or gives a reward that is not finite. Failed episodes are
+    left out of their groups. With `--grpo.resample`, groups of equal returns are replaced by groups with another
+    initial state, in at most that many rounds (dynamic sampling, DAPO, arXiv 2503.14476).
 
     Raises:
-        ValueError: none could be played.
+        ValueError: every episode failed.
     """
     group = play_groups(options, scene, rollouts, acting, worker, range(options.groups))
     rounds = [group]
@@ -65,10 +65,11 @@ def play_groups(
     groups: Sequence[int],
     again: int = 0,
 ) -> RolloutGroup:
-    """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it.
+    """Play this rank's groups, and gather the lines of all ranks. Every rank must call it.
 
     Args:
-        again: how many times these have been replaced.
+        groups: numbers of the groups to play.
+        again: how many times these groups have been replaced.
     """
     size, count, iteration = options.group_size, options.groups, acting.iteration
     firsts = (again * count + np.array(groups)) * size
@@ -108,7 +109,7 @@ def _check_alike(lines: Mapping[int, Line], size: int) -> None:
 
 
 def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used: Tensor) -> None:
-    """Refuse to go on if nothing can be learned from the first iteration: it would be the same in the next one."""
+    """Raise ValueError if no episode of the first iteration is used: the next iterations would be the same."""
     if iteration or bool(used.any()):
         return
     success = played.success[played.success.isfinite()]
@@ -128,11 +129,12 @@ def check_first(options: GrpoOptions, iteration: int, played: RolloutGroup, used
 
 
 def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor, worker: Worker) -> dict[str, Any]:
-    """Return `intervals.score` of the deterministic sampler on the held-out list, shared out to the ranks, its names
-    after "held_out_". Every rank must call it.
+    """Play the held-out episodes by the deterministic sampler; return `intervals.score` with names "held_out_...".
+
+    Ranks share the episodes. Every rank must call it.
 
     Raises:
-        ValueError: none could be played.
+        ValueError: every episode failed.
     """
     listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
     rank_episodes = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}

@@ -1,4 +1,4 @@
-"""What a trained value function thinks of every frame of a run's datasets: a Ray Data pass."""
+"""Compute a trained value function on every frame of a run's datasets, in a pass of Ray Data."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Columns = dict[str, np.ndarray]
 
 
 class Judge:
-    """The value function of a checkpoint, in a process of its own; an actor of Ray Data.
+    """A Ray Data actor that holds the value function of a checkpoint.
 
-    A block's rows are judged in batches of `rows`, the last one filled up, with prompts padded to one length: which
-    process judges a block, and when, changes no bit of its values.
+    It computes batches of `rows` rows, fills up the last one, and pads prompts to one length. The values of a block are
+    then bit for bit the same in every process.
     """
 
     def __init__(self, spec: PolicySpec, checkpoint: Path, rows: int, use_gpu: bool):
@@ -59,14 +59,14 @@ class Judge:
 
 
 def trained(loss: ValueLoss) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a value function that train, by the names that a checkpoint has for them."""
+    """Return the parameters of a value function that train, with their names in a checkpoint."""
     return [(name, parameter) for name, parameter in loss.named_parameters() if parameter.requires_grad]
 
 
 def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:
-    """The value of each frame, by dataset: float32 (F,), NaN of episodes that the run leaves out.
+    """Return the value of each frame, float32 (F,) for each dataset, NaN in episodes that the run leaves out.
 
-    Runs on the driver, joined to the run's cluster.
+    Runs on the driver, connected to the run's cluster.
     """
     rows, scaling = run.rows, run.job.scaling
     prepare = make_prepare(run.policy, rows)
@@ -76,7 +76,7 @@ def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:
     judged = read_source(source).map_batches(
         Judge,
         fn_constructor_args=(run.policy, checkpoint, run.job.batch_size, run.job.use_gpu),
-        batch_size=None,  # blocks as the source cuts them, whatever the number of processes
+        batch_size=None,  # blocks as the source cuts them, so that the number of processes changes nothing
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=scaling.num_workers),
         **resources,
     )

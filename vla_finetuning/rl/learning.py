@@ -1,4 +1,4 @@
-"""The optimizer of grpo.py, and an iteration in numbers: its times, its metrics and their lines."""
+"""The optimizer of `grpo.py`, and the times and metrics of an iteration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vla_finetuning.rollouts.scheduler import Scheduler
 
 
 def check_finite(limit: int, nonfinite: int) -> None:
-    """End a run with more updates than `limit` whose gradients are not finite; such updates were skipped."""
+    """Raise FloatingPointError if more than `limit` updates were skipped because of gradients that are not finite."""
     if nonfinite > limit:
         raise FloatingPointError(
             f"{nonfinite} updates had a gradient that is not finite (more than --train.max_nonfinite="
@@ -29,13 +29,13 @@ def check_finite(limit: int, nonfinite: int) -> None:
 
 
 def build_grpo_optimizer(config: GrpoConfig, objective: Objective) -> TrainableOptimizer:
-    """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated.
+    """Build AdamW with the policy's constants, without weight decay, which would pull the policy from its start.
 
-    The critic of ppo is a group with a rate of its own; its names begin with `critic.`.
+    The critic of ppo is a parameter group with a learning rate of its own; its names begin with `critic.`.
     """
     policy, critic = objective.loss.policy, objective.critic
     preset = policy.config.get_optimizer_preset()
-    assert config.lr is not None  # the check refuses it
+    assert config.lr is not None  # `GrpoOptions.check` refuses it
     peak, warmup = config.lr, config.grpo.warmup
     optimizer = make_trainable_optimizer(
         policy,
@@ -53,21 +53,21 @@ def build_grpo_optimizer(config: GrpoConfig, objective: Objective) -> TrainableO
 
 
 class Times:
-    """Where an iteration's time goes, in seconds."""
+    """The seconds of an iteration by phase."""
 
     def __init__(self) -> None:
         self._began = self._last = time.perf_counter()
         self.spent: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """Count the time since the last mark for this."""
+        """Add the time since the last mark to phase `name`."""
         now = time.perf_counter()
         self.spent[name], self._last = self.spent.get(name, 0.0) + now - self._last, now
 
     def gather(self, rollouts: Scheduler, actor: Actor) -> dict[str, float]:
-        """Gather the means over all ranks, of simulation and rendering the sum over all processes. All must call it.
+        """Return means over ranks, and sums over processes for simulation and rendering. Every rank must call it.
 
-        Means add up to the iteration; the slowest ranks of each phase would not, as one waits for another in the next.
+        Means of the phases add up to the iteration; maxima would not, because a fast rank waits in the next phase.
         """
         self.spent["step"] = time.perf_counter() - self._began
         names = ("play", "score", "update", "held_out", "step")
@@ -89,10 +89,11 @@ def metrics_of(
     objective: Objective,
     results: Sequence[StepResult],
 ) -> dict[str, Any]:
-    """An iteration in numbers, the same on all ranks. Every rank must call it.
+    """Return an iteration's entries of metrics.jsonl, equal on all ranks. Every rank must call it.
 
     Args:
-        played: the groups that it learned from. rounds: all that were played, whose success and costs these are.
+        played: the groups that the policy learned from.
+        rounds: the groups of every round, over which success and costs are counted.
     """
     means = sum_means(everyone(objective.sums))
     success, returns = (torch.cat([getattr(group, name) for group in rounds]) for name in ("success", "returns"))
@@ -116,7 +117,7 @@ def metrics_of(
 
 
 def iteration_line(line: Mapping[str, Any]) -> str:
-    """The terminal's line on an iteration."""
+    """Return the terminal's line about an iteration."""
     text = f"success {line['success']:.1%} while exploring, {line['mixed_groups']:.0%} of the groups mixed"
     if line.get("held_out_episodes"):
         text += f"; held out {line['held_out_successes']} of {line['held_out_episodes']}"

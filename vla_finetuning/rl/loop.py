@@ -1,4 +1,7 @@
-"""What a step of grpo.py's loop is: play groups of episodes, score them, learn from them; and what attaches to it."""
+"""The loop of `grpo.py`, whose steps are iterations: play groups of episodes, score them, update the policy.
+
+`GrpoState` is the loop's state, for `vla.train`. `callbacks_for` lists the callbacks.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +38,19 @@ from vla_finetuning.training.state import Callback, LoopState
 
 
 def callbacks_for(run: GrpoRun, state: GrpoState) -> list[Callback]:
-    """List what the run attaches to its loop, in the order in which callbacks see an iteration's metrics."""
+    """List the callbacks of the run, in the order in which they see an iteration's metrics."""
     return [StopFile(), HeldOutEpisodes(), Checkpoints(run.config.training()), IterationLines()]
 
 
 @dataclass
 class GrpoState(LoopState):
-    """A process that plays and learns, between two iterations, which are the steps of its loop.
+    """The state of a training process between two iterations.
 
     Attributes:
-        episodes: played so far, of all ranks. first_row: rows of the demonstrations that were taken so far.
-        times: where the time of this iteration goes. before: metrics of the policy before the first iteration.
+        episodes: number of episodes that all ranks have played.
+        first_row: number of demonstration rows that all ranks have used.
+        times: seconds of this iteration by phase.
+        before: metrics of the policy before the first iteration.
     """
 
     episodes: int = field(default=0, init=False)
@@ -60,10 +65,10 @@ class GrpoState(LoopState):
     _nonfinite: int = field(default=0, init=False)
 
     def open_batches(self, hooks: Sequence[Callback]) -> None:
-        """Start the environments' processes, while the model is made."""
+        """Start the environments' processes, which get ready while the model is built."""
         run, progress = self.run, self.attempt.progress
         self.first_row = progress.rows
-        # With demonstrations a checkpoint counts their rows, and every iteration has as many episodes.
+        # With demonstrations, checkpoints count their rows, and every iteration has equally many episodes.
         self.episodes = progress.rows if run.demonstrations is None else self.step * run.episodes
         self.rollouts = make_rollouts(run.scene, run.options, run.job.timeouts)
 
@@ -71,7 +76,7 @@ class GrpoState(LoopState):
         run, worker, options, policy = self.run, self.worker, self.run.options, self.run.policy
         device, job = worker.device, run.job
         loss, self._autocast = build_model(policy, device)
-        assert isinstance(loss, FlowLoss)  # the plan refuses others
+        assert isinstance(loss, FlowLoss)  # `resolve_grpo` refuses others
         check_attention(policy, loss, device, self._autocast, job.output_dir if worker.rank == 0 else None)
         (preprocessor, postprocessor), (robot,) = policy.processors(), policy.robots
         trusted, opening = policy.trusted, robot.opening
@@ -105,9 +110,9 @@ class GrpoState(LoopState):
         return self.episodes if self.run.demonstrations is None else self.first_row
 
     def take_step(self, batches: Iterator[Batch]) -> None:
-        """Play an iteration's groups, and update the policy by what came of them."""
+        """Play an iteration's groups and update the policy."""
         run, worker, options, iteration = self.run, self.worker, self.run.options, self.step
-        gc.collect()  # images of the iteration before, which this one's would be beside
+        gc.collect()  # free the images of the previous iteration before this one's are added
         self.times = Times()
         acting = StochasticActor(self.actor, run.sde, run.config.seed, iteration)
         played, rounds = play_iteration(options, run.scene, self.rollouts, acting, worker)
@@ -138,7 +143,7 @@ class GrpoState(LoopState):
         check_finite(run.config.train.max_nonfinite, self._nonfinite)
 
     def _learn(self, rollouts: RolloutBatch) -> list[StepResult]:
-        """Take an iteration's updates; fewer where the policy has moved far enough."""
+        """Take an iteration's updates; stop when the divergence exceeds --grpo.target_kl."""
         options, results = self.run.options, list[StepResult]()
         self.objective.clear()
         for epoch in range(options.epochs):
@@ -151,13 +156,12 @@ class GrpoState(LoopState):
                     step=self.step,
                     grad_accum=count,
                     mean_over=rows / self.worker.world,
-                    draws=lambda micro: (None, None),  # the batch has them
+                    draws=lambda micro: (None, None),  # random numbers are in the batch
                     autocast=self._autocast,
                     device=self.worker.device,
                 )
                 results.append(result)
-                # Where there is such a limit, the one value of an update that is read from the device.
-                # Not below it: what is not a number is no reason to go on.
+                # The only value of an update that is read from the device. `not <=` also stops at NaN.
                 moved = self.objective.sums - before
                 if options.target_kl and not sum_means(everyone(moved))["kl"] <= options.target_kl:
                     return results
@@ -173,7 +177,7 @@ class GrpoState(LoopState):
 
 
 class HeldOutEpisodes(Callback):
-    """Plays the held-out episodes before the first iteration, and every --grpo.eval_every iterations."""
+    """Play the held-out episodes before the first iteration, and every --grpo.eval_every iterations."""
 
     def on_start(self, state: GrpoState) -> None:
         if state.step == 0:
@@ -192,11 +196,11 @@ class HeldOutEpisodes(Callback):
 
 
 class IterationLines(Callback):
-    """Writes metrics.jsonl, by rank 0: a line per iteration, and line 0 before the first. The last callback."""
+    """Write metrics.jsonl on rank 0: a line per iteration, and line 0 before the first. The last callback."""
 
     def on_start(self, state: GrpoState) -> None:
         if state.worker.rank == 0:
-            # A run that begins again has line 0 to come.
+            # At step 0, line 0 of an earlier attempt is removed too.
             self._path = keep_metrics(state.run.job.output_dir, state.step or -1)
         if state.step == 0:
             self._write(state, 0, state.before)
@@ -205,7 +209,7 @@ class IterationLines(Callback):
         self._write(state, state.step, line)
 
     def _write(self, state: GrpoState, step: int, line: dict[str, Any]) -> None:
-        seconds = state.times.gather(state.rollouts, state.actor)  # of all ranks
+        seconds = state.times.gather(state.rollouts, state.actor)  # collective: all ranks call it
         if state.worker.rank == 0:
             append_line(self._path, json.dumps({"step": step, **line, **seconds}))
 

@@ -1,8 +1,8 @@
-"""The episodes that a policy learned from, as a LeRobot dataset (`grpo.py --grpo.record_dataset`).
+"""Record the episodes of `grpo.py` as a LeRobot dataset (`--grpo.record_dataset`).
 
-Each training process writes down what its episodes began with and which actions they executed, a file per iteration,
-which is replaced when that is played again. When the run is done all are played again from these actions, with
-rendering on, in tasks of the cluster (`rollouts/recording.py`).
+Each training process writes a file per iteration with its episodes' lines and executed actions. A resumed run replaces
+the files of iterations that it plays again. When the run is done, tasks of the cluster replay the actions with
+rendering on, and write the dataset (`rollouts/recording.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FOLDER, FLAG = "rollouts", "--grpo.record_dataset"
 
 
 def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
-    """Return whether the episodes of an iteration, counted from 0, are written down."""
+    """Return whether the episodes of an iteration, counted from 0, are to be recorded."""
     return run.options.record_dataset is not None and iteration % run.options.record_every == 0
 
 
 def forget_episodes(output_dir: Path, first: int) -> None:
-    """Remove the episodes of iterations from `first` on, which are played again. By rank 0, before any is.
+    """Remove the files of iterations from `first` on. Runs on rank 0, before an iteration is played.
 
-    An earlier attempt may have had more processes, with files that none replaces.
+    An earlier attempt may have had more processes, whose files would not be replaced.
     """
     for name in contents(output_dir / FOLDER):
         if name.endswith(".jsonl") and int(name.partition("-")[0]) >= first:
@@ -40,7 +40,7 @@ def forget_episodes(output_dir: Path, first: int) -> None:
 
 
 def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: Iterable[PlayedEpisode]) -> None:
-    """Write down a training process's episodes of an iteration, all or none; in a bucket before the next checkpoint."""
+    """Write a process's episodes of an iteration atomically; in a bucket, before the next checkpoint."""
     path = output_dir / FOLDER / f"{iteration:06d}-{worker.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     lines = (json.dumps({**line, **pack_actions(actions)}) + "\n" for line, actions in episodes)
@@ -48,7 +48,7 @@ def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: I
 
 
 def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
-    """Return all episodes that were written down, iteration after iteration."""
+    """Yield all recorded episodes, in the order of iterations."""
     pull(output_dir / FOLDER)
     for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
         for text in read_lines(path):
@@ -86,7 +86,7 @@ def check_episodes(run: GrpoRun, iterations: int) -> None:
 
 
 def record_rollouts(run: GrpoRun) -> None:
-    """Write the dataset, unless that is done. Runs on the driver, joined to the run's cluster."""
+    """Write the dataset, unless it exists. Runs on the driver, connected to the run's cluster."""
     if (destination := dataset_of(run)) is None:
         return
     check_episodes(run, run.job.steps)

@@ -1,4 +1,4 @@
-"""A run of `grpo.py`, resolved and checked on the driver before Ray starts: policy, environment, how they fit."""
+"""Resolve and check a run of `grpo.py` on the driver before Ray starts: the policy, the environment, how they fit."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from vla_finetuning.rollouts.player import check_fits, check_rename_map, opening
 from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped
 
-# Options of GRPO that may change when a run is resumed: how long it goes on, what changes no result, and a path, behind
-# which are the rows that do count.
+# Options of GRPO that may change when a run is resumed: its length, options without effect on results, and paths. The
+# rows behind the path of the demonstrations may not change.
 FREE = (
     "demonstrations",
     "iterations",
@@ -58,22 +58,23 @@ FREE = (
     "record_dataset",
     "record_every",
 )
-# In the run's folder: the lists of initial states, by task.
+# The file in the run's folder with the initial states of each task.
 INITIAL_STATES_NAME = "initial_states.json"
-# An environment that does not say how long its episodes are.
+# Steps of an episode that are assumed for an environment without a limit.
 UNKNOWN_LENGTH = 300
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a policy learns from success.
+    """The environment in which a policy learns.
 
     Attributes:
-        env: whose observations the policy sees. cameras: of it, by their policy keys.
-        tasks: of the environment, which groups take in turns.
-        longest: steps of an episode at most; None where that is not known.
-        states: of the tasks with a list of initial states, which of them train and which are held out. The others'
-            initial states are drawn from seeds, and those of training and evaluation differ.
+        env: LeRobot's configuration of the environment.
+        cameras: the cameras that the policy sees, by its own keys.
+        tasks: names of the tasks; groups rotate through them.
+        longest: maximum number of steps of an episode; None if unknown.
+        states: training and held-out initial states of each task that has a list of them. Initial states of the other
+            tasks are drawn from seeds, which differ between training and evaluation.
     """
 
     env: EnvConfig
@@ -84,28 +85,28 @@ class Scene:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """Return how the environment's pictures, which the policy was trained on, are drawn."""
+        """Return how the environment draws the images that the policy is trained on."""
         return how_drawn(self.env)
 
     def most_decisions(self, n_action_steps: int) -> int:
-        """Return the most decisions of an episode, where each executes so many actions."""
+        """Return the maximum number of decisions of an episode, each of `n_action_steps` actions."""
         return math.ceil((self.longest or UNKNOWN_LENGTH) / n_action_steps)
 
     def train_number(self, task: str, nth: int) -> int:
-        """The number of a task's n-th group: where in the list of initial states it begins."""
+        """Return `Episode.episode` of a task's n-th group, which chooses its initial state."""
         return self.states[task].train_number(nth) if task in self.states else nth
 
     def eval_number(self, task: str, nth: int) -> int:
-        """The number of a task's n-th episode of evaluation."""
+        """Return `Episode.episode` of a task's n-th evaluation episode."""
         return self.states[task].eval_number(nth) if task in self.states else nth
 
 
 @dataclass(frozen=True)
 class GrpoRun:
-    """A run of `grpo.py`: what it does, which policy, in which scene. Its steps are iterations.
+    """A resolved run of `grpo.py`; its steps are iterations.
 
     Attributes:
-        demonstrations: rows of a dataset that it imitates too.
+        demonstrations: rows of a dataset that the policy imitates too; None if there is none.
     """
 
     config: GrpoConfig
@@ -124,12 +125,12 @@ class GrpoRun:
 
     @property
     def episodes(self) -> int:
-        """Return the episodes of an iteration, of all workers together."""
+        """Return the number of episodes of an iteration, of all workers."""
         return self.options.groups * self.options.group_size
 
 
 def decision_bytes(env: EnvConfig, config: Any, sde: FlowSDE) -> int:
-    """Bytes of a remembered decision: images, tokens, and the walk of its action chunk."""
+    """Return the bytes of a recorded decision: its images, its tokens, and the walk of its action chunk."""
     features = env_to_policy_features(env).values()
     images = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
     width, actions = config.max_action_dim, config.output_features["action"].shape[0]
@@ -139,10 +140,10 @@ def decision_bytes(env: EnvConfig, config: Any, sde: FlowSDE) -> int:
 
 
 def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
-    """Find and check policy and environment.
+    """Find and check the policy and the environment.
 
     Raises:
-        ValueError, FileNotFoundError: saying what to do.
+        ValueError, FileNotFoundError: something is missing or does not fit; the message names the remedy.
     """
     config = replace(config, scaling=config.scaling.decided(gpus_found))
     path = os.path.expanduser(config.policy_path or "")
@@ -155,7 +156,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     tasks = tuple(task_makers(env))
     states = reserve_last(initial_state_counts(env), config.grpo.reserved_states)
     policy_config, folder, base = resolve_policy(config.training(), config.policy_path)
-    assert folder is not None  # there was a path
+    assert folder is not None  # --policy.path is required
     if not family_of(policy_config).flow:
         raise ValueError(
             f"policy {base['path']} is of type '{policy_config.type}': to learn from rewards, action chunks must have "
@@ -215,13 +216,13 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
 
 
 def describe_grpo(run: GrpoRun) -> str:
-    """The plan, as text."""
+    """Return the plan as text."""
     config, g, job, policy, scene = run.config, run.options, run.job, run.policy, run.scene
     assert policy.parameters is not None
     decisions = scene.most_decisions(policy.config.n_action_steps) + g.bootstrap_time_limit
     size = decision_bytes(scene.env, policy.config, run.sde)
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
-    # Where all groups of a worker are replaced each time; those that were replaced are still held.
+    # The maximum: every group is replaced in every round, and replaced groups stay in memory.
     per_worker *= 1 + g.resample
     host_bytes = per_worker * decisions * size
     tasks = len(scene.tasks)
@@ -256,7 +257,7 @@ def describe_grpo(run: GrpoRun) -> str:
 
 
 def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:
-    """The plan's lines about lists of initial states; none where all are drawn from seeds."""
+    """Return the plan's lines about lists of initial states, if a task has one."""
     states = scene.states.values()
     if not states:
         return []

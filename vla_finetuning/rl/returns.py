@@ -1,8 +1,8 @@
-"""What a frame is worth by how its episode ended: returns, their distribution, advantages, labels (RECAP, 2511.14759).
+"""Compute returns, advantages and labels of frames from the outcomes of their episodes (RECAP, arXiv 2511.14759).
 
-A reward is -1 for every frame but the last of an episode, which ends with 0 after a success and with a penalty after a
-failure. All are divided by the frames of the longest episode of the task, so that a value is the share of such an
-episode that is still to come, negative. Functions of numpy arrays; a reference for each is in its test.
+The reward is -1 for every frame but an episode's last one, which has 0 after a success and a penalty after a failure.
+Rewards are divided by the number of frames of the task's longest episode. A value is then minus the share of such an
+episode that is still to come. All functions take numpy arrays; their tests have a reference for each.
 
 Legend: F frames, E episodes, K bins.
 """
@@ -13,11 +13,13 @@ import numpy as np
 
 
 def episode_returns(length: np.ndarray, success: np.ndarray, longest: np.ndarray, penalty: float) -> np.ndarray:
-    """The return of every frame, episode after episode: float32 (F,).
+    """Return the return of every frame, in the order of episodes, float32 (F,).
 
     Args:
-        length: int (E,), frames. success: bool (E,). longest: int (E,), of the episode's task.
-        penalty: of a failure, in units of `longest`.
+        length: number of frames of each episode, int (E,).
+        success: outcome of each episode, bool (E,).
+        longest: frames of the longest episode of each episode's task, int (E,).
+        penalty: cost of a failure, in units of `longest`.
     """
     end = np.repeat(np.cumsum(length), length)
     to_come = end - 1 - np.arange(length.sum())
@@ -26,12 +28,13 @@ def episode_returns(length: np.ndarray, success: np.ndarray, longest: np.ndarray
 
 
 def advantages(returns: np.ndarray, value: np.ndarray, length: np.ndarray, horizon: int) -> np.ndarray:
-    """Return what the next `horizon` frames bring, and the value after them, above the value now: float32 (F,).
+    """Return the rewards of the next `horizon` frames plus the value after them minus the value now, float32 (F,).
 
-    The rewards up to a frame are the difference of two returns. Where the episode ends sooner, nothing follows.
+    The rewards between two frames are the difference of their returns. After an episode's end the value is 0.
 
     Args:
-        returns, value: float32 (F,), episode after episode. length: int (E,).
+        returns, value: float32 (F,), in the order of episodes.
+        length: number of frames of each episode, int (E,).
     """
     ahead = np.arange(len(returns)) + horizon
     within = ahead < np.repeat(np.cumsum(length), length)
@@ -41,12 +44,14 @@ def advantages(returns: np.ndarray, value: np.ndarray, length: np.ndarray, horiz
 
 
 def label_positive(advantage: np.ndarray, task: np.ndarray, corrected: np.ndarray, positive: float) -> np.ndarray:
-    """Return which frames are positive: bool (F,).
+    """Return a mask of the positive frames, bool (F,).
 
-    Those whose advantage is above the (1 - positive) quantile of their task, and all corrections.
+    A frame is positive if its advantage is above the (1 - positive) quantile of its task, or if it is a correction.
 
     Args:
-        advantage: float32 (F,). task: int (F,). corrected: bool (F,); corrections do not count in the quantile.
+        advantage: float32 (F,).
+        task: int (F,).
+        corrected: bool (F,); corrections do not count in the quantile.
     """
     is_positive = corrected.copy()
     for number in np.unique(task):

@@ -1,21 +1,21 @@
-"""A flow's sampler made random, so that an action chunk has a probability: what learning from rewards needs of it.
+"""Sample action chunks from a flow with noise, so that each chunk has a known probability.
 
 LeRobot's sampler walks from noise (t = 1) to actions (t = 0) in K steps of dt = 1/K along the velocity v that the
-network predicts. The walk with noise added in every step, and the drift that makes up for it, leads to the same
-distribution at every t (the marginals of the ODE and the SDE are the same), and each of its steps is a Gaussian with
-known mean and standard deviation (Flow-GRPO, arXiv 2505.05470; for VLAs pi-RL, arXiv 2510.25889):
+network predicts. This sampler adds noise in every step, and a drift that compensates it: the distribution at every t
+stays the same (ODE and SDE have the same marginals). Each step is a Gaussian with known mean and standard deviation
+(Flow-GRPO, arXiv 2505.05470; for VLAs pi-RL, arXiv 2510.25889):
 
     sigma(t) = a sqrt(t / (1 - t))                     at t = 1, where that is infinite, with 1 - t of the next step
     mean     = x - v dt - sigma^2 dt / (2 t) (x + (1 - t) v)
     std      = sigma sqrt(dt)
 
-Only the real dimensions of an action are random; what pads them to the policy's width follows the ODE. All arithmetic
-but the network's own is float32.
+Only the real dimensions of an action are random; padding dimensions follow the ODE. All arithmetic outside the network
+is float32.
 
-Given x, a step's Gaussian is independent over positions of the chunk and dimensions of an action, so the density of the
-first E positions of a step, those that are executed and scored, is the product over these alone. In the last step
-nothing is lost by that. In earlier steps the other positions change, by the network's attention, what is executed;
-leaving out their factors there too is an approximation, as in pi-RL's code.
+Given x, a step's Gaussian is independent over positions of the chunk and dimensions of an action. Only the E executed
+positions are scored: their density is the product over these positions. In the last step this is exact. In earlier
+steps the other positions affect the executed ones through the network's attention; leaving out their factors is an
+approximation, as in pi-RL's code.
 
 Legend: B rows, K steps of the walk, S of them random and recorded, T chunk, E of it executed, A action, W the padded
 action width.
@@ -39,10 +39,10 @@ LOG_TWO_PI = math.log(2 * math.pi)
 
 
 class Draws(NamedTuple):
-    """All random numbers of B decisions.
+    """The random numbers of B decisions.
 
     Attributes:
-        start: float32 (B, T, W), standard normal: where the walk begins.
+        start: float32 (B, T, W), standard normal: the start of the walk.
         noise: float32 (B, K, T, A), standard normal.
         which: int64 (B, S), the random steps of each row, ascending.
     """
@@ -53,10 +53,11 @@ class Draws(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A decision's random steps, recorded to score them again.
+    """The recorded random steps of B decisions.
 
     Attributes:
-        x: float32 (B, S, T, W), before the step. after: float32 (B, S, E, A), after it: what is scored.
+        x: float32 (B, S, T, W), before the step.
+        after: float32 (B, S, E, A), the executed positions after the step, which are scored.
         which: int64 (B, S), the number of the step, from 0.
     """
 
@@ -65,16 +66,18 @@ class Walk(NamedTuple):
     which: Tensor
 
     def executed(self, steps: int) -> Walk:
-        """The same with E = `steps`: to score only the first actions of the chunk."""
+        """Return the walk with E = `steps`, to score only the first actions of the chunk."""
         return self._replace(after=self.after[:, :, :steps])
 
 
 @dataclass(frozen=True)
 class FlowSDE:
-    """The walk: K steps, all random or one.
+    """The random sampler.
 
     Attributes:
-        steps: K. noise_level: the `a` above. one: in each decision one step is random, and the others follow the ODE.
+        steps: K.
+        noise_level: the `a` of the module's formulas.
+        one: whether only one step of each decision is random and the others follow the ODE.
     """
 
     steps: int
@@ -82,7 +85,7 @@ class FlowSDE:
     one: bool = False
 
     def draw(self, generators: Sequence[np.random.Generator], shape: tuple[int, int, int]) -> Draws:
-        """The random numbers of decisions, each from its own generator. shape: (T, W, A)."""
+        """Draw the random numbers of decisions, each from its own generator, for chunks of `shape` (T, W, A)."""
         chunk, width, actions = shape
         start = [g.standard_normal((chunk, width), np.float32) for g in generators]
         noise = [g.standard_normal((self.steps, chunk, actions), np.float32) for g in generators]
@@ -92,11 +95,11 @@ class FlowSDE:
         )
 
     def times(self, device: torch.device) -> Tensor:
-        """float32 (K,): t before each step, as LeRobot computes it."""
+        """Return t before each step, float32 (K,), as LeRobot computes it."""
         return torch.tensor([1.0 + number * (-1.0 / self.steps) for number in range(self.steps)], device=device)
 
     def transition(self, x: Tensor, velocity: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        """A random step's mean (N, T, ...) and standard deviation (N, 1, 1), from x and v (N, T, ...) at t (N,)."""
+        """Return a step's mean (N, T, ...) and standard deviation (N, 1, 1), given x and v (N, T, ...) at t (N,)."""
         dt, t = 1.0 / self.steps, time[:, None, None]
         remaining = torch.where(t > 1.0 - 0.5 * dt, torch.full_like(t, dt), 1.0 - t)
         variance = self.noise_level**2 * t / remaining
@@ -105,16 +108,16 @@ class FlowSDE:
 
 
 def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Logarithm of the density of `value` (N, E, A) under independent Gaussians, (N,); std (N, 1, 1)."""
+    """Return the log-density (N,) of `value` (N, E, A) under independent Gaussians; `std` is (N, 1, 1)."""
     squares = ((value - mean) / std).square().sum((1, 2))
     return -0.5 * squares - value[0].numel() * (std[:, 0, 0].log() + 0.5 * LOG_TWO_PI)
 
 
 @torch.no_grad()
 def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Tensor, Walk]:
-    """Walk at random: normalised chunks float32 (B, T, A), and the recorded walk, with E = T.
+    """Sample normalised chunks, float32 (B, T, A), and return them with the recorded walk, where E = T.
 
-    Images and language are computed once for a decision, however many steps there are.
+    Images and language are computed once per decision, for all steps.
     """
     width = draws.noise.shape[-1]
     prefix, times = loss.prefix(loss.images(batch)), sde.times(draws.start.device)
@@ -137,9 +140,12 @@ def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Te
 
 
 def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (B, S) of recorded steps under the weights as they are; their means (B, S, E, A), stds (B, S).
+    """Return log-probabilities (B, S) of recorded steps under the current weights, means (B, S, E, A), stds (B, S).
 
-    `prefix`: of the batch, if it is computed already. Gradients flow. All steps of a row are draws of one suffix.
+    Differentiable. All steps of a row share one prefix, as draws of one suffix.
+
+    Args:
+        prefix: result of `loss.prefix` for the batch; None to compute it.
     """
     rows, steps = walk.which.shape
     executed, width = walk.after.shape[2:]

@@ -1,4 +1,7 @@
-"""A run of `value.py`: resolved and checked on the driver before Ray starts, and what becomes of its datasets."""
+"""Resolve and check a run of `value.py` before Ray starts; after training, write and score the labels of its datasets.
+
+Runs on the driver: `resolve_value` and `describe_value` before Ray, `label_frames` with the trained checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +41,23 @@ from vla_finetuning.run.folder import FILMS, VALUES_NAME
 from vla_finetuning.run.job import Job
 from vla_finetuning.terminal import escaped
 
-# Episodes of each outcome that the report shows, frames of each, and pixels of the strip that they make.
+# For the report: episodes of each outcome, frames of each episode, and the width of their strip in pixels.
 SHOWN, SHOWN_FRAMES, STRIP_WIDTH = 3, 8, 960
 IN_SAMPLE = "in-sample"
-# Below this AUROC a value function hardly sees a failure coming. In the demo, labels of one at 0.74 taught nothing.
+# Below this AUROC the terminal warns. In the demo, labels of a value function at 0.74 taught nothing.
 LOW_AUROC = 0.9
 
 
 @dataclass(frozen=True)
 class ValueRun:
-    """A run of `value.py`.
+    """A resolved run of `value.py`.
 
     Attributes:
-        training: what `vla.train` does: its policy is the value function, its rows have returns.
-        success, corrected, tasks, returns: of all episodes, (E,), or frames, (F,), of each dataset.
+        training: the run of `vla.train`; its policy is the value function, its rows have returns.
+        success: outcome of each episode, bool (E,) for each dataset.
+        corrected: mask of the frames that are corrections, bool (F,) for each dataset.
+        tasks: task number of each episode, int64 (E,) for each dataset.
+        returns: return of each frame, float32 (F,) for each dataset.
     """
 
     config: ValueConfig
@@ -67,10 +73,13 @@ class ValueRun:
 
 
 def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: Datasets | None = None) -> ValueRun:
-    """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do.
+    """Find, read and check everything that the run needs.
 
     Args:
-        gpus_found: as `resolve`. datasets: where `preflight.examine` has found them for these options.
+        gpus_found: as for `resolve`.
+        datasets: the datasets, if `preflight.examine` has found them for these options.
+    Raises:
+        ValueError, FileNotFoundError: something is missing or wrong; the message names the remedy.
     """
     options = config.training()
     if datasets is None:
@@ -79,7 +88,7 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     episodes = [chosen for chosen, _ in choose(options, datasets)]
     success = episode_success(config.outcome, metas, episodes, datasets.roots, absolute)
     corrected = corrected_frames(config.outcome, metas, episodes)
-    # What trains is no option of the policy's.
+    # The parameters that train are chosen below, not by the policy's options.
     run = resolve(options, gpus_found, replace(datasets, metas=metas, success=success), compare_base=False)
     policy, rows = run.policy, run.rows
     if not family_of(policy.config).flow:
@@ -118,7 +127,7 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
 
 
 def _of_episodes(success: Sequence[np.ndarray], episodes: Sequence[np.ndarray]) -> np.ndarray:
-    """The outcomes of some episodes of each dataset, one after the other: bool (E,)."""
+    """Concatenate the outcomes of the chosen episodes of each dataset, bool (E,)."""
     return np.concatenate([outcomes[selected] for outcomes, selected in zip(success, episodes, strict=True)])
 
 
@@ -132,7 +141,7 @@ def _check_both_outcomes(config: ValueConfig, success: np.ndarray) -> None:
 
 
 def _task_numbers(metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
-    """The task of each episode, by dataset: int64 (E,), the same number for the same instruction."""
+    """Number the tasks of all datasets by their instructions; return int64 (E,) for each dataset."""
     numbers: dict[str, int] = {}
     return tuple(
         np.array([numbers.setdefault((texts or ("",))[0], len(numbers)) for texts in meta.episode_tasks], np.int64)
@@ -143,7 +152,7 @@ def _task_numbers(metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
 def _longest(
     metas: Sequence[DatasetMetadata], episodes: Sequence[np.ndarray], tasks: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Frames of the longest episode of each task: int64 (tasks,)."""
+    """Return the number of frames of each task's longest episode, int64 (tasks,)."""
     longest = np.ones(1 + max(int(task.max()) for task in tasks), np.int64)
     for meta, selected, task in zip(metas, episodes, tasks, strict=True):
         np.maximum.at(longest, task[selected], meta.episode_length[selected])
@@ -160,7 +169,7 @@ def _count(policy: PolicySpec, spec: ValueSpec) -> TrainableReport:
 
 
 def describe_value(run: ValueRun) -> str:
-    """The plan, as text."""
+    """Return the plan as text."""
     rows, v = run.training.rows, run.config.value
     used, held_out = (_of_episodes(run.success, episodes) for episodes in (rows.episodes, rows.eval_episodes))
     corrected = sum(int(frames.sum()) for frames in run.corrected)
@@ -181,10 +190,10 @@ def describe_value(run: ValueRun) -> str:
 
 
 def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
-    """Judge all frames by a checkpoint and write their labels; what came of it, as text.
+    """Compute the values of all frames with a checkpoint, write their labels, and return a summary as text.
 
     Args:
-        training: `run.training`, with all its statistics.
+        training: `run.training` with exact statistics.
     """
     rows, v = training.rows, run.config.value
     length = np.concatenate([meta.episode_length for meta in rows.metas])
@@ -216,10 +225,12 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
 
 
 def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path) -> list[dict[str, Any]]:
-    """Some episodes of each outcome, held-out ones first: their values, and a strip of frames in `folder`/films.
+    """Return the values of some episodes of each outcome, and write strips of their frames to `folder`/films.
+
+    Held-out episodes come first.
 
     Args:
-        columns: (F,) each, of the run's episodes one after the other.
+        columns: (F,) each, in the order of the run's episodes.
     """
     rows = run.training.rows
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
@@ -259,18 +270,18 @@ def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path
 
 
 def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon: int) -> dict[str, Any]:
-    """Return how labels fell, and how well advantages and values tell failures from successes.
+    """Return shares of positive labels, and how well advantages and values separate failures from successes.
 
-    Where an episode ends within the horizon an advantage knows its outcome, so those frames say nothing of the value
-    function.
+    An advantage whose horizon reaches the episode's end contains the outcome; such frames are left out of `auroc`.
 
     Args:
-        columns: (F,) each, as in the file of labels, and `held_out`. to_come: int (F,), frames of the episode after it.
+        columns: (F,) each, as in the file of labels, and `held_out`.
+        to_come: number of later frames of the episode, int (F,).
     Returns:
-        `positive` shares of frames, all, of successful and of failed episodes; `auroc` of the negative advantage for
-        "the episode failed", over frames that end within their episode, and `auroc_last` of the negative value, over
-        the last frames of episodes: `_held_out` of held-out episodes, with its interval `_low` to `_high`, and
-        `_in_sample` of those that were trained on; None where there are not both outcomes.
+        `positive`, `positive_of_successes` and `positive_of_failures`: shares of frames. `auroc` of the negative
+        advantage for failed episodes, over frames at least `horizon` before the end. `auroc_last` of the negative
+        value, over last frames. Both have `_held_out`, with interval `_low` to `_high`, and `_in_sample`; None if an
+        outcome is missing.
     """
     failed, held_out = ~columns["success"], columns["held_out"]
     episode = np.cumsum(to_come == 0) - (to_come == 0)
@@ -291,7 +302,7 @@ def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon
 
 
 def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
-    """The probability that a true row has a higher score than a false one, ties being half; None without both."""
+    """Return the probability that a true row has a higher score than a false one, ties as half; None without both."""
     if truth.all() or not truth.any():
         return None
     positives, negatives = score[truth], score[~truth]
@@ -299,16 +310,16 @@ def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
 
 
 def _episodes_worth(episode: np.ndarray) -> float:
-    """Return how many episodes say as much as these frames, if those of an episode say the same (Kish)."""
+    """Return the effective number of episodes (Kish), given the episode of each frame."""
     frames = np.unique(episode, return_counts=True)[1]
     return float(frames.sum() ** 2 / (frames**2).sum())
 
 
 def auroc_interval(score: float, positives: float, negatives: float) -> tuple[float, float]:
-    """Newcombe's interval for an AUROC (his method 5, doi 10.1002/sim.2324), of so many independent rows.
+    """Return Newcombe's interval of an AUROC (method 5, doi 10.1002/sim.2324) of so many independent rows.
 
-    Wilson's way: all those from which what was found is no further than chance would take it. By Student's quantile,
-    since rows may be few.
+    As Wilson's, it contains every AUROC from which `score` deviates by no more than the quantile. The quantile is
+    Student's, because rows may be few.
     """
     theta, more = np.append(np.linspace(0, 1, 10_001), score), (positives + negatives) / 2 - 1
     spread = 1 + more * ((1 - theta) / (2 - theta) + theta / (1 + theta))

@@ -1,4 +1,4 @@
-"""Objectives by the names of --grpo.method: each is a module of this package that defines `METHOD`."""
+"""Objectives of `grpo.py`: each value of --grpo.method is a module of this package that defines `METHOD`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from vla_finetuning.rl.objectives.base import Objective
 
 
 def objective_class(method: Method) -> type[Objective]:
-    """Return the objective of --grpo.method: the class that its module calls METHOD."""
+    """Return the class that the module of a --grpo.method calls METHOD."""
     chosen: type[Objective] = import_module(f"{__name__}.{method}").METHOD
     return chosen

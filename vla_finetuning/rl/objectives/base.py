@@ -1,4 +1,4 @@
-"""The interface of an objective of grpo.py: which episodes teach, what it adds to their decisions, and its loss.
+"""The interface of an objective of `grpo.py`: which episodes it uses, what it adds to their decisions, its loss.
 
 Legend: B rows (decisions), N groups, G episodes of a group.
 """
@@ -27,16 +27,19 @@ SUMS = ("rows", "loss", "kl", "clipped", "ratio_off", "kl_start", "value_loss")
 
 
 class Objective(nn.Module):
-    """The loss of a micro-batch of decisions: the sum over its rows, whatever they are then divided by.
+    """The loss of a micro-batch of decisions, as a sum over its rows.
 
-    A subclass gives `used`, `prepare`, `forward` and `describe`, and is the METHOD of a module of this package.
+    A subclass implements `used`, `prepare`, `forward` and `describe`, and is the METHOD of a module of this package.
 
     Args:
-        loss: of the policy. sde: by which it acted. seed: of parameters that the objective adds.
+        loss: the loss of the policy, whose network computes.
+        sde: the random sampler by which the policy acted.
+        seed: seed of parameters that the objective adds.
+
     Attributes:
-        scores: whether decisions are scored once more before the first update, which the plan counts.
-        masks_padding: whether the policy's own loss leaves out actions that were not executed.
-        critic: trains beside the policy and has no influence on it but by the advantages; None: there is none.
+        scores: whether decisions are scored once before the first update; the plan counts this.
+        masks_padding: whether the policy's loss leaves out actions that were not executed.
+        critic: a module that trains beside the policy and affects it by advantages only; None if there is none.
         sums: float32 (len(SUMS),) on the device, over the micro-batches since `clear`.
     """
 
@@ -61,11 +64,11 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
-        """Add to the decisions what `forward` takes, before the first update. Every rank must call it.
+        """Add the inputs of `forward` to the decisions, before the first update. Every rank must call it.
 
         Args:
-            rollouts: `values` has a row for each decision of all ranks, `draw` what differs from pass to pass.
-            start: the policy that the run started from, with --grpo.kl.
+            rollouts: set `values` for inputs that stay, one row per decision of all ranks; `draw` for those of a pass.
+            start: the objective with the policy that the run started from, for --grpo.kl; else None.
         """
         raise NotImplementedError
 
@@ -73,9 +76,9 @@ class Objective(nn.Module):
         """Return the sum of the rows' losses, 0-d.
 
         Args:
-            batch: B rows: what `FlowLoss` takes of images and language, `weight` float32 (B,), 0 for a row that only
-                fills up, and what `prepare` has added.
-            noise, time: not looked at; the batch has what is drawn.
+            batch: B rows: images and language as `FlowLoss` takes them, `weight` float32 (B,), which is 0 for rows that
+                fill up, and the inputs that `prepare` added.
+            noise, time: unused; random numbers are in the batch.
         """
         raise NotImplementedError
 

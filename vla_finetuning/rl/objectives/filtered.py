@@ -1,4 +1,4 @@
-"""Filtered imitation: the policy's own loss of the decisions of episodes that succeeded; a baseline.
+"""Filtered imitation: the policy's own loss on the decisions of successful episodes; a baseline.
 
 Legend: B rows (decisions), T chunk, A action, N groups, G episodes of a group.
 """
@@ -41,14 +41,14 @@ class FilteredImitation(Objective):
         def draw(rows: np.ndarray, key: tuple[int, ...]) -> dict[str, Tensor]:
             table = rollouts.table
             names = [(*key, table.episode[row], table.decision[row]) for row in rows]
-            # An action that was not executed is no example of success.
+            # Actions that were not executed are no examples of success.
             padded = (torch.arange(config.chunk_size) >= config.n_action_steps).repeat(len(rows), 1)
             return {**imitation_draws(config, names), "action_is_pad": padded}
 
         rollouts.draw = draw
 
     def forward(self, batch: Batch, noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
-        # The mean over what was executed, or a demonstration would weigh several decisions.
+        # A row is the mean over its executed actions: a decision then weighs as much as a demonstration.
         weight, steps = batch["weight"], batch["action_is_pad"].shape[1]
         row_weight = weight * (steps / (steps - batch["action_is_pad"].sum(dim=1)))
         loss = self.loss({**batch, "row_weight": row_weight}, batch["noise"], batch["time"]) * len(weight)

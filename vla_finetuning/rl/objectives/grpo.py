@@ -1,4 +1,4 @@
-"""GRPO: the clipped policy gradient of the executed actions, with returns compared within a group (arXiv 2402.03300).
+"""GRPO: clipped policy gradient of the executed actions, with returns compared within a group (arXiv 2402.03300).
 
 Legend: B rows (decisions), S random steps of each, E executed actions, A action, N groups, G episodes of a group.
 """
@@ -18,11 +18,11 @@ from vla_finetuning.rl.sampler import Walk, score
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
-    """Return PPO's pessimistic loss -min(r A, clip(r) A), and where it is flat because r has gone far enough.
+    """Return PPO's loss -min(r A, clip(r) A), and a mask of the entries without gradient because r was clipped.
 
     Args:
         low, high: r is clipped to [1 - low, 1 + high].
-        dual: of a negative advantage, the loss is at most -dual A, however large r is (arXiv 1912.09729).
+        dual: bound of the loss for A < 0, as -dual A (dual clip, arXiv 1912.09729); None for no bound.
     """
     plain, bounded = -ratio * advantage, -ratio.clamp(1.0 - low, 1.0 + high) * advantage
     flat = bounded > plain
@@ -40,10 +40,10 @@ def comparable(returns: Tensor) -> Tensor:
 
 
 class GRPO(Objective):
-    """The clipped loss of each random step, by the advantage of its episode above the others of its group.
+    """The clipped loss of each random step, with the advantage of its episode within its group.
 
-    A micro-batch has `x`, `after`, `which` (`sampler.Walk`), `advantage` (B,), `old` (B, S), the log-probabilities
-    before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`.
+    A micro-batch has `x`, `after` and `which` (`sampler.Walk`), `advantage` (B,), and `old` (B, S): log-probabilities
+    before the first update. With `--grpo.kl` it has `start_mean` (B, S, E, A).
     """
 
     @classmethod
@@ -60,9 +60,9 @@ class GRPO(Objective):
         return comparable(group.returns)
 
     def advantages(self, returns: Tensor) -> Tensor:
-        """Return each episode's return less its group's mean, by the group's standard deviation: float (N, G).
+        """Return each return minus its group's mean, divided by the group's standard deviation, float (N, G).
 
-        A group is of the episodes that could be played; the advantage of others is 0.
+        Failed episodes do not count in their group, and have the advantage 0.
         """
         worth = self._normalised(returns)
         for row in returns.isnan().any(dim=1).nonzero().flatten():
@@ -79,8 +79,8 @@ class GRPO(Objective):
         self.score_rollouts(rollouts, start)
 
     def score_rollouts(self, rollouts: RolloutBatch, start: Objective | None) -> None:
-        """Add log-probabilities before the first update, in the first pass's micro-batches: the first ratio is 1."""
-        # Also on a rank with nothing to learn from, whose row of weight zero needs them.
+        """Add log-probabilities, in the micro-batches of the first pass, so that the first ratio is exactly 1."""
+        # A rank without decisions needs the columns too, for its row of weight zero.
         for name, shape in self.row_shapes(rollouts.columns, start).items():
             rollouts.values[name] = torch.zeros(rollouts.rows, *shape)
         with torch.no_grad(), rollouts.computing():
@@ -90,12 +90,12 @@ class GRPO(Objective):
                     rollouts.values[name][rows] = value.cpu()
 
     def row_shapes(self, columns: Batch, start: Objective | None) -> dict[str, tuple[int, ...]]:
-        """Return the shape of a row of each value that `score_rows` gives."""
+        """Return the shape of one row of each result of `score_rows`."""
         shapes = {"old": tuple(columns["which"].shape[1:]) if columns else (0,)}
         return shapes | ({"start_mean": tuple(columns["after"].shape[1:])} if start is not None and columns else {})
 
     def score_rows(self, batch: Batch, prefix: Any, start: Objective | None) -> dict[str, Tensor]:
-        """Return what `forward` compares a micro-batch with, by name."""
+        """Return the values before the first update that `forward` compares with, by name."""
         values = {"old": self.score(batch, prefix)[0]}
         return values | ({"start_mean": start.score(batch)[1]} if isinstance(start, GRPO) else {})
 
@@ -103,7 +103,7 @@ class GRPO(Objective):
         options, weight = self.options, batch["weight"]
         prefix = self.loss.prefix(self.loss.images(batch))
         log_probs, mean, std = self.score(batch, prefix)
-        # A row that fills up must not even be NaN times zero.
+        # Rows of weight zero may have NaN here, and NaN times zero is NaN.
         change = torch.where(weight[:, None] > 0, log_probs - batch["old"], 0.0)
         ratio, advantage = change.exp(), batch["advantage"][:, None]
         losses, flat = clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
@@ -132,7 +132,7 @@ class GRPO(Objective):
         return loss + value_loss
 
     def value_loss(self, batch: Batch, prefix: Any) -> Tensor:
-        """Return the sum of a critic's losses, 0-d; zero without one."""
+        """Return the sum of the critic's losses, 0-d; zero without a critic."""
         return torch.zeros_like(batch["weight"][0])
 
     def score(self, batch: Batch, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""PPO: GRPO's clipped policy gradient, with decisions compared with a critic that learns beside the policy.
+"""PPO: GRPO's clipped policy gradient, with advantages from a critic that learns beside the policy.
 
 Legend: B rows (decisions), N groups, G episodes of a group.
 """
@@ -23,9 +23,9 @@ from vla_finetuning.rl.sampler import FlowSDE
 
 
 def value_loss(value: Tensor, old: Tensor, target: Tensor, clip: float | None) -> Tensor:
-    """Return half of the squared error of values, the larger of that and the one within `clip` of the old value.
+    """Return half the squared error of values (B,), or that of values clipped to `old` +- `clip` if it is larger.
 
-    All of shape (B,); as in PPO's reference implementation (arXiv 1707.06347, openai/baselines).
+    As in PPO's reference implementation (arXiv 1707.06347, openai/baselines).
     """
     errors = (value - target).square()
     if clip is not None:
@@ -34,7 +34,7 @@ def value_loss(value: Tensor, old: Tensor, target: Tensor, clip: float | None) -
 
 
 class PPO(GRPO):
-    """As `GRPO`, with advantages of decisions; a micro-batch also has `value` and `target` (B,), of the critic."""
+    """As `GRPO`, with an advantage per decision. A micro-batch also has the critic's `value` and `target` (B,)."""
 
     def __init__(self, loss: FlowLoss, sde: FlowSDE, options: GrpoOptions, seed: int = 0):
         super().__init__(loss, sde, options, seed)
@@ -53,7 +53,7 @@ class PPO(GRPO):
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
         self.score_rollouts(rollouts, start)
-        if rollouts.rows:  # of no rank otherwise
+        if rollouts.rows:  # the same on all ranks
             self.estimate_advantages(rollouts, group, self.values_after(rollouts, group))
 
     def row_shapes(self, columns: Batch, start: Objective | None) -> dict[str, tuple[int, ...]]:
@@ -63,7 +63,7 @@ class PPO(GRPO):
         return super().score_rows(batch, prefix, start) | {"value": self.values(prefix)}
 
     def values_after(self, rollouts: RolloutBatch, group: RolloutGroup) -> dict[int, float]:
-        """Return what the critic expects after this rank's episodes whose time was over, by their numbers."""
+        """Return the critic's value of the last state of this rank's truncated episodes, by episode number."""
         if not self.options.bootstrap_time_limit:
             return {}
         values = dict[int, float]()
@@ -74,15 +74,15 @@ class PPO(GRPO):
         return values
 
     def estimate_advantages(self, rollouts: RolloutBatch, group: RolloutGroup, after: Mapping[int, float]) -> None:
-        """Add advantages and value targets of the decisions of all ranks, by the critic before the first update.
+        """Add advantages and value targets of all ranks' decisions, from the critic before the first update.
 
         Args:
-            after: as of `values_after`; nothing follows other episodes.
+            after: result of `values_after`; the value after other episodes is 0.
         """
         episodes, values = rollouts.table.episode, rollouts.values["value"]
-        estimates = torch.zeros(3, rollouts.rows)  # advantages, targets, values; of this rank's rows
+        estimates = torch.zeros(3, rollouts.rows)  # advantages, targets, values; zero in other ranks' rows
         for episode in np.unique(episodes[rollouts.owned]):
-            rows = np.flatnonzero(episodes == episode)  # one after the other
+            rows = np.flatnonzero(episodes == episode)
             number, options = int(group.numbers.flat[episode]), self.options
             pair = advantages_and_targets(
                 group.rewards(number), values[rows].tolist(), options.gamma, options.gae_lambda, after.get(number, 0.0)
@@ -93,7 +93,7 @@ class PPO(GRPO):
         rollouts.values |= {"advantage": normalised, "target": target, "value": value}
 
     def values(self, prefix: Any) -> Tensor:
-        """Return what the critic expects from here on, float32 (B,)."""
+        """Return the critic's values of the observations behind `prefix`, float32 (B,)."""
         assert self.critic is not None
         with torch.autocast(self.sums.device.type, enabled=False):
             return self.critic(*self.loss.value_inputs(prefix))[:, 0]
