@@ -176,7 +176,7 @@ def test_weights_that_are_not_finite(setting, base):
     weights["model.action_in_proj.weight"][0, 0] = torch.nan
     save_file(weights, base / "model.safetensors")
     refuses(setting, "model.action_in_proj.weight in .* not finite, 1 of", **{"policy.path": base})
-    with pytest.raises(ValueError, match="is not what it was when this run was planned: the weights changed"):
+    with pytest.raises(ValueError, match="has changed since this run was planned: the weights changed"):
         build_model(run.policy, torch.device("cpu"))
 
 

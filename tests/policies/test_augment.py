@@ -205,7 +205,7 @@ def test_a_color_jitter_of_several_parts_has_them_in_any_order():
 @pytest.mark.parametrize(
     "transforms, message",
     [
-        ({"blur": {"type": "MotionBlur"}}, "'blur': MotionBlur is not done here.*ColorJitter, SharpnessJitter and"),
+        ({"blur": {"type": "MotionBlur"}}, "'blur': MotionBlur is not supported.*ColorJitter, SharpnessJitter and"),
         ({"none": {"type": "ColorJitter", "kwargs": {"brightness": 0}}}, "'none': this ColorJitter changes nothing"),
         ({"odd": {"type": "Nothing"}}, "'odd': Transform 'Nothing' is not valid"),
         ({"odd": {"kind": "ColorJitter"}}, "'odd': .*unexpected keyword argument 'kind'"),

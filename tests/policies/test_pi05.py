@@ -408,8 +408,8 @@ def test_time_has_lerobots_distribution(alpha, beta):
         ({}, None),
         ({"observation.images.0": torch.zeros(4, 28, 28, 3, dtype=torch.uint8)}, None),
         ({"observation.images.1": None}, None),
-        ({"action": torch.zeros(4, 3)}, r"a chunk of actions is \(4,\), expected \(4, 6\), and its dimensions"),
-        ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1\), expected \(4, 6\)"),
+        ({"action": torch.zeros(4, 3)}, r"a chunk of actions has the shape \(4,\) .*, expected \(4, 6\)"),
+        ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1\) .*, expected \(4, 6\)"),
         ({"observation.images.0": None, "observation.images.1": None}, r"none of the policy's cameras"),
     ],
 )

@@ -241,7 +241,7 @@ class MeanOfImage(ProcessorStep):
 def test_a_pipeline_that_needs_images_is_refused(case):
     preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
     preprocessor.steps = [MeanOfImage(), *preprocessor.steps]
-    with pytest.raises(ValueError, match=r"something else of 'observation.state'.*MeanOfImage"):
+    with pytest.raises(ValueError, match=r"returns another 'observation.state'.*MeanOfImage"):
         Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
 
 

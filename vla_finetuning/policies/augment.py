@@ -241,7 +241,7 @@ def _lerobot_transform(flag: str, transform: Any) -> Step:
     if isinstance(transform, v2.RandomAffine):
         if transform.center is not None or any(transform._fill.values()):
             raise ValueError(
-                f"{flag}: RandomAffine turns about the middle here, and fills up with black; leave center and fill out"
+                f"{flag}: RandomAffine always rotates about the centre and fills with black: leave center and fill out"
             )
         dx, dy = transform.translate or (0.0, 0.0)
         shear = [*(transform.shear or ()), 0.0, 0.0, 0.0, 0.0]
@@ -249,8 +249,8 @@ def _lerobot_transform(flag: str, transform: Any) -> Step:
         mode = "bilinear" if transform.interpolation is InterpolationMode.BILINEAR else "nearest"
         return Uniform(partial(_affine, mode=mode), [*ranges, (shear[0], shear[1]), (shear[2], shear[3])])
     raise ValueError(
-        f"{flag}: {type(transform).__name__} is not done here, where parameters are drawn by row on the device; there "
-        "are ColorJitter, SharpnessJitter and RandomAffine, which lerobot-train's defaults are made of"
+        f"{flag}: {type(transform).__name__} is not supported, because parameters are drawn by row on the device; "
+        "choose from ColorJitter, SharpnessJitter and RandomAffine, which lerobot-train's defaults consist of"
     )
 
 

@@ -336,7 +336,7 @@ class Family:
         deltas = config.action_delta_indices
         shape = (len(batch[ACTION]), *([] if deltas is None else [len(deltas)]))
         if (actual := tuple(batch[ACTION].shape[:-1])) != shape:
-            raise ValueError(f"a chunk of actions is {actual}, expected {shape}, and its dimensions")
+            raise ValueError(f"a chunk of actions has the shape {actual} before its dimensions, expected {shape}")
         if config.image_features and not batch.keys() & config.image_features.keys():
             raise ValueError(
                 f"the batch has none of the policy's cameras {list(config.image_features)}: {sorted(batch)}"

@@ -273,11 +273,12 @@ def check_header(path: Path) -> None:
         head = file.read(64)
         refuse_pointer(str(path), head)
         size = int.from_bytes(head[:8], "little") if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
-    if size is None or size > MAX_HEADER_BYTES:
-        fault = "is not a regular file" if size is None else f"claims a header of {size / 2**20:,.0f} MiB"
+    if size is None:
+        raise ValueError(f"{path} is not a regular file")
+    if size > MAX_HEADER_BYTES:
         raise ValueError(
-            f"{path} {fault}, more than the {MAX_HEADER_BYTES / 2**20:.0f} MiB that the names of a policy's tensors "
-            "take: it is truncated or no safetensors file"
+            f"{path} claims a header of {size / 2**20:,.0f} MiB, more than the {MAX_HEADER_BYTES / 2**20:.0f} MiB that "
+            "the names of a policy's tensors take: it is truncated or no safetensors file"
         )
 
 
@@ -300,7 +301,7 @@ def _check_keys(
     ]
     if problems:
         raise ValueError(
-            f"the weights in {folder} are not of its '{config.type}' policy: {'; '.join(problems)}. Nothing "
+            f"the weights in {folder} do not belong to its '{config.type}' policy: {'; '.join(problems)}. Nothing "
             "was loaded. Check that config.json and weights belong together, and to this version of LeRobot"
         )
 

@@ -260,9 +260,9 @@ def _explain_refusal(step: Any, options: Any, state_file: Any, config: PreTraine
         return f"does not belong to a '{config.type}' policy"
     params = inspect.signature(step_class).parameters
     if not isinstance(options, dict) or (unknown := sorted(map(str, options.keys() - params.keys()))):
-        return f"has not the options {unknown if isinstance(options, dict) else options!r:.100}, but {sorted(params)}"
+        return f"has no options {unknown if isinstance(options, dict) else options!r:.100}, only {sorted(params)}"
     if state_file is not None and (not isinstance(state_file, str) or Path(state_file).name != state_file):
-        return f"keeps its state in {state_file!r:.100}, which is no file of its own folder"
+        return f"names the state file {state_file!r:.100}, which is not in its folder"
     return None
 
 

@@ -193,8 +193,8 @@ class Prepare:
             if invalid.any():
                 place = ", ".join(f"{name} {batch[name][invalid.argmax()]}" for name in ROW_KEYS if name in batch)
                 raise ValueError(
-                    f"'{key}' holds NaN or infinity, or what follows it in its window does, at {place}: repair the "
-                    "dataset, or leave the episode out with --dataset.episodes"
+                    f"'{key}' holds NaN or infinity at {place}, or later in its window: repair the dataset, or leave "
+                    "the episode out with --dataset.episodes"
                 )
 
     def _run(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -242,7 +242,7 @@ class Prepare:
             if key not in expected or not same(value, expected[key]):
                 names = [getattr(step, "_registry_name", type(step).__name__) for step in preprocessor.steps]
                 raise ValueError(
-                    f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
+                    f"the preprocessor returns another '{key}' when images are processed separately: one of its "
                     f"steps {names} cannot be split"
                 )
 

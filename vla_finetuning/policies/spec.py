@@ -199,8 +199,8 @@ class PolicySpec:
         before, after = ({"the weights": base["digest"], **base["files"]} for base in (self.base, digests))
         if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
             raise ValueError(
-                f"policy {self.base['path']} is not what it was when this run was planned: {', '.join(changed[:5])} "
-                "changed, came or went; put it back as it was, or start a new run"
+                f"policy {self.base['path']} has changed since this run was planned: {', '.join(changed[:5])} changed, "
+                "appeared or disappeared; restore it, or start a new run"
             )
 
     def processors(self, config: PreTrainedConfig | None = None) -> Processors:
