@@ -39,15 +39,14 @@ ROW_KEYS = ("dataset_index", "episode_index", "frame_index", "index")
 # Folder in an export with a copy of the tokenizer that LeRobot's processor fetches from the Hub by name.
 TOKENIZER_FOLDER = "tokenizer"
 
-NORMALIZATION_STATS = {
-    NormalizationMode.IDENTITY: frozenset[str](),
-    NormalizationMode.MEAN_STD: frozenset({"mean", "std"}),
-    NormalizationMode.MIN_MAX: frozenset({"min", "max"}),
-    NormalizationMode.QUANTILES: frozenset({"q01", "q99"}),
-    NormalizationMode.QUANTILE10: frozenset({"q10", "q90"}),
+# Names of a mode's statistics: mean and std, or the values that become -1 and 1.
+NORMALIZATION_STATS: dict[NormalizationMode, tuple[str, ...]] = {
+    NormalizationMode.IDENTITY: (),
+    NormalizationMode.MEAN_STD: ("mean", "std"),
+    NormalizationMode.MIN_MAX: ("min", "max"),
+    NormalizationMode.QUANTILES: ("q01", "q99"),
+    NormalizationMode.QUANTILE10: ("q10", "q90"),
 }
-
-
 # XVLA's step that normalises images. The step before it leaves images in [0, 1] unchanged.
 IMAGENET_STEP = "xvla_imagenet_normalize"
 # Steps of EO1 and MolmoAct2 that process images with texts and pad to the longest of a batch: they need whole batches.
@@ -426,7 +425,7 @@ class DeviceHalf(nn.Module):
             if mode is NormalizationMode.MEAN_STD:
                 shift, scale = stats["mean"], stats["std"] + normalizer.eps
             else:
-                low, high = sorted(NORMALIZATION_STATS[mode], key=("min", "q01", "q10", "max", "q99", "q90").index)
+                low, high = NORMALIZATION_STATS[mode]
                 shift, scale = stats[low], stats[high] - stats[low]
                 scale = torch.where(scale == 0, torch.tensor(normalizer.eps, dtype=scale.dtype), scale)
             self._register(number, key, mode, shift, scale)
