@@ -181,15 +181,15 @@ class Family:
     Attributes:
         type: LeRobot's name of the type.
         as_lerobot: whether tests/training/test_as_lerobot.py proves that training steps equal lerobot-train's.
-        refused: why the type is not trained here; empty if it is.
+        refused: why this library does not train the type; empty if it does.
         chunk_draws: random numbers of `predict_action_chunk`: "noise" if it takes the noise as an argument,
             (N, chunk_size, max_action_dim); "nothing" if it is deterministic; "its own" if it draws them itself.
         tokenizer: Hub id of the tokenizer; see `tokenizer_name`.
         tokenizer_option: option of the policy that names the tokenizer; see `tokenizer_name`.
-        in_float32: whether LeRobot trains it in float32 on GPUs too, unless its `use_amp` is on.
-        reads_texts: whether its forward takes instructions as text: the column `task`, a list of strings.
-        sized_by_images: whether its network or its validation depends on the configured image shapes; a pretrained
-            policy then keeps them.
+        in_float32: whether LeRobot trains the type in float32 on GPUs too, unless the option `use_amp` is on.
+        reads_texts: whether the forward takes instructions as text: the column `task`, a list of strings.
+        sized_by_images: whether the network or its validation depends on the configured image shapes; a pretrained
+            policy then keeps these shapes.
         offline: whether LeRobot builds the network without downloads from `without_downloads(config)`, so that names
             and shapes of weights are known before training. True for every type with `from_config`.
 
@@ -200,18 +200,18 @@ class Family:
         ignored_options: options of the policy without effect here, each with a description of its replacement.
         row_losses: whether the loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: whether the loss is a `flow.FlowLoss`, which gives action chunks a probability.
-        delays: whether it can train with the option MAX_DELAY, on chunks whose first actions are given.
+        delays: whether the policy can train with the option MAX_DELAY, on chunks whose first actions are given.
         writes: whether the loss can `write` texts, as `pi05.PI05Loss` does.
-        masks_cameras: whether it runs without some of its cameras.
-        sorts_cameras: whether it takes cameras in alphabetical order, whatever their order in the configuration.
-        any_inputs: whether it plays with any subset of its cameras and pads or cuts a state of any length.
-        pads_statistics: whether its processors pad vectors and statistics before they normalise.
+        masks_cameras: whether the policy runs without some of its cameras.
+        sorts_cameras: whether the policy takes cameras in alphabetical order, whatever their configured order.
+        any_inputs: whether the policy plays with any subset of its cameras and pads or cuts a state of any length.
+        pads_statistics: whether the processors pad vectors and statistics before they normalise.
         image_options: options of the policy that control image preprocessing; read with the option `feature_cache`.
-        fits_images: whether it first resizes images to its `image_resolution`, if set, with centred black padding.
+        fits_images: whether the policy first resizes images to its `image_resolution` with centred black padding.
         rebuilds_processors: whether LeRobot makes new processors for a dataset and ignores the saved ones.
         no_adapters: why adapters (--peft.*) do not train; empty if they do.
-        from_config: whether LeRobot builds it from its configuration alone and a folder has all of its weights. It can
-            then be built on the meta device, and implements the methods below that raise NotImplementedError.
+        from_config: whether LeRobot builds the policy from its configuration alone and a folder has all weights. The
+            family then implements the methods that raise NotImplementedError here; the policy builds on "meta".
     """
 
     type: str
@@ -353,11 +353,11 @@ class Family:
     # ---- prediction --------------------------------------------------------------------------------------------------
 
     def cannot_predict(self, config: PreTrainedConfig) -> str:
-        """Explain why the configured policy cannot predict, naming the option; "" if it can."""
+        """Explain, naming the option, why the configured policy cannot predict; return "" if it can."""
         return ""
 
     def remembers(self, config: PreTrainedConfig) -> str:
-        """Describe the past inputs that its actions depend on, naming the option; "" if there are none."""
+        """Describe, naming the option, the past inputs of the policy's actions; return "" if they have none."""
         steps = getattr(config, "n_obs_steps", 1)
         return f"with n_obs_steps={steps} looks at past observations too" if steps != 1 else ""
 
