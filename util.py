@@ -58,7 +58,7 @@ COMMON_METRICS = frozenset(
         *("loss_by_robot", "eval_loss_by_robot", "eval_loss_by_task", "eval_loss_by_time"),
     )
 )
-# Maximum number of unlabelled means in a window. Of more, the alphabetically first are kept.
+# Maximum number of unlabelled means in a window. Beyond it, only the alphabetically first are kept.
 MOST_MEANS = 32
 
 

@@ -207,11 +207,11 @@ class Family:
         any_inputs: whether the policy plays with any subset of its cameras and pads or cuts a state of any length.
         pads_statistics: whether the processors pad vectors and statistics before they normalise.
         image_options: options of the policy that control image preprocessing; read with the option `feature_cache`.
-        fits_images: whether the policy first resizes images to its `image_resolution` with centred black padding.
+        fits_images: whether the policy first fits images into its `image_resolution`, if set, padded with black.
         rebuilds_processors: whether LeRobot makes new processors for a dataset and ignores the saved ones.
         no_adapters: why adapters (--peft.*) do not train; empty if they do.
-        from_config: whether LeRobot builds the policy from its configuration alone and a folder has all weights. The
-            family then implements the methods that raise NotImplementedError here; the policy builds on "meta".
+        from_config: whether LeRobot needs only the configuration to build the policy, and a folder has all weights. The
+            policy can then be built on the meta device, and the family implements the methods that raise here.
     """
 
     type: str
