@@ -334,8 +334,8 @@ class TrainableOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Return the optimizer's state tensors by parameter name: `exp_avg.<name>` and so on.
 
-        Before the first step it creates them as zeros, like the optimizer. A checkpoint is restored by writing into
-        the returned tensors.
+        Before the first step, this method creates the state as zeros, like the optimizer. A checkpoint is restored by
+        writing into the returned tensors.
         """
         groups = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         flat: dict[str, Tensor] = {}

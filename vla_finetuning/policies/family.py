@@ -63,7 +63,7 @@ class PolicyLoss(nn.Module):
     Attributes:
         attention: kernel of the modules that `attentions` lists; `attention.choose_kernel` may replace it.
         reaches_all: whether every trainable parameter gets a gradient in every step. LeRobot's own losses leave some
-            out (5 tensors of PI0): DDP then searches for them in every step, as under `lerobot-train`.
+            out (5 tensors of PI0): DDP then searches for unused ones in every step, as under `lerobot-train`.
         metrics: receiver of values that training forwards compute besides the loss; None to drop them.
         robots: names of a mixture's robots whose losses `metrics` gets.
     """
@@ -290,7 +290,7 @@ class Family:
         return self.loss_class(policy, images=images)
 
     def training_state(self) -> dict[str, Tensor]:
-        """Return the tensors that the loss adds to a checkpoint, by name. They are restored, and never exported."""
+        """Return tensors that the loss adds to checkpoints, but not to exports, by name. Resuming writes to them."""
         return {}
 
     def prepared(

@@ -149,8 +149,8 @@ def saved_rename_map(folder: Path) -> dict[str, str]:
 def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the statistics of a folder's preprocessor, by the policy's keys.
 
-    These are the shapes that the policy was trained on; its configuration may have padded vectors and more cameras.
-    The result is empty if the folder has no statistics, or padded ones.
+    The policy was trained on these shapes; its configuration may have padded vectors and more cameras. The result is
+    empty if the folder has no statistics, or padded ones.
 
     Raises:
         ValueError, OSError: a file cannot be read.
@@ -191,8 +191,8 @@ def _tokenizer_overrides(
 ) -> dict[str, dict[str, Any]]:
     """Return overrides of a folder's tokenizer options by step, for LeRobot's factory.
 
-    They hold the folder's own copy of the tokenizer, if it has one; else the named tokenizer is checked. They raise
-    `max_length` if the configuration has a larger `tokenizer_max_length` than the folder's.
+    If the folder has its own copy of the tokenizer, the copy overrides the named one; else the named one is checked.
+    `max_length` is overridden if the configuration has a larger `tokenizer_max_length` than the folder's.
     """
     overrides: dict[str, dict[str, Any]] = {}
     length = getattr(config, "tokenizer_max_length", None)

@@ -129,9 +129,9 @@ def remove_unused(policy: PreTrainedPolicy) -> list[str]:
 def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
     """Cast frozen weights to `dtype` in place.
 
-    Under bfloat16 autocast this saves the cast of float32 weights in every step. Norms, and the vision tower's patch
-    and position embeddings, stay float32, as autocast computes with them: they set the residual stream's precision.
-    Heads stay too, because losses compute some of them without autocast.
+    Under bfloat16 autocast this saves the cast of float32 weights in every step. Norms stay float32, as under autocast.
+    The vision tower's patch and position embeddings stay too, because they set the residual stream's precision, and
+    heads, because losses compute some heads without autocast.
     """
     heads = {name for name, part in family_of(policy.config).parts(policy).items() if part == "heads"}
     float32_modules = {
