@@ -1,10 +1,10 @@
-"""PI0.5's attention, and the proof that the kernel which computes it is right on this device.
+"""Compute PI0.5's attention (`attend`), and choose a kernel that is correct on this device (`choose_kernel`).
 
-PyTorch's fused kernels may be wrong in silence at some lengths, with masks such as those of padded prompts: that
-depends on the GPU, on the versions of PyTorch and cuDNN, and on the shape. So each shape that a run will have is
-computed once before the run, forward and backward, and compared (`choose_kernel`); a kernel that is wrong is not used.
+PyTorch's fused kernels can silently give wrong results for masks of padded prompts at some lengths. Whether they do
+depends on the GPU, the versions of PyTorch and cuDNN, and the shape. So `choose_kernel` computes each shape of a run
+once, forward and backward, compares it with eager attention in float64, and rejects wrong kernels.
 
-Runs in the training worker. Legend: B batch, H heads of queries, G of keys and values, P keys, D width of a head.
+Runs in the training worker. Legend: B batch, H query heads, G key-value heads, P keys, D head width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.models.gemma.modeling_gemma import eager_attention_forward
 
 logger = logging.getLogger(__name__)
 
-# "eager": as LeRobot computes it. "sdpa": whichever fused kernel PyTorch takes. The others: that one and no other.
+# "eager": LeRobot's code. "sdpa": the fused kernel that PyTorch chooses. The others: this fused kernel only.
 Kernel = Literal["eager", "sdpa", "cudnn", "efficient", "flash", "math"]
 BACKENDS: dict[Kernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -32,20 +32,20 @@ BACKENDS: dict[Kernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# What is tried in turn. The last one is what the others are compared with.
+# Kernels in the order in which they are tried; the last is the reference.
 CANDIDATES: tuple[Kernel, ...] = ("sdpa", *BACKENDS, "eager")
-# The rows of a comparison, each with the share of its prompt that counts. In the last, all scores are far below zero.
+# Rows of a comparison: the unpadded share of each prompt. In the last row all scores are far below zero.
 PROMPTS = (1.0, 0.5, 0.0, 0.75)
 SCORE_BELOW_ZERO = 160.0
-# There everybody rounds much: scores of such a size, and gradients that are small differences of large numbers.
+# Extra tolerance of the last row: its gradients are small differences of large numbers.
 ROUNDING_BELOW_ZERO = 0.25
 
 
 def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, kernel: Kernel) -> Tensor:
-    """Attention of queries (B, H, tokens, D) to keys and values (B, G, P, D): (B, tokens, H * D).
+    """Compute attention of queries (B, H, tokens, D) to keys and values (B, G, P, D): (B, tokens, H * D).
 
     Args:
-        module: LeRobot's attention layer; gives `scaling` and `num_key_value_groups` (H / G).
+        module: LeRobot's attention layer, with `scaling` and `num_key_value_groups` (H / G).
         bias: float32 (B, 1, 1, P), or (B, 1, tokens, P), added to the scores.
     """
     if kernel == "eager":
@@ -62,10 +62,10 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor,
 
 
 def _fold(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries (B, H, tokens, D) as (B, G, tokens * H / G, D), and the bias that goes with them."""
-    # Kernels that take a mask want as many heads of keys as of queries: heads that share their keys become more
-    # queries, without a copy where G is 1. Keys and values repeated for each head would be kept for backward; repeated
-    # as views, the memory-efficient kernel is wrong at some lengths (torch 2.11, pytorch/pytorch#191937).
+    """Return queries (B, H, tokens, D) as (B, G, tokens * H / G, D), and the bias in the matching shape."""
+    # Kernels with a mask need as many key heads as query heads. Folding query heads that share keys into more queries
+    # needs no copy where G is 1. Repeated keys and values would be stored for backward; as expanded views they make the
+    # memory-efficient kernel wrong at some lengths (torch 2.11, pytorch/pytorch#191937).
     groups = query.shape[1] // key.shape[1]
     folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
     if bias.shape[2] > 1:
@@ -73,16 +73,19 @@ def _fold(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return folded, bias.to(query.dtype)
 
 
-# ---- whether a kernel is right --------------------------------------------------------------------------------------
+# ---- whether a kernel is correct ------------------------------------------------------------------------------------
 
 
 class Shape(NamedTuple):
-    """One attention of a training step: so many queries attend to images, a padded prompt and action steps.
+    """Shape of one attention of a training step.
 
     Attributes:
-        backward: whether gradients flow through it.
-        before: so many of the first queries do not see the keys of those after them.
-        causal: no query sees the keys of those after it.
+        part: name of the part of the network.
+        queries: number of queries.
+        images, prompt, steps: numbers of keys of images, of a padded prompt and of action steps.
+        backward: whether gradients flow through the attention.
+        before: number of first queries that do not see the keys of later queries.
+        causal: whether no query sees the keys of later queries.
     """
 
     part: str
@@ -104,12 +107,12 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which kernel a run uses, and why.
+    """Kernel that a run uses.
 
     Attributes:
-        kernel: for `PolicyLoss`.
-        backends: PyTorch's name of what computes each shape.
-        refused: kernels that were tried before and are wrong, in words.
+        kernel: value for `PolicyLoss.attention`.
+        backends: PyTorch's name of the backend by shape.
+        refused: descriptions of the kernels that were tried before and are wrong.
     """
 
     kernel: Kernel
@@ -120,15 +123,16 @@ class Choice:
 def choose_kernel(
     preferred: Kernel, attentions: Iterable[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
 ) -> Choice:
-    """The first kernel, beginning with the one asked for, that is right at every shape, forward and backward.
+    """Return the first kernel, from `preferred` on, that is correct at every shape, forward and backward.
 
-    Right is: finite, and no further from the eager attention in float64 than rounding explains. Reads values from the
-    device, and asks for some of its memory: for the start of an attempt, before there are gradients and moments.
+    Correct means finite, and no further from eager attention in float64 than rounding explains. Reads values from the
+    device and needs some of its memory, so call it before gradients and optimizer state exist.
 
     Args:
-        preferred: "eager" is taken as it is, because it is the measure.
-        attentions: layers (only their sizes count), and the shapes of their inputs.
-        dtype: of queries, keys and values.
+        preferred: first kernel to try; "eager" is the reference and is returned without a check.
+        attentions: attention layers, of which only the sizes are used, with the shapes of their inputs.
+        device: device that the kernel runs on.
+        dtype: dtype of queries, keys and values.
     """
     attentions = list(attentions)
     refused: list[str] = []
@@ -139,7 +143,7 @@ def choose_kernel(
             for reason in refused:
                 logger.warning("attention: %s; the run uses %r in its place", reason, kernel)
             return Choice(kernel, backends, refused)
-        if wrong is not UNAVAILABLE and wrong not in refused:  # PyTorch's own choice may have been one of the others
+        if wrong is not UNAVAILABLE and wrong not in refused:  # "sdpa" may have chosen the same backend
             refused.append(str(wrong))
     raise AssertionError("eager attention is what others are compared with")
 
@@ -150,12 +154,12 @@ UNAVAILABLE = "this device or dtype has no such kernel"
 def what_is_wrong(
     kernel: Kernel, attentions: Sequence[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """With a kernel at some shapes, in words: the first fault, or UNAVAILABLE. None if there is none."""
+    """Describe the first wrong result of a kernel at these shapes; return UNAVAILABLE if it cannot run, else None."""
     for layer, shape in attentions:
         inputs = _inputs(layer, shape, device, dtype)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch says at length why a kernel does not fit
+                warnings.simplefilter("ignore")  # PyTorch explains at length why a kernel is not applicable
                 results = _computed(layer, shape, inputs, kernel)
         except torch.OutOfMemoryError:
             raise
@@ -174,7 +178,7 @@ def what_is_wrong(
 
 
 def _inputs(layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys, values, the bias and the gradient of the result, the same every time."""
+    """Draw queries, keys, values, the bias and the gradient of the result, from a fixed seed."""
     groups, width = layer.num_key_value_groups, layer.head_dim
     kv_heads = layer.k_proj.out_features // width
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +188,7 @@ def _inputs(layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) 
 
     query, key = 2 * normal(kv_heads * groups, shape.queries, width), normal(kv_heads, shape.keys, width)
     value, gradient = normal(kv_heads, shape.keys, width), normal(shape.queries, kv_heads * groups * width)
-    # A logarithm of a sum of exponentials below -88.7 is where cuDNN's backward has a NaN (pytorch/pytorch#196678).
+    # cuDNN's backward gives NaN where the log-sum-exp of a row is below -88.7 (pytorch/pytorch#196678).
     key[-1] = 1 + 0.1 * key[-1]
     query[-1] -= SCORE_BELOW_ZERO / (layer.scaling * width)
     column = torch.arange(shape.keys) - shape.images
@@ -203,7 +207,7 @@ def _inputs(layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) 
 
 
 def _computed(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel) -> dict[str, Tensor]:
-    """The result, by row and head, and the gradients."""
+    """Compute the result by row and head, and the gradients, by their names."""
     bias, gradient = inputs[3:]
     leaves = [leaf.detach().requires_grad_(shape.backward) for leaf in inputs[:3]]
     query, key, value = leaves
@@ -217,8 +221,8 @@ def _computed(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel
 
 
 def _disagreement(actual: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
-    """Say by how much a result is further off than rounding explains; None if it is not. All float64 (B, ..., D)."""
-    # Vector by vector, because a kernel that is wrong at one place of a thousand is wrong.
+    """Describe how far a result is off beyond rounding; return None if it is not. Tensors are float64 (B, ..., D)."""
+    # Compared by vector: a mean would hide an error at one position of a thousand.
     if not torch.isfinite(actual).all():
         return "it is not finite"
     apart, rounding, size = ((t.norm(dim=-1).flatten(1).amax(1)) for t in (actual - exact, eager - exact, exact))
@@ -229,7 +233,7 @@ def _disagreement(actual: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dty
 
 
 def _backend(kernel: Kernel, layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
-    """PyTorch's name of what computes it."""
+    """Return PyTorch's name of the backend that computes a shape."""
     if kernel == "eager":
         return "eager"
     if kernel != "sdpa":

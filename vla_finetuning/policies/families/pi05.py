@@ -1,19 +1,18 @@
-"""PI0.5 as a family: LeRobot's loss with nothing computed that the loss does not need, what trains, what it costs.
+"""PI0.5 as a family: its loss, its trainable parts and its token counts.
 
-`PI05Loss` (of `PI05Policy` and what derives from it) calls LeRobot's own layers in an order of its own; loss and
-gradients are those of `PI05Policy.forward`, and these things are left out:
+`PI05Loss` gives the loss and gradients of LeRobot's `PI05Policy.forward`. It calls LeRobot's layers in another order
+and skips work that the loss does not need:
 
-* In PI0.5 no image or language token (the *prefix*) attends to an action token (the *suffix*). So the
-  prefix runs alone, one layer after the other, and hands its keys and values to the suffix. Where nothing
-  before the action expert trains, the prefix runs without autograd.
-* Of the prefix's last layer only keys and values are ever used: the rest is not computed, and `choose_trainable`
-  freezes its weights along with the two language heads.
-* A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist. One that
-  only some rows lack is masked in those.
-* Nothing is read back from the device and nothing is copied to it.
-* Attention weights need not be stored, nor the one head of keys and values repeated (`attention`).
-* Of a perceptron's widest tensors backward has half, and computes the others again (`recompute`); what several
-  products read is cast once for all of them.
+* Image and language tokens (the *prefix*) attend to no action token (the *suffix*). So the prefix runs first, and the
+  suffix attends to its keys and values. If nothing before the action expert trains, the prefix runs without autograd.
+* The loss uses only keys and values of the prefix's last layer. The rest of that layer is not computed, and
+  `choose_trainable` freezes its weights and the two language heads.
+* LeRobot masks a camera that is not in the batch; here it has no tokens. A camera that only some rows lack is masked in
+  these rows.
+* No value is read from the device, and none is copied to it.
+* Attention stores no attention weights and does not repeat the single key-value head (`attention`).
+* Backward recomputes half of the widest tensors of the MLPs (`recompute`). A tensor that several matrix products
+  read is cast once.
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens, P prefix tokens.
 """
@@ -55,13 +54,13 @@ from vla_finetuning.policies.recompute import feed_forward
 
 @dataclass
 class Prefix:
-    """What the action expert needs of images and language.
+    """Inputs of the action expert from images and language.
 
     Attributes:
-        keys_values: for each layer, keys and values (B, KV heads, P, head_dim), rotated.
-        bias: float32 (B, 1, 1, P), added to attention scores: 0 where a token counts, else hugely negative.
-        length: int64 (B, 1), tokens that count.
-        state: float32 (B, max_state_dim), where the expert sees the state itself.
+        keys_values: keys and values of each layer, (B, KV heads, P, head_dim); keys with rotary embeddings.
+        bias: float32 (B, 1, 1, P), added to attention scores: 0 for valid tokens, else a large negative number.
+        length: int64 (B, 1), number of valid tokens.
+        state: float32 (B, max_state_dim), if the expert takes the state as a token.
     """
 
     keys_values: list[tuple[Tensor, Tensor]]
@@ -71,11 +70,11 @@ class Prefix:
 
 
 class PI05Loss(LayeredLoss):
-    """PI0.5's loss, made after `choose_trainable`: gradients flow into images and language if something there trains.
+    """PI0.5's loss; construct it after `choose_trainable`, which decides whether the prefix needs gradients.
 
-    Args: as for `LayeredLoss`; `checkpointing` is also on if the configuration asks for `gradient_checkpointing`.
+    Args: as for `LayeredLoss`; `gradient_checkpointing` of the configuration also enables `checkpointing`.
     Attributes:
-        before_actions: tokens of the suffix before the actions, which see none of them.
+        before_actions: number of suffix tokens before the actions; these tokens attend to no action.
     """
 
     before_actions = 0
@@ -84,7 +83,7 @@ class PI05Loss(LayeredLoss):
         super().__init__(policy, checkpointing=checkpointing or policy.config.gradient_checkpointing, **options)
         paligemma = policy.model.paligemma_with_expert.paligemma
         self._prefix_trains = any(parameter.requires_grad for parameter in paligemma.parameters())
-        # Now, because FSDP2 may gather in bfloat16 what is float32 between steps.
+        # Read before FSDP2 shards the weights: it may gather float32 weights in bfloat16.
         self._prefix_dtype, self._suffix_dtype = (
             torch.bfloat16 if projection.weight.dtype == torch.bfloat16 else None
             for projection in (
@@ -96,7 +95,7 @@ class PI05Loss(LayeredLoss):
         self._last_keys_values, self._suffix_layer = self._compiled(keys_values_of), self._compiled(suffix_layer)
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute what the action expert needs of images (floats, as `images` makes them) and language."""
+        """Compute the prefix of a batch with images as floats."""
         with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
             return self._run_prefix(batch)
 
@@ -106,13 +105,13 @@ class PI05Loss(LayeredLoss):
 
     @torch.no_grad()
     def write(self, batch: Mapping[str, Tensor], begin: int, end: int, most: int) -> Tensor:
-        """Write a text for each row of a batch, word by word the likeliest: int64 (B, N), N at most `most`.
+        """Generate a text for each row by greedy decoding with a key-value cache: int64 (B, N), N at most `most`.
 
-        Keys and values of what was there before are cached. The head is the embedding of words, which is what trains
-        with `text_targets`.
+        The output head is the word embedding, which `text_targets` trains.
 
         Args:
-            begin: the token before a text. end: the one after it, and all that follow in a row whose text has ended.
+            begin: token before a text.
+            end: token after a text; also fills the rest of a row.
         """
         language_model = self._language_model
         embedding = language_model.embed_tokens
@@ -147,7 +146,7 @@ class PI05Loss(LayeredLoss):
         vlm = self.policy.model.paligemma_with_expert
         return (
             *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
-            *self._language_model.layers[:-1],  # of the last one only keys and values are computed
+            *self._language_model.layers[:-1],  # only keys and values of the last layer are computed
             *vlm.gemma_expert.model.layers,
         )
 
@@ -166,7 +165,7 @@ class PI05Loss(LayeredLoss):
         ]
 
     def _run_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute images and language: of padded tokens LeRobot also masks the rows, which nothing reads."""
+        """Compute the prefix. LeRobot also masks the queries of padded tokens, whose results are never read."""
         cameras = [key for key in self.policy.config.image_features if key in batch]
         embedded = {key: batch[key] for key in cameras if batch[key].ndim == 3} or self.features(batch)
         words = self.policy.model.paligemma_with_expert.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
@@ -186,27 +185,26 @@ class PI05Loss(LayeredLoss):
         return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute images as the language model takes them: out of the vision tower and the projector."""
+        """Compute image features by vision tower and projector, the inputs of the language model, by camera."""
         cameras = [key for key in self.policy.config.image_features if key in batch]
-        # Those present come first; LeRobot appends blank images for the others.
+        # LeRobot appends blank images for absent cameras.
         images = self.policy._preprocess_images(batch)[0][: len(cameras)]
-        # One call for all cameras: the vision tower sees them as one batch of C*B images.
         embedded = self._embed_images(torch.cat(images)).split(len(images[0]))
         return dict(zip(cameras, embedded, strict=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
-        """LeRobot's `embed_image`, layer by layer: float32 (N, 3, H, W) to (N, tokens, width)."""
+        """Compute LeRobot's `embed_image` layer by layer: float32 (N, 3, H, W) to (N, tokens, width)."""
         paligemma = self.policy.model.paligemma_with_expert.paligemma.model
         vision = paligemma.vision_tower.vision_model
-        # Patches come out of a convolution with channels first, transposed in name only. Every layer would keep that
-        # order, and each of its norms and residuals copy from it (transformers 5.5).
+        # The convolution leaves a transposed view. Without `contiguous` every layer would keep that memory layout, and
+        # every norm and residual would copy (transformers 5.5).
         hidden = vision.embeddings(images).contiguous()
         for layer in vision.encoder.layers:
             hidden = self._run(self._vision_layer, layer, hidden, not self._checkpointing)
         return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """Compute noise - actions by the expert, as `FlowLoss.velocity`."""
+        """Predict noise - actions by the action expert; see `FlowLoss.velocity`."""
         core = self.policy.model
         expert = core.paligemma_with_expert.gemma_expert.model
         config = self.policy.config
@@ -232,29 +230,28 @@ class PI05Loss(LayeredLoss):
     def _suffix_tokens(
         self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the expert's tokens (B*K, tokens, width), and what conditions its norms, (B*K, [tokens,] width)."""
+        """Return the expert's input tokens (B*K, tokens, width) and its norms' condition (B*K, [tokens,] width)."""
         core = self.policy.model
         condition = F.silu(core.time_mlp_out(F.silu(core.time_mlp_in(embedded_time))))
         return core.action_in_proj(noisy_actions), condition
 
     def _suffix_bias(self, prefix: Prefix, tokens: int) -> Tensor:
-        """Added to the scores of the expert's tokens, float32 (B, 1, 1, P + tokens): they all see each other."""
+        """Return the attention bias of the suffix, float32 (B, 1, 1, P + tokens); suffix tokens see each other."""
         return F.pad(prefix.bias, (0, tokens))
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary embedding for queries and keys made of `hidden`: cosines and sines (B, 1, tokens, head_dim)."""
+        """Return cosines and sines (B, 1, tokens, head_dim) of the rotary embedding at these positions."""
         dtype = _autocast_dtype(hidden) or hidden.dtype
         rotary = self._language_model.rotary_emb
-        # Gemma's own multiplies them as matrices, which `set_float32_matmul_precision("high")` has done in TF32: wrong
-        # by 0.2 rad at position 900 (transformers 5.5, #48428).
+        # Gemma's code is a matrix product, which `set_float32_matmul_precision("high")` computes in TF32: wrong by 0.2
+        # rad at position 900 (transformers 5.5, #48428).
         angles = positions[:, None, :, None].float() * rotary.inv_freq.float()
         angles = torch.cat((angles, angles), dim=-1)
         cosines, sines = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
         return cosines.to(dtype), sines.to(dtype)
 
 
-# A layer's function below is also SmolVLA's. `again`: backward computes again what is cheap to compute
-# (`recompute.feed_forward`).
+# SmolVLA uses these functions too. `again`: whether backward recomputes cheap activations (`recompute.feed_forward`).
 
 
 def _vision_layer(layer: Any, hidden: Tensor, again: bool) -> Tensor:
@@ -267,7 +264,7 @@ def _vision_layer(layer: Any, hidden: Tensor, again: bool) -> Tensor:
 def prefix_layer(
     layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel, again: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a layer of the language model: hidden (B, P, width) to hidden, and its keys and values."""
+    """Compute a layer of the language model from hidden (B, P, width): return hidden, keys and values."""
     normed, _ = norm(layer.input_layernorm, hidden)
     normed = as_multiplied(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
@@ -276,13 +273,13 @@ def prefix_layer(
 
 
 def keys_values_of(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute what is used of the language model's last layer: keys and values of hidden (B, P, width)."""
+    """Compute keys and values of the language model's last layer from hidden (B, P, width)."""
     normed = as_multiplied(norm(layer.input_layernorm, hidden)[0], layer.self_attn.k_proj)
     return _keys_values(layer.self_attn, normed, rotation)
 
 
 def suffix_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
-    """Compute the first result of `later_layer`."""
+    """Return only the hidden tensor of `later_layer`."""
     return later_layer(layer, hidden, *inputs)[0]
 
 
@@ -297,13 +294,14 @@ def later_layer(
     again: bool = False,
     condition: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a layer for tokens after the prefix: hidden (B*K, T, width) to hidden, attending to it and each other.
+    """Compute a layer for tokens after the prefix, which attend to the prefix and to each other.
 
     Args:
-        prefix_key, prefix_value: of B rows.
-        condition: of the norms of PI0.5's action expert, (B*K, width).
+        hidden: (B*K, T, width).
+        prefix_key, prefix_value: (B, KV heads, P, head_dim).
+        condition: condition of the norms of PI0.5's action expert, (B*K, width).
     Returns:
-        hidden, and all keys and values (B*K, KV heads, P + T, head_dim).
+        hidden, and keys and values of prefix and tokens (B*K, KV heads, P + T, head_dim).
     """
     normed, gate = norm(layer.input_layernorm, hidden, condition)
     normed = as_multiplied(normed, layer.self_attn.q_proj)
@@ -316,12 +314,15 @@ def later_layer(
 
 
 def norm(layer: Any, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Normalise; `PiGemmaRMSNorm` by PyTorch's own: one CUDA kernel for LeRobot's seven, which keeps its input alone.
+    """Normalise; compute `PiGemmaRMSNorm` by `F.rms_norm`.
+
+    `F.rms_norm` is one CUDA kernel in place of LeRobot's seven and saves only its input for backward.
 
     Args:
-        hidden: (N, tokens, width). condition: (N, width), or (N, tokens, width).
+        hidden: (N, tokens, width).
+        condition: (N, width), or (N, tokens, width).
     Returns:
-        The normed, in the dtype of `hidden`; and, where there is a condition, what the residual is multiplied by.
+        The normalised tensor in the dtype of `hidden`; and with a condition the gate of the residual, else None.
     """
     if not isinstance(layer, PiGemmaRMSNorm):
         return layer(hidden), None
@@ -339,7 +340,7 @@ def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -
 
 
 def attend_rotated(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor], *seen: Any) -> Tensor:
-    """Compute attention of `normed` (B, tokens, width): (B, tokens, heads * head_dim). seen: as of `attend`."""
+    """Compute attention of `normed` (B, tokens, width): (B, tokens, heads * head_dim). seen: arguments of `attend`."""
     return attend(module, rotated(heads_of(module.q_proj, normed, module), rotation), *seen)
 
 
@@ -351,7 +352,7 @@ def finish_layer(
     gate: Tensor | None = None,
     condition: Tensor | None = None,
 ) -> Tensor:
-    """Compute the half of a layer after attention."""
+    """Compute the rest of a layer from the result of its attention."""
     projected = layer.self_attn.o_proj(as_multiplied(attended, layer.self_attn.o_proj))
     hidden = _gated_residual(hidden, projected, gate)
     normed, gate = norm(layer.post_attention_layernorm, hidden, condition)
@@ -360,26 +361,26 @@ def finish_layer(
 
 
 def as_multiplied(hidden: Tensor, projection: Any) -> Tensor:
-    """`hidden` in the precision in which a linear layer, and others beside it, multiply it: cast once for all of them.
+    """Cast `hidden` once to the dtype in which several linear layers multiply it.
 
-    Autocast would cast it for each, and have backward keep each result.
+    Autocast would cast it for each layer and save each result for backward.
     """
     return hidden.to(_autocast_dtype(hidden) or projection.weight.dtype)
 
 
 def in_float32(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """No autocast while the block runs: the projections of actions and time are float32 in openpi, whatever the rest.
+    """Disable autocast in the block: openpi computes the projections of actions and time in float32.
 
-    They see the noise of the action itself, and are a few small products.
+    Their inputs are the noise of the action itself, and their products are small.
     """
     autocasts = _autocast_dtype(tensor) is not None
     return torch.autocast(tensor.device.type, enabled=False) if autocasts else contextlib.nullcontext()
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return what products with a tensor are computed in under the present autocast; None without one."""
+    """Return the dtype of the active autocast on the tensor's device; None if autocast is off."""
     device_type = tensor.device.type
-    # The meta device, on which operations are counted, has none, and is not asked.
+    # The meta device, on which operations are counted, has no autocast.
     on = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if on else None
 
@@ -407,7 +408,7 @@ class PI05(Family):
         "gradient_checkpointing": "--train.activation_checkpointing",
     }
     row_losses = flow = delays = writes = masks_cameras = fits_images = from_config = True
-    # The modules of the part "heads", and how many tokens the expert has before the actions.
+    # Modules of the part "heads"; number of suffix tokens before the actions.
     heads: ClassVar[tuple[str, ...]] = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
     before_actions: ClassVar[int] = 0
 
@@ -416,10 +417,10 @@ class PI05(Family):
         return {"train_expert_only": backbone.isdisjoint(training), "freeze_vision_encoder": "vision" not in training}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
-        """Heads, action expert, language model, vision.
+        """Assign parameters to heads, action expert, language model and vision.
 
-        Never used in training: both language heads, the language model's final norm, and of its last layer all but what
-        makes keys and values. (LeRobot's AdamW decays that layer's `q_proj`, on which no output depends.)
+        Training uses neither the two language heads nor the language model's final norm. Of its last layer it uses only
+        the key and value projections and their norm. (LeRobot's AdamW decays that layer's unused `q_proj`.)
         """
         language = "model.paligemma_with_expert.paligemma.model.language_model."
         depth = len(policy.model.paligemma_with_expert.paligemma.model.language_model.layers)
@@ -455,22 +456,22 @@ class PI05(Family):
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `PI05Policy.from_pretrained` does.
 
-        Published checkpoints hold the word embedding only under the name of the language head that it was tied
-        to, and LeRobot copies it from there; it does so as well where the file has both, and then the order of
-        the file decides. Here the embedding's own weights win.
+        Published checkpoints store the word embedding only under the name of the tied language head, from which LeRobot
+        copies it. LeRobot does so even if the file has both names, and the file's order decides. Here the embedding's
+        own weights win.
         """
 
         def prefixed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {key if key.startswith("model.") else f"model.{key}": tensor for key, tensor in tensors.items()}
 
-        # LeRobot's function leaves these keys alone, but warns of each in every process that loads.
+        # LeRobot's function does not change these keys, but warns about each in every process.
         plain = {key: tensor for key, tensor in weights.items() if "patch_embedding" in key}
         rest = {key: tensor for key, tensor in weights.items() if key not in plain}
         renamed = prefixed({**policy._fix_pytorch_state_dict_keys(rest, policy.config), **plain})
         return {**renamed, **{key: tensor for key, tensor in prefixed(weights).items() if key in renamed}}
 
     def image_sizes(self, config: Any) -> list[tuple[int, int]]:
-        """Height and width of the images of each camera, or of all, as the vision tower sees them."""
+        """Return (height, width) of each camera's input of the vision tower; one pair if all are equal."""
         return [config.image_resolution]
 
     def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
@@ -487,7 +488,7 @@ class PI05(Family):
     def empty_inputs(
         self, config: Any, rows: int, draws: int, device: torch.device | str
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """The noise is (B*K, T, max_action_dim), the time (B*K,) or (B*K, T, 2), as `sample_noise_and_time` has it."""
+        """Return a batch, and noise (B*K, T, max_action_dim) and time (B*K, [T, 2]) as of `sample_noise_and_time`."""
         with torch.device(device):
             tokens = (rows, config.tokenizer_max_length)
             batch = {key: torch.empty(rows, *image.shape) for key, image in config.image_features.items()}
@@ -501,20 +502,20 @@ class PI05(Family):
             )
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
-        """Image patches, language, and the action steps of each draw, with what is before them."""
+        """Count image patches, language tokens and the suffix tokens of each draw."""
         language = config.tokenizer_max_length if prompt is None else prompt
         return cameras * image_tokens(config) + language + draws * (self.before_actions + config.chunk_size)
 
 
 def image_tokens(config: Any) -> int:
-    """Positions that a camera's image takes: its patches."""
-    patch = getattr(config, "patch_size", None) or _siglip_patch_size()  # the tiny policy chooses its own
+    """Count the tokens of an image: its patches."""
+    patch = getattr(config, "patch_size", None) or _siglip_patch_size()  # the tiny policy has its own
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
 
 
 @functools.cache
 def _siglip_patch_size() -> int:
-    """Return the default of transformers, which LeRobot 0.6.1 leaves as it is."""
+    """Return the default patch size of transformers, which LeRobot 0.6.1 uses."""
     return CONFIG_MAPPING["paligemma"]().vision_config.patch_size
 
 
