@@ -1,4 +1,4 @@
-"""Policies that LeRobot's own forward trains, each with what differs from the plain `Family`."""
+"""Families of policies whose loss is LeRobot's own forward, with their differences from the plain `Family`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vla_finetuning.policies.processors import DeviceHalf
 
 
 class ACTLoss(PolicyLoss):
-    """LeRobot's loss: the mean error over valid action steps, and the latent's divergence, a mean over rows.
+    """LeRobot's loss: the mean L1 error over valid action steps plus the mean KL divergence of the latent over rows.
 
-    With MEAN_COUNT in the batch, the first is over the valid steps of the whole step, and the second stays as it is.
+    With MEAN_COUNT in the batch, the L1 error is a mean over the valid action steps of the whole optimizer step.
     """
 
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
@@ -67,14 +67,14 @@ class Queued(Family):
     """Policies whose `predict_action_chunk` reads queues of the last `n_obs_steps` states and images."""
 
     def remembers(self, config: Any) -> str:
-        """With one step too: its queues are filled here from windows alone."""
+        """Return the reason, also for one step: `predict_chunk` fills the queues from windows only."""
         return super().remembers(config) or f"with n_obs_steps={config.n_obs_steps} predicts from a queue of past steps"
 
     def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any]) -> Tensor:
-        """Show the policy the window, one step after the other, as an episode's steps, and have it predict."""
+        """Push the steps of the window into the policy's queues one by one, then predict."""
         owner: Any = policy
         owner.reset()
-        # LeRobot's pipelines leave an action of None, which would be read from its empty queue.
+        # LeRobot's pipelines leave an action of None, which the policy would look up in its empty queue.
         observation = {key: value for key, value in observation.items() if key != ACTION}
         seen = {key: observation[key] for key in owner._queues if key in observation}
         if cameras := list(policy.config.image_features):
@@ -86,15 +86,15 @@ class Queued(Family):
 
 # ---- VQ-BeT ---------------------------------------------------------------------------------------------------------
 
-# The forwards that the codebook has been trained in.
+# Attribute with the number of forwards that have trained the codebook.
 MODULE, COUNT = "vqbet.action_head.vqvae_model", "optimized_steps"
 
 
 class VQBeTLoss(PolicyLoss):
-    """LeRobot's loss, whose count of forwards is a buffer of the policy while it trains, and counts only those.
+    """LeRobot's loss with its counter of forwards as a buffer, which only training forwards increment.
 
-    The first `n_vqvae_training_steps` forwards train a codebook of action chunks, a buffer that is frozen after them.
-    LeRobot 0.6.1 counts forwards in an int, which its own resume begins from 0, and counts those without a gradient.
+    The first `n_vqvae_training_steps` forwards train a codebook of action chunks, which is frozen afterwards. LeRobot
+    0.6.1 counts in an int that its resume resets to 0, and also counts forwards without a gradient.
     """
 
     def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
@@ -106,11 +106,11 @@ class VQBeTLoss(PolicyLoss):
 
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
         if self.training:
-            self.policy.train()  # as `lerobot-train` before every step: LeRobot freezes the codebook in eval mode
+            self.policy.train()  # as `lerobot-train` does every step: eval mode freezes the codebook
             return super().forward(batch)
         count = self.policy.get_buffer(f"{MODULE}.{COUNT}")
         before = count.clone()
-        count.fill_(-1)  # far from where the codebook is frozen
+        count.fill_(-1)  # far from the count at which the codebook is frozen
         try:
             return super().forward(batch)
         finally:
@@ -139,7 +139,7 @@ class Evo1(Family):
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         loss = super().make_loss(policy, **options)
-        # It makes pixels of the precision that its option says (vlm_dtype), whatever the weights have become.
+        # LeRobot casts pixels to the dtype of the option vlm_dtype, which the weights may no longer have.
         policy.model.embedder.model_dtype = next(policy.model.embedder.model.parameters()).dtype
         return loss
 
@@ -148,9 +148,9 @@ class Evo1(Family):
 
 
 class FastWAMLoss(PolicyLoss):
-    """LeRobot's loss, computed where the weights are and in their precision.
+    """LeRobot's loss, computed on the device and in the dtype of the weights.
 
-    LeRobot 0.6.1 notes device and precision where it builds the model, and moves its inputs there ever after.
+    LeRobot 0.6.1 stores device and dtype at construction and always moves inputs there.
     """
 
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
@@ -173,7 +173,7 @@ class FastWAM(Family):
 class MolmoAct2(Family):
     """MolmoAct2 and types that derive from it."""
 
-    # LeRobot 0.6.1 has names for the steps that normalise which those that replace statistics do not know.
+    # LeRobot 0.6.1 registers its normalisation steps under names that its overrides of statistics do not match.
     rebuilds_processors = True
 
     def cannot_predict(self, config: Any) -> str:
@@ -184,7 +184,7 @@ class MolmoAct2(Family):
 
 # ---- X-VLA ----------------------------------------------------------------------------------------------------------
 
-# Of an arm or of two: position, six numbers of a rotation, gripper.
+# Action widths of one arm and of two: position (3), rotation (6), gripper (1).
 ROTATED = (10, 20)
 
 
@@ -195,14 +195,14 @@ class XVLA(Family):
     ignored_options = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
 
     def env_processors(self, config: PreTrainedConfig, env: Any, later_steps: Collection[str] = ()) -> tuple[Any, Any]:
-        """Return for LIBERO the processors that LeRobot has for end-effector actions with rotations of six numbers.
+        """Return for LIBERO LeRobot's processors of end-effector actions with 6D rotations.
 
-        LeRobot 0.6.1 takes them for every environment and every action, and normalises images a second time where the
-        policy's own preprocessor does so too, which then refuses them.
+        LeRobot 0.6.1 uses them for every environment and every action. It also normalises images twice if the policy's
+        preprocessor normalises them, which then raises.
         """
         if not self._rotates(config, env):
             return super().env_processors(config, env, later_steps)
-        # Here: most runs play in no environment.
+        # Imported lazily: most runs use no environment.
         from lerobot.envs import make_env_pre_post_processors
 
         before, after = make_env_pre_post_processors(env, config)
@@ -217,14 +217,14 @@ class XVLA(Family):
         return {**features, OBS_STATE: PolicyFeature(FeatureType.STATE, (ROTATED[-1],)), **config.output_features}
 
     def _rotates(self, config: PreTrainedConfig, env: Any) -> bool:
-        """Return whether actions are those that LeRobot's processors make LIBERO's of."""
+        """Return whether LeRobot's processors can convert the actions for the environment."""
         from lerobot.envs.configs import LiberoEnv
 
         return isinstance(env, LiberoEnv) and config.output_features[ACTION].shape[0] in ROTATED
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `XVLAPolicy.from_pretrained` does."""
-        # Here: most runs do without Florence-2, which takes a second to import.
+        # Imported lazily: Florence-2 takes a second to import.
         from lerobot.policies.xvla import modeling_xvla
 
         if not modeling_xvla._is_vendored_florence_state_dict(weights):

@@ -1,8 +1,7 @@
-"""PI0 as a family: PI0.5's loss with the state as a token of the action expert; PI0-FAST's keys.
+"""PI0 and PI0-FAST as families.
 
-In PI0 the state is no part of the prompt but the first token of the suffix, and the time enters with the actions by a
-perceptron, not by the norms of the expert. The state's token sees images, language and itself, and no action. All else
-is PI0.5's (`pi05.PI05Loss`): the prefix runs alone, without autograd where nothing in it trains.
+PI0 differs from PI0.5 (`pi05.PI05Loss`) in the suffix. The state is its first token, not a part of the prompt, and
+attends to the prefix and itself but to no action. An MLP adds the time to the action tokens, not the expert's norms.
 
 Legend: B batch, K draws of noise and time per row, T chunk, P prefix tokens, S state.
 """
@@ -25,15 +24,15 @@ from vla_finetuning.policies.flow import repeat_rows
 
 
 class PI0Loss(PI05Loss):
-    """PI0's loss; loss and gradients are those of `PI0Policy.forward` with the same noise and time.
+    """PI0's loss; equals `PI0Policy.forward` with the same noise and time, gradients included.
 
-    Args: as for `PI05Loss`; a batch has `observation.state` too, float32 (B, S).
+    Args: as for `PI05Loss`; batches also have `observation.state`, float32 (B, S).
     """
 
     before_actions = 1
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute what the action expert needs of images and language; the state goes along."""
+        """Compute PI0.5's prefix and attach the state."""
         return replace(super().prefix(batch), state=self.policy.prepare_state(batch))
 
     def _suffix_tokens(self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix) -> tuple[Tensor, None]:
@@ -46,7 +45,7 @@ class PI0Loss(PI05Loss):
         return torch.cat([state[:, None, :], actions], dim=1), None
 
     def _suffix_bias(self, prefix: Prefix, tokens: int) -> Tensor:
-        """(B, 1, 1 + T, P + 1 + T): the state's token does not see the actions."""
+        """Return the bias (B, 1, 1 + T, P + 1 + T) in which the state token does not see the actions."""
         bias = F.pad(prefix.bias, (0, tokens)).repeat(1, 1, tokens, 1)
         bias[:, :, 0, 1 - tokens :] = OPENPI_ATTENTION_MASK_VALUE
         return bias
@@ -58,7 +57,7 @@ class PI0(PI05):
     loss_class: ClassVar[LossClass] = PI0Loss
     heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
     before_actions = 1
-    # An action chunk's probability, values and guidance would need the state beside images and prompt.
+    # Chunk likelihoods, values and guidance would also need the state as an input.
     flow = delays = writes = False
     train_options = PI05.train_options - {"knowledge_insulation"}
 
@@ -71,7 +70,7 @@ class PI0(PI05):
 
 
 class PI0FASTLoss(PolicyLoss):
-    """LeRobot's loss, a mean over action tokens but each row's first; with MEAN_COUNT, over those of the whole step."""
+    """LeRobot's loss: a mean over each row's action tokens after the first; with MEAN_COUNT, over the whole step."""
 
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
         loss = super().forward(batch)
@@ -89,7 +88,7 @@ class PI0FAST(Family):
     train_options = frozenset({"exact_mean"})
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rename keys as LeRobot's `from_pretrained` of these policies does; it is PI0.5's with other rules."""
+        """Rename keys as LeRobot's `from_pretrained` does: by PI0.5's code with the policy's own rules."""
         return PI05("pi05").own_keys(policy, weights)
 
 

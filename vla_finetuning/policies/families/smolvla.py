@@ -1,18 +1,18 @@
-"""SmolVLA as a family: LeRobot's loss in three streams, what trains, what it costs.
+"""SmolVLA as a family: its loss, its trainable parts and its token counts.
 
-`SmolVLALoss` calls LeRobot's own layers in an order of its own; loss and gradients are those of
-`SmolVLAPolicy.forward`, and these things are left out:
+`SmolVLALoss` gives the loss and gradients of LeRobot's `SmolVLAPolicy.forward`. It calls LeRobot's layers in another
+order and skips work that the loss does not need:
 
-* Images and words see neither the state nor the actions, and the state sees no action. So images and words run alone,
-  without autograd where nothing in them trains; the state's one token follows with autograd, as its projection trains;
-  each of the two hands its keys and values to those that see it. Actions see them, and the actions before them in
-  layers of self-attention; in the other layers they see keys and values that the expert makes of the prefix's.
-* Of the language model's last layer only keys and values are ever used.
-* A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist. One that
-  only some rows lack is masked in those.
-* Nothing is read back from the device: LeRobot's vision tower indexes by a boolean mask in every step (transformers
-  5.5), to place patches that are all there; here their places follow from the image's size.
-* Attention weights need not be stored (`attention`).
+* Images and words attend to neither state nor actions, and the state attends to no action. So images and words run
+  first, without autograd if nothing in them trains. The state token follows with autograd, because its projection
+  trains. The action tokens run last. In self-attention layers they attend to the prefix and to earlier actions; in
+  cross-attention layers they attend to keys and values that the expert projects from those of the prefix.
+* The loss uses only keys and values of the language model's last layer.
+* LeRobot masks a camera that is not in the batch; here it has no tokens. A camera that only some rows lack is masked in
+  these rows.
+* No value is read from the device. LeRobot's vision tower indexes by a boolean mask in every step (transformers 5.5) to
+  find the positions of patches; here they follow from the image size.
+* Attention stores no attention weights (`attention`).
 
 Legend: B batch, K draws of noise and time per row, T chunk, P prefix tokens: images, language and the state.
 """
@@ -66,16 +66,15 @@ MARKS_PER_IMAGE = 3
 
 
 class SmolVLALoss(LayeredLoss):
-    """SmolVLA's loss; loss and gradients are those of `SmolVLAPolicy.forward` with the same noise and time.
+    """SmolVLA's loss; equals `SmolVLAPolicy.forward` with the same noise and time, gradients included.
 
-    LeRobot's mean is over the action steps of a micro-batch that lie in their episode (`action_is_pad`), not over its
-    rows; with MEAN_COUNT, over those of the whole step. With `row_weight` it is, as LeRobot has it there, the mean over
-    rows of a row's weight and mean.
+    As in LeRobot, the loss is the mean over the unpadded action steps of a micro-batch (`action_is_pad`), not over its
+    rows; with MEAN_COUNT, over those of the whole step. With `row_weight` it is the weighted mean of the rows' means.
 
-    Gradients flow into images and language if something there trains: it is made after `choose_trainable`.
+    Construct it after `choose_trainable`, which decides whether images and language need gradients.
     """
 
-    # Tokens of images that are given by number: their start (two) and end, where the policy marks them.
+    # Token ids of the marks around an image: two before it and one after it.
     marks: Tensor
 
     def __init__(self, policy: PreTrainedPolicy, **options: Any):
@@ -83,7 +82,7 @@ class SmolVLALoss(LayeredLoss):
         core = policy.model.vlm_with_expert
         self._prefix_trains = any(parameter.requires_grad for parameter in core.vlm.parameters())
         language = core.get_vlm_model().text_model
-        # For each layer of the language model the expert's beside it, if there is one; up to the last that has one.
+        # Expert layer of each language layer, or None, up to the last language layer with an expert layer.
         experts = core.get_model_layers([language, core.lm_expert])[1]
         depth = 1 + max(number for number, expert in enumerate(experts) if expert is not None)
         self._pairs = list(zip(language.layers[:depth], experts[:depth], strict=True))
@@ -106,7 +105,7 @@ class SmolVLALoss(LayeredLoss):
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         batch = super().inputs(batch)
         if self.policy.config.adapt_to_pi_aloha:
-            # These change what they are given.
+            # LeRobot's functions work in place.
             batch[OBS_STATE] = self.policy._pi_aloha_decode_state(batch[OBS_STATE].clone())
             batch[ACTION] = self.policy._pi_aloha_encode_actions_inv(batch[ACTION].clone())
         return batch
@@ -143,7 +142,7 @@ class SmolVLALoss(LayeredLoss):
         return attentions
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute what the action expert needs of images (floats, as `inputs` makes them), language and state."""
+        """Compute the prefix of a batch from `inputs`: images, language and state."""
         static = self._prefix_trains and torch.is_grad_enabled()
         with torch.set_grad_enabled(static):
             hidden, counts = self._embed(batch)
@@ -167,7 +166,7 @@ class SmolVLALoss(LayeredLoss):
         return Prefix(keys_values, bias_of_state, length + 1)
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,), by the expert."""
+        """Predict noise - actions by the action expert; see `FlowLoss.velocity`."""
         core, config = self.policy.model, self.policy.config
         actions = core.action_in_proj(noisy_actions)
         embedded_time = create_sinusoidal_pos_embedding(
@@ -193,7 +192,7 @@ class SmolVLALoss(LayeredLoss):
         return core.action_out_proj(core.vlm_with_expert.lm_expert.norm(hidden).to(torch.float32))
 
     def _embed(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Images and words as the language model takes them, (B, P - 1, width), and which of them count."""
+        """Return embeddings of images and words (B, P - 1, width), and which tokens are valid, bool (B, P - 1)."""
         policy, core = self.policy, self.policy.model.vlm_with_expert
         cameras = [key for key in policy.config.image_features if key in batch]
         precomputed = {key: batch[key] for key in cameras if batch[key].ndim == 3}
@@ -201,7 +200,7 @@ class SmolVLALoss(LayeredLoss):
         words = core.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
         words, rows = words * words.shape[2] ** 0.5, len(words)
         pieces: list[Tensor] = []
-        # LeRobot appends blank images for as many absent cameras as `empty_cameras` says; their marks are seen.
+        # LeRobot appends blank images for `empty_cameras` of the absent cameras: only their marks are attended to.
         blank = min(policy.config.empty_cameras, len(policy.config.image_features) - len(cameras))
         for image in (*(embedded[key] for key in cameras), *[words[:, :0]] * blank):
             pieces.append(image)
@@ -216,22 +215,22 @@ class SmolVLALoss(LayeredLoss):
         return hidden, counts
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute images as the language model takes them: out of the vision tower and the connector, scaled."""
+        """Compute scaled image features by vision tower and connector, the inputs of the language model, by camera."""
         policy = self.policy
         cameras = [key for key in policy.config.image_features if key in batch]
-        images = policy.prepare_images(batch)[0][: len(cameras)]  # blank ones follow
+        images = policy.prepare_images(batch)[0][: len(cameras)]  # LeRobot appends blank images
         rows, same = [len(image) for image in images], len({image.shape[1:] for image in images}) == 1
         embedded = self._embed_images(torch.cat(images)).split(rows) if same else map(self._embed_images, images)
         return dict(zip(cameras, embedded, strict=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
-        """LeRobot's `embed_image`, layer by layer, and scaled as the language model takes it: (N, tokens, width)."""
+        """Compute LeRobot's `embed_image` layer by layer, scaled for the language model: (N, tokens, width)."""
         vlm = self.policy.model.vlm_with_expert.get_vlm_model()
         vision: Any = vlm.vision_model
         patches = vision.embeddings.patch_embedding(images.to(vision.embeddings.patch_embedding.weight.dtype))
         rows, columns = patches.shape[2:]
         places = patch_places(rows, columns, vision.embeddings.num_patches_per_side, patches.device)
-        # Out of a convolution channels come first, transposed in name only; all layers would keep that order.
+        # The convolution leaves a transposed view, whose memory layout every layer would keep.
         hidden = patches.flatten(2).transpose(1, 2).contiguous() + vision.embeddings.position_embedding(places)
         for layer in vision.encoder.layers:
             hidden = self._run(self._vision_layer, layer, hidden)
@@ -239,7 +238,7 @@ class SmolVLALoss(LayeredLoss):
         return features * _rounded(features.shape[2] ** 0.5, features.dtype)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary embedding at positions int64 (B, tokens): cosines and sines float32 (B, 1, tokens, head_dim)."""
+        """Return cosines and sines float32 (B, 1, tokens, head_dim) of the rotary embedding at int64 (B, tokens)."""
         width = self._pairs[0][0].self_attn.head_dim
         exponents = (2.0 / width) * torch.arange(width // 2, dtype=torch.float32, device=positions.device)
         angles = positions[:, None, :, None].to(torch.float32) / MAX_WAVELENGTH**exponents
@@ -248,7 +247,7 @@ class SmolVLALoss(LayeredLoss):
 
 
 def _counts(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return which action steps count, bool (B, T): those in their episode, of rows that could be read."""
+    """Return the mask of unpadded action steps of readable rows, bool (B, T)."""
     counts = torch.ones_like(batch[ACTION][:, :, 0], dtype=torch.bool)
     if "action_is_pad" in batch:
         counts = ~batch["action_is_pad"]
@@ -256,9 +255,9 @@ def _counts(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def patch_places(rows: int, columns: int, side: int, device: torch.device) -> Tensor:
-    """The position embedding of each patch of an image, int64 (rows * columns,), of a table of side * side.
+    """Return the index of each patch in the position embedding of side * side entries, int64 (rows * columns,).
 
-    As `SmolVLMVisionEmbeddings.forward` of transformers 5.5 has it for an image without padding, roundings included.
+    Equals `SmolVLMVisionEmbeddings.forward` of transformers 5.5 for an image without padding, roundings included.
     """
     boundaries = torch.arange(1 / side, 1.0, 1 / side, device=device)
 
@@ -283,7 +282,7 @@ def _cross_layer(
     prefix_value: Tensor,
     attention: Kernel,
 ) -> Tensor:
-    """Compute a layer of the expert that attends to the prefix alone, by keys and values made of the prefix's."""
+    """Compute a cross-attention layer, whose keys and values are projections of the prefix's keys and values."""
     module, draws = layer.self_attn, len(hidden) // len(prefix_key)
     key, value = (
         repeat_rows(heads_of(projection, prefix_heads.transpose(1, 2).flatten(2), module), draws)
@@ -301,7 +300,7 @@ LAST_LAYERS = "the language model's last layers"
 
 
 class SmolVLA(PI0):
-    """SmolVLA and types that derive from it: they take what PI0 takes, images, a prompt and the state."""
+    """SmolVLA and types that derive from it; their inputs are PI0's: images, a prompt and the state."""
 
     loss_class = SmolVLALoss
     train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"})
@@ -313,17 +312,17 @@ class SmolVLA(PI0):
     }
 
     def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
-        """List options as PI0 does; with adapters, layers train too that the policy's own options freeze."""
+        """Return PI0's options; with adapters, also parts that the policy's options freeze are trained."""
         adapted = {VISION_FROZEN: "vision", LAST_LAYERS: "language model"}
         state = config.train_state_proj or STATE_FROZEN in training
         options = super().freezes(config, [adapted.get(part, part) for part in training])
         return {**options, "train_state_proj": state}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
-        """Heads, action expert, language model, vision; and what the policy's own options freeze in every mode.
+        """Assign parameters to heads, action expert, language model and vision, or to parts that every mode freezes.
 
-        With `freeze_vision_encoder`, LeRobot's default, the vision tower is frozen in `full` too. LeRobot freezes the
-        language model's last layer, or two, in any case; keys and values of that are used, and the rest is not.
+        With `freeze_vision_encoder`, LeRobot's default, `full` also freezes the vision tower. LeRobot always freezes
+        the last one or two layers of the language model. The loss uses only keys and values of the last used layer.
         """
         core, config = policy.model.vlm_with_expert, policy.config
         depth, count = core.num_vlm_layers, core.num_expert_layers
@@ -386,7 +385,7 @@ class SmolVLA(PI0):
 
 
 def image_sizes(config: Any) -> list[tuple[int, int]]:
-    """Height and width of the images of each camera, as the vision tower sees them."""
+    """Return (height, width) of each camera's input of the vision tower."""
     cameras = len(config.image_features) or 1
     if config.resize_imgs_with_padding is not None:
         width, height = config.resize_imgs_with_padding
@@ -406,7 +405,7 @@ def image_tokens(config: Any, cameras: int) -> int:
 
 
 def _tokens(config: Any, size: tuple[int, int]) -> int:
-    """Count the tokens of an image of this height and width; several patches become one."""
+    """Count the tokens of an image of size (height, width); several patches become one token."""
     backbone = _backbone(config.vlm_model_name)
     patch = backbone.vision_config.patch_size
     return (size[0] // patch) * (size[1] // patch) // backbone.scale_factor**2
@@ -414,13 +413,11 @@ def _tokens(config: Any, size: tuple[int, int]) -> int:
 
 @cache
 def _backbone(model: str) -> Any:
-    """The configuration of a SmolVLM."""
     return AutoConfig.from_pretrained(model)
 
 
 @cache
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """A number as it is in a precision."""
     return torch.tensor(value, dtype=dtype).item()
 
 
