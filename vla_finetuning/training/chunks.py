@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +17,11 @@ from vla_finetuning.data.options import Features, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.plan.resolve import Run
 from vla_finetuning.plan.rows import Rows
-from vla_finetuning.plan.statistics import widen_ranges, with_placeholders
 from vla_finetuning.policies.action_tokens import ActionTokenizer, fetch_tokenizer
 from vla_finetuning.policies.families.insulation import VOCABULARY, describe_tokens
 from vla_finetuning.policies.family import Chunks
-from vla_finetuning.policies.processors import required_stats
 from vla_finetuning.policies.registry import family_of, train_as
-from vla_finetuning.policies.spec import PolicySpec, Robot
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Columns, LazyPickle
 
@@ -57,14 +54,12 @@ def sample_chunks(run: Run) -> list[Chunks]:
     positions = evenly_spaced(source.plan.rows_per_epoch, LOOK_ROWS)
     (batch,) = source.read_rows(positions.tolist(), len(positions))
 
-    def chunks(robots: Sequence[Robot]) -> list[Chunks]:
-        policy = replace(run.policy, robots=tuple(robots))
-        return _by_robot(policy, rows, make_prepare(policy, rows)(batch))
-
-    sampled = chunks([with_placeholders(robot, rows.metas) for robot in run.robots])
-    if not any(robot.missing_stats for robot in run.robots):
-        return sampled
-    return chunks([_estimated(robot, rows, own.actions) for robot, own in zip(run.robots, sampled, strict=True)])
+    policy = replace(run.policy, robots=tuple(with_placeholders(robot, rows.metas) for robot in run.robots))
+    sampled = _by_robot(policy, rows, make_prepare(policy, rows)(batch))
+    return [
+        _scaled(chunks.actions, chunks.names, chunks.label) if robot.missing_stats else chunks
+        for robot, chunks in zip(run.robots, sampled, strict=True)
+    ]
 
 
 def fit_to_rows(run: Run) -> Run:
@@ -90,9 +85,7 @@ def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> lis
     source = LeRobotDatasource([meta], Selection(episodes=some), features, reading=Reading(check_files=False))
     positions = evenly_spaced(source.plan.rows_per_epoch, LOOK_ROWS)
     (batch,) = source.read_rows(positions.tolist(), len(positions))
-    low, high = np.quantile(batch[ACTION].astype(np.float64), (0.01, 0.99), axis=(0, 1))
-    zero, half = (low + high) / 2, np.where(high > low, (high - low) / 2, 1)
-    chunks = Chunks((batch[ACTION] - zero) / half, zero, zero + half, tuple(dimension_names(meta, ACTION)))
+    chunks = _scaled(batch[ACTION], tuple(dimension_names(meta, ACTION)))
     if name == "fit":
         return describe_tokens(ActionTokenizer.fit(chunks.values, VOCABULARY), [chunks])
     return describe_tokens(ActionTokenizer.load(fetch_tokenizer(name)), [chunks])
@@ -124,13 +117,8 @@ def _ends(policy: PolicySpec, width: int) -> tuple[np.ndarray, np.ndarray]:
     return zero[TransitionKey.ACTION].double().numpy(), one[TransitionKey.ACTION].double().numpy()
 
 
-def _estimated(robot: Robot, rows: Rows, actions: np.ndarray) -> Robot:
-    """Return the robot with statistics of a sample of its actions, float64 (N, T, A), where it lacks any."""
-    if not robot.missing_stats:
-        return robot
-    robot, values = with_placeholders(robot, rows.metas), actions.reshape(-1, actions.shape[-1])
-    quantiles: Mapping[str, float] = {"min": 0, "q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99, "max": 1}
-    stats = {name: np.quantile(values, share, axis=0) for name, share in quantiles.items()}
-    stats |= {"mean": values.mean(axis=0), "std": values.std(axis=0)}
-    needed = required_stats(robot.config, {ACTION: robot.config.output_features[ACTION]})
-    return replace(robot, stats=widen_ranges(dict(robot.stats or {}) | {ACTION: stats}, needed))
+def _scaled(actions: np.ndarray, names: tuple[str, ...], label: str = "") -> Chunks:
+    """Return chunks of `actions`, (N, T, A), scaled so that their quantiles of 1 and 99 % are -1 and 1."""
+    low, high = np.quantile(actions.astype(np.float64), (0.01, 0.99), axis=(0, 1))
+    zero, half = (low + high) / 2, np.where(high > low, (high - low) / 2, 1)
+    return Chunks((actions - zero) / half, zero, zero + half, names, label)
