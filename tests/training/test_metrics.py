@@ -116,7 +116,7 @@ def logged(run):
     worker.spilled_bytes = lambda: SPILLED
     run.job.output_dir.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch, in_process.tasks_here():
-        for module in (util, callbacks, held_out):
+        for module in (util, held_out):
             patch.setattr(module, "time", time)
         patch.setattr(PI05Loss, "forward", slow_forward)
         patch.setattr(feed, "with_timeout", slow_batches)

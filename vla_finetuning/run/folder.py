@@ -8,7 +8,6 @@ Files of `OUTPUT_DIR`::
     attention.json        which kernels compute attention, and which were wrong; of the newest attempt, by rank 0
     .lock                 held by the process that drives the run
     attempts.jsonl        see run/attempts.py
-    first_step.json       the newest start of the worker group has done its first step: {"step": 11, "after_s": 41.2}
     metrics.jsonl         a line per log step
     run.log               warnings of the training processes
     skipped.jsonl         with --dataset.on_error=skip, a line for each episode that a read task had to skip
@@ -80,8 +79,7 @@ from vla_finetuning.terminal import print_safe
 
 METRICS_NAME, LOG_NAME, ROWS_NAME = "metrics.jsonl", "run.log", "rows"
 STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
-FIRST_STEP_NAME, FINISHED_NAME = "first_step.json", "finished.json"
-LAST_CHECKPOINT_NAME = "last_checkpoint.json"
+FINISHED_NAME, LAST_CHECKPOINT_NAME = "finished.json", "last_checkpoint.json"
 STATISTICS_NAME, ATTENTION_NAME = "statistics.json", "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 # Pictures of episodes, and in the folder of an evaluation alone what is said of them.
@@ -373,11 +371,6 @@ def _is_inside(value: str, folder: Path) -> bool:
 
 def _contents(folder: Path) -> list[str]:
     return [name for name in contents(folder) if name != LOCK_NAME]
-
-
-def first_step_done(output_dir: Path, step: int, after_s: float) -> None:
-    """Record that this start of the worker group trains. Called by rank 0."""
-    write_json(output_dir / FIRST_STEP_NAME, {"step": step, "after_s": round(after_s, 1)})
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:

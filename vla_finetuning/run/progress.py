@@ -15,9 +15,8 @@ import ray
 from tqdm import tqdm
 
 from vla_finetuning.buckets.mirror import address, file_of_process, files_of_processes, pull
-from vla_finetuning.files import append_line, line_writer, read_json, read_lines, write_whole
+from vla_finetuning.files import append_line, line_writer, read_lines, write_whole
 from vla_finetuning.run.folder import (
-    FIRST_STEP_NAME,
     LOG_NAME,
     METRICS_NAME,
     ROWS_NAME,
@@ -227,7 +226,7 @@ class _Follower:
         self._skipped: set[tuple[str, int]] = set()
         self.step = max((json.loads(text)["step"] for text in read_lines(output_dir / METRICS_NAME)), default=0)
         self._warnings = {path.name: len(read_lines(path)) for path in files_of_processes(output_dir / LOG_NAME)}
-        self._starts, self._first_step = len(attempts(output_dir)), read_json(output_dir / FIRST_STEP_NAME)
+        self._starts = len(attempts(output_dir))
 
     def look(self, bar: Any) -> None:
         output_dir, steps = self._output_dir, self._steps
@@ -247,9 +246,6 @@ class _Follower:
                 f"started      {starts[-1]['world_size']} training processes from step "
                 f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
             )
-        if (first := read_json(output_dir / FIRST_STEP_NAME)) != self._first_step:
-            self._first_step = first
-            _print(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
         metrics = [json.loads(text) for text in read_lines(output_dir / METRICS_NAME)]
         last_step = max((line["step"] for line in metrics), default=0)
         if last_step < self.step:  # an attempt that resumed from an earlier step has removed the later lines

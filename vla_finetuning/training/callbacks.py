@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.folder import STOP_NAME, first_step_done, prune_checkpoints
+from vla_finetuning.run.folder import STOP_NAME, prune_checkpoints
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.training.model import compile_all
 from vla_finetuning.training.state import Callback, LoopState, TrainState, noise_for
@@ -125,14 +124,7 @@ class CollectGarbage(Callback):
 
 
 class StopFile(Callback):
-    """Ends the run where its user asked for that, and tells the driver when the first step is done."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
-    def on_step_end(self, state: LoopState) -> None:
-        if state.worker.rank == 0 and state.step == state.attempt.progress.step + 1:
-            first_step_done(state.run.job.output_dir, state.step, time.monotonic() - self._started)
+    """End the run when its folder has a file `stop`."""
 
     def host_metrics(self, state: LoopState) -> dict[str, float]:
         return {"stop": float(state.worker.rank == 0 and (state.run.job.output_dir / STOP_NAME).exists())}
