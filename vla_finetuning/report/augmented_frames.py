@@ -1,4 +1,4 @@
-"""What training would make of the frames that a page shows, by the augmentation that training itself uses."""
+"""Augment the frames that a page shows, with the augmentation of training."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vla_finetuning.options.dataset import ImageTransformOptions
 from vla_finetuning.options.programs import Config
 from vla_finetuning.report.dataset_look import Moment
 
-# Below each frame, as many epochs would make of it.
+# Number of augmented copies below each frame, one per epoch.
 EPOCHS_SHOWN = 3
 
 
 def config_of(saved: Mapping[str, Any]) -> Config:
-    """Return what decides about augmentation of a run's options, from its config.json."""
+    """Return a config with the augmentation options of a run's config.json."""
     config = Config(seed=saved.get("seed", 0), rename_map=saved.get("rename_map") or {})
     config.train.augmentation = saved.get("train", {}).get("augmentation", config.train.augmentation)
     transforms = saved.get("dataset", {}).get("image_transforms", {})
@@ -26,18 +26,17 @@ def config_of(saved: Mapping[str, Any]) -> Config:
 
 
 def augmented(sheet: Sequence[Moment], config: Config) -> list[Moment]:
-    """The same moments, under each frame what three epochs would make of it: uint8 ((1 + EPOCHS_SHOWN) * H, W, 3).
+    """Return the moments with EPOCHS_SHOWN augmented copies below each frame: uint8 ((1 + EPOCHS_SHOWN) * H, W, 3).
 
-    Shown as the page has them; training does it at the resolution at which its frames reach the device, and numbers its
-    own cameras, so that these are examples of the same and not the very ones. Frames stay alone where `config` asks for
-    nothing.
+    The copies are examples: training augments at its own resolution and with its own numbers of cameras. Without
+    augmentation in `config` the moments are returned as they are.
 
     Raises:
-        ValueError: a transform that is unknown, or that is not done here.
+        ValueError: a transform is unknown or unsupported.
     """
     if not config.augments:
         return list(sheet)
-    import torch  # only here: looking at a dataset needs neither
+    import torch  # not above: looking at a dataset needs neither torch nor policies
 
     from vla_finetuning.policies.augment import make_augmentation
 

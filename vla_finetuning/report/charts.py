@@ -1,4 +1,4 @@
-"""Charts of `metrics.jsonl` by one rule: every key with numbers is a chart over steps, under its own name."""
+"""Draw the charts of `metrics.jsonl`: every key with numbers is a chart over steps, under its own name."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 from vla_finetuning.report import figures
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
-# What a key's name says of its unit, the longest first: the axis, and the factor from the key's unit to it.
+# Axis label and factor from the key's unit to the axis', by the suffix of the key; longer suffixes first.
 UNITS = {
     "_bytes_per_s": ("GiB / s", 2.0**-30),
     "_per_s": ("per second", 1.0),
     "_bytes": ("GiB", 2.0**-30),
     "_s": ("s", 1.0),
 }
-# Keys that are curves in the chart of the key KEY.
+# Patterns of keys that are drawn in the chart of another key.
 BESIDE = ("eval_{}", "{}_low", "{}_high")
-# Of a dict with more names, those with the largest last values are drawn.
+# Maximum number of curves of a dict; the names with the largest last values are drawn.
 MOST_CURVES = 9
 
 
 def metric_charts(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = ()) -> list[dict[str, str]]:
-    """Draw every key of a run's log lines but `step`, in the order in which keys appear.
+    """Draw every key of a run's log lines except `step`, in the order in which keys appear.
 
-    A dict is a curve for each of its names. A list is drawn over its places, as it was first and last.
+    A dict is a curve for each of its names. For a list, the first and the last one are drawn over their indices.
 
     Args:
         marks: steps to mark by vertical lines.
     Returns:
-        {"title", "svg"} of each key; {"title", "absent"} of one without numbers, or with nothing but zeros.
+        {"title", "svg"} for each key, or {"title", "absent"} for a key without numbers or with zeros only.
     """
     keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
     companions = {pattern.format(key): key for key in keys for pattern in BESIDE}
@@ -47,7 +47,7 @@ def metric_charts(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = (
 
 
 def _curves(lines: Sequence[Mapping[str, Any]], key: str, named: str = "{}") -> tuple[Curves, str]:
-    """Return the curves of a key, those of a dict `named` by its names; and what they are drawn over."""
+    """Return the curves of a key, and the name of their x axis. `named` is the pattern of a dict's curves."""
     points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float | dict | list)]
     last = points[-1][1] if points else None
     if isinstance(last, list):

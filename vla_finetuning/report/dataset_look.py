@@ -1,7 +1,7 @@
-"""A look at a LeRobot v3 dataset before anybody trains on it: a few images, curves, and what seems wrong.
+"""Look at a LeRobot v3 dataset before training: a few images, curves, and findings of what seems wrong.
 
-Bounded on datasets of any size: a sample of episodes is read, and a few frames are decoded. Ray is not started. What is
-said of a sample is a hint, not a proof; `Look.sample` says how much was read.
+`look_at` reads a sample of episodes and decodes a few frames, so its cost is bounded for datasets of any size. Ray is
+not started. Findings of a sample are hints, not proofs; `Look.sample` says how much was read.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
 
 STATE, ACTION = "observation.state", "action"
-# By episode, what would end a run that reads these features.
+# Returns, by episode, the error that would end a run which reads these features.
 Problems = Callable[[DatasetMetadata, np.ndarray, Features], Mapping[int, str]]
 
-# How much is read: rows without images, of whole episodes, at least one; images per camera, from how many episodes.
+# Rows to read without images, in whole episodes, at least one.
 SAMPLE_ROWS = 50_000
-# Episodes that are looked at, however long they are.
+# Minimum number of episodes to read, regardless of their length.
 LEAST_EPISODES = 10
 MOMENTS, CAMERA_EPISODES, MAX_CAMERAS = 5, 3, 8
-# How much is held: bytes of those rows, as they are read; and the longer side of an image, in pixels, to which it is
-# shrunk as soon as it is decoded. Pages show them half as wide; 120 of them are 110 MB at the most.
+# Bytes of the sampled rows, and pixels of the longer side of a decoded image. 120 images are at most 110 MB; pages
+# show them half as wide.
 SAMPLE_BYTES, IMAGE_SIDE = 256 * 2**20, 640
 
-# What counts as wrong. A jump: a move of more than so many times the dimension's usual one (the median of those that
-# are not zero), and of more than half of the range that 98 % of its values lie in.
+# A jump is a move of more than JUMP_MEDIANS times the dimension's median move (zeros left out), and of more than
+# JUMP_RANGES of the range q01..q99.
 JUMP_MEDIANS, JUMP_RANGES = 20.0, 0.5
-# Distance of two timestamps, in frames, from which on a frame is missing between them.
+# Distance of two timestamps, in frames, above which a frame is missing between them.
 GAP_FRAMES = 1.5
-# An image is dark when its 99th percentile is below this, of 255; a camera frozen when no block of 8 x 8 pixels changes
-# by more between two moments of an episode (compression alone changes a block's mean by less).
+# An image is dark if its 99th percentile is below DARK_LEVEL. A camera is frozen if no block of 8 x 8 pixels changes by
+# more than FROZEN_CHANGE between two moments of an episode; compression alone changes a block's mean by less.
 DARK_LEVEL, FROZEN_CHANGE, BLOCK = 16, 2.0, 8
-# Beyond this an extreme is called an outlier, in half ranges: 1 is where q01 and q99 are.
+# An extreme beyond this normalised value is an outlier; q01 and q99 are at -1 and 1.
 OUTLIER = 5.0
 
 
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 
 
 class Range(NamedTuple):
-    """One dimension's normalisation range. q01 and q99 are NaN where stats.json lacks them."""
+    """One dimension's normalisation range. q01 and q99 are NaN if stats.json lacks them."""
 
     name: str
     minimum: float
@@ -68,7 +68,7 @@ class Range(NamedTuple):
     maximum: float
 
     def scaled[V: (float, np.ndarray)](self, value: V) -> V:
-        """Return where quantile normalisation puts a value: q01 at -1, q99 at 1. NaN if there is no such range."""
+        """Normalise a value by quantiles: q01 to -1, q99 to 1. NaN if the range is empty or unknown."""
         half = (self.q99 - self.q01) / 2
         return (value - self.q01) / (half if half > 0 else float("nan")) - 1
 
@@ -79,9 +79,9 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Frames of all cameras at one time of an episode: `{camera_key: uint8 (H, W, 3)}`, no longer than IMAGE_SIDE.
+    """Frames of all cameras at one time of an episode, `{camera_key: uint8 (H, W, 3)}`, at most IMAGE_SIDE long.
 
-    Or each with what training makes of it below (`augmented_frames`).
+    With `is_augmented`, each frame has augmented copies below it (`augmented_frames`).
     """
 
     episode: int
@@ -92,15 +92,19 @@ class Moment:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What was seen of a dataset.
+    """The result of looking at a dataset.
 
     Attributes:
-        episodes: int64, those read. rows: how many of their rows.
-        shown: the episode that `time_s` (N,) and `curves` (`{feature: float (N, D)}`) and `sheet` are of.
-        ranges: per feature, one entry per dimension; only features that stats.json describes. Where its quantiles do
-            not describe the rows that were read, q01 and q99 are those of the rows.
-        outside: per feature, the share of the values outside of q01..q99 of stats.json, float64 (D,).
+        episodes: the episodes that were read, int64.
+        rows: number of rows that were read.
+        shown: the episode of `time_s`, `curves` and `sheet`.
+        time_s: time of each of its frames, float64 (N,).
+        curves: values of its features, `{feature: float (N, D)}`.
+        sheet: moments of it.
+        ranges: range of each dimension, for features in stats.json. Where its quantiles do not describe the rows that
+            were read, q01 and q99 are those of the rows.
         findings: warnings, worst first.
+        outside: per feature, the share of the values outside of q01..q99 of stats.json, float64 (D,).
     """
 
     meta: DatasetMetadata
@@ -116,7 +120,7 @@ class Look:
 
     @property
     def shares(self) -> list[str]:
-        """Return how stats.json describes the data, a line for each feature that it has quantiles of."""
+        """Return a line for each feature with quantiles in stats.json: the share of values outside of them."""
         return [
             f"{key}: of the values, {told_share(self.meta, key, share)} lie outside q01..q99 of meta/stats.json "
             "(2 % should)"
@@ -125,7 +129,7 @@ class Look:
 
     @property
     def sample(self) -> str:
-        """Return what the warnings rest on, in words."""
+        """Describe the sample that the findings are based on."""
         meta = self.meta
         is_complete = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
         read = "every row" if is_complete else f"{self.rows:,} of {meta.total_frames:,} rows"
@@ -135,17 +139,17 @@ class Look:
 
     @property
     def task_counts(self) -> list[tuple[str, int]]:
-        """Instructions and how many episodes have each, most frequent first."""
+        """Return instructions with their number of episodes, most frequent first."""
         return Counter(task for tasks in self.meta.episode_tasks for task in tasks).most_common()
 
 
 def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
-    """Read a sample of the dataset and say what is in it. Runs on the driver; Ray is not needed.
+    """Read a sample of the dataset, and return what is in it. Runs on the driver, without Ray.
 
-    Damaged rows and videos become findings, so that the rest can still be looked at.
+    Damaged rows and videos become findings; the rest is still read.
 
     Args:
-        problems_of: reads a sample as a run would (`plan.look`), where nothing is damaged.
+        problems_of: reads a sample as a run would (`plan.look`); called if nothing is damaged.
     """
     check_files(meta, camera_keys=[], skip=True)
     holes = find_missing_files(meta)
@@ -167,7 +171,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
             continue
         read.append(episode)
         columns.add(episode, batch)
-    # In the middle of the sample, and with enough frames to see something move.
+    # An example from the middle of the sample, with enough frames to show motion.
     intact = [episode for episode in read if episode not in holes.episodes] or read
     example = max(intact[len(intact) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
     cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
@@ -200,7 +204,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     findings += columns.gaps(meta.fps)
     findings += columns.duplicates()
     is_whole = columns.rows == meta.episode_length[read].sum()
-    shares = columns.outside(meta) if is_whole else {}  # the beginning of an episode is no sample of it
+    shares = columns.outside(meta) if is_whole else {}  # the beginnings of episodes are no fair sample
     ranges = columns.ranges(meta, shares)
     findings += missing_quantiles(meta)
     findings += wrong_quantiles(meta, shares)
@@ -223,7 +227,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
 
 
 def vector_keys(meta: DatasetMetadata) -> list[str]:
-    """State and action, and whatever else a policy could be given as a vector of numbers."""
+    """Return the keys of state, action, and other numeric vectors that a policy could use."""
     return [
         key
         for key, feature in meta.features.items()
@@ -234,7 +238,7 @@ def vector_keys(meta: DatasetMetadata) -> list[str]:
 
 
 def ranges_of(meta: DatasetMetadata, key: str) -> list[Range]:
-    """Normalisation ranges of a feature's dimensions; empty where stats.json does not describe it."""
+    """Return the ranges of a feature's dimensions; empty if stats.json does not describe the feature."""
     stats, size = meta.stats.get(key, {}), meta.features[key].shape[0]
     if any(name not in stats or stats[name].shape != (size,) for name in ("min", "max", "mean")):
         return []
@@ -245,12 +249,12 @@ def ranges_of(meta: DatasetMetadata, key: str) -> list[Range]:
 
 
 def scaled_ranges(ranges: Sequence[Range]) -> np.ndarray:
-    """Minimum, mean and maximum of D dimensions, as `Range.scaled` puts them: float (D, 3)."""
+    """Return minimum, mean and maximum of D dimensions, normalised by `Range.scaled`, float (D, 3)."""
     return np.array([[r.scaled(r.minimum), r.scaled(r.mean), r.scaled(r.maximum)] for r in ranges]).reshape(-1, 3)
 
 
 def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
-    """Episodes spread evenly, int64 ascending, of about `rows` rows; at least LEAST_EPISODES, if there are as many."""
+    """Choose evenly spread episodes with about `rows` rows, at least LEAST_EPISODES; int64 ascending."""
     total = int(lengths.sum())
     count = len(lengths) if total <= rows else max(LEAST_EPISODES, int(len(lengths) * rows / total))
     count = min(count, len(lengths))
@@ -258,12 +262,12 @@ def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
 
 
 def told_share(meta: DatasetMetadata, key: str, share: np.ndarray) -> str:
-    """The share of a feature's values, and the largest of a dimension: `share` is float (D,)."""
+    """Format the mean share of a feature's dimensions, float (D,), and the largest one."""
     return f"{share.mean():.1%} ({share.max():.1%} of {dimension_names(meta, key)[int(share.argmax())]})"
 
 
 def wrong_quantiles(meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) -> Iterator[Finding]:
-    """Features with more values outside the stored q01..q99 than any data has outside its own."""
+    """Find features with more values outside of the stored q01..q99 than correct quantiles allow."""
     for key, share in outside.items():
         if share.max() > LIMITS["q01", "q99"]:
             yield Finding(
@@ -286,7 +290,7 @@ def missing_quantiles(meta: DatasetMetadata) -> Iterator[Finding]:
 
 @dataclass
 class _Columns:
-    """The sampled episodes' numbers, without images."""
+    """The numeric columns of the sampled episodes, and the findings in them."""
 
     keys: list[str]
     rows: int = 0
@@ -301,7 +305,7 @@ class _Columns:
             self.values.setdefault(key, {})[episode] = values.reshape(len(values), -1)
 
     def all_rows(self, key: str) -> np.ndarray:
-        """Values of all episodes, float64 (N, D)."""
+        """Return the values of all episodes, float64 (N, D)."""
         return np.concatenate(list(self.values[key].values()))
 
     def of(self, episode: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -313,7 +317,7 @@ class _Columns:
                 yield Finding("damaged", f"{key} holds NaN or infinity in {_episodes(bad)}: leave them out")
 
     def gaps(self, fps: int) -> Iterator[Finding]:
-        """Frames that are missing, or out of order, by the timestamps."""
+        """Find missing frames, and frames out of order, by their timestamps."""
         steps = {episode: np.diff(time_s) * fps for episode, time_s in self.times.items()}
         dropped = {episode: int(((step > GAP_FRAMES) | (step <= 0)).sum()) for episode, step in steps.items()}
         if any(dropped.values()):
@@ -324,7 +328,7 @@ class _Columns:
             )
 
     def duplicates(self) -> Iterator[Finding]:
-        """Episodes whose states and actions are the same to the bit. Very short ones may be so by chance."""
+        """Find episodes of more than one frame whose states and actions are equal bit for bit."""
         groups: dict[bytes, list[int]] = {}
         for episode in [episode for episode, time_s in self.times.items() if len(time_s) > 1 and self.keys]:
             values = b"".join(self.values[key][episode].tobytes() for key in self.keys)
@@ -338,7 +342,7 @@ class _Columns:
             )
 
     def outside(self, meta: DatasetMetadata) -> dict[str, np.ndarray]:
-        """By feature, the share of the values outside of the stored q01..q99 (D,)."""
+        """Return for each feature the share of values outside of the stored q01..q99, float64 (D,)."""
         shares = {}
         for key in self.keys:
             stored = ranges_of(meta, key)
@@ -348,7 +352,7 @@ class _Columns:
         return shares
 
     def ranges(self, meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) -> dict[str, list[Range]]:
-        """Return `ranges_of`, with quantiles of the rows that were read where stored ones do not describe the data."""
+        """Return `ranges_of`, with quantiles of the read rows for features whose stored quantiles are wrong."""
         wrong = {key for key, share in outside.items() if share.max() > LIMITS["q01", "q99"]}
         by_key = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
         for key in wrong:
@@ -357,7 +361,7 @@ class _Columns:
         return by_key
 
     def outliers(self, ranges: Mapping[str, Sequence[Range]]) -> Iterator[Finding]:
-        """Dimensions whose extremes lie far outside of what they are normalised by, and how many values do."""
+        """Find dimensions whose extremes lie far outside of their normalisation range."""
         for key, dims in ranges.items():
             if far := [i for i, r in enumerate(dims) if r.outliers]:
                 values = self.all_rows(key) if self.rows else np.zeros((0, len(dims)))
@@ -370,7 +374,7 @@ class _Columns:
                 )
 
     def constants(self, meta: DatasetMetadata, stored: Mapping[str, Sequence[Range]]) -> Iterator[Finding]:
-        """Dimensions without any spread: nothing to learn, and a division by almost nothing when normalised."""
+        """Find dimensions without spread, whose normalisation would divide by almost zero."""
         why = (
             "LeRobot normalises by dividing by almost nothing, so that the slightest change on the robot is a huge "
             "input; training here takes a range of its own (docs/statistics.md)"
@@ -383,7 +387,7 @@ class _Columns:
                     yield Finding("constant", f"{key}: {_list(chosen)} {problem}: {why}")
 
     def jumps(self, meta: DatasetMetadata) -> Iterator[Finding]:
-        """Actions that leap from one frame to the next."""
+        """Find actions that jump from one frame to the next."""
         for key in (key for key in self.keys if key == ACTION or key.startswith(f"{ACTION}.")):
             if not self.values.get(key):
                 continue
@@ -409,7 +413,7 @@ class _Columns:
 def _look_through_cameras(
     meta: DatasetMetadata, cameras: Sequence[str], example: int, read: Sequence[int]
 ) -> tuple[list[Moment], list[Finding]]:
-    """The contact sheet, and the cameras that show nothing or always the same."""
+    """Decode moments of a few episodes; return those of `example`, and findings about dark or frozen cameras."""
     chosen: list[int] = []
     if read:
         spread = np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)]
@@ -437,10 +441,10 @@ def _look_through_cameras(
 
 
 def camera_findings(key: str, episodes: Iterable[np.ndarray]) -> list[Finding]:
-    """Is the camera dark in all images, or frozen within every episode?
+    """Find out whether a camera is dark in all images, or frozen within every episode.
 
     Args:
-        episodes: uint8 (N, H, W, 3) each, a few moments of an episode.
+        episodes: a few moments of each episode, uint8 (N, H, W, 3).
     """
     episodes = [images for images in episodes if len(images)]
     if not episodes:
@@ -454,7 +458,7 @@ def camera_findings(key: str, episodes: Iterable[np.ndarray]) -> list[Finding]:
 
 
 def _blocks(images: np.ndarray) -> np.ndarray:
-    """Mean brightness of blocks, which compression hardly changes: float (N, H', W')."""
+    """Return the mean brightness of blocks, which compression hardly changes, float (N, H', W')."""
     n, height, width, _ = images.shape
     side = min(BLOCK, height, width)
     rows, columns = height // side, width // side
@@ -465,14 +469,14 @@ def _blocks(images: np.ndarray) -> np.ndarray:
 def looking_source(
     meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
 ) -> LeRobotDatasource:
-    """In stored order: the position of a row is its `index`. Any frame near its time will do for looking."""
+    """Return a source in stored order, whose row positions are `index`; frames may be half a frame off in time."""
     columns = vector_keys(meta)
     features = Features(camera_keys, columns, image_size=image_size, tolerance_s=0.5 / meta.fps)
     return LeRobotDatasource([meta], features=features, reading=Reading(check_files=False))
 
 
 def _shown_size(feature: Feature) -> tuple[int, int] | None:
-    """Height and width that a camera's images are shrunk to, by a whole number; None: small enough as they are."""
+    """Return height and width for decoding, an integer fraction of the camera's; None if it is small enough."""
     height, width = height_width(feature)
     by = -(-max(height, width) // IMAGE_SIDE)
     return None if by == 1 else (max(1, height // by), max(1, width // by))

@@ -1,7 +1,7 @@
-"""How good every episode of a dataset is, in numbers that a person can check, and which ones look better left out.
+"""Score every episode of a dataset in numbers that a person can check.
 
-Every row's numbers are read and a few frames of every camera are decoded, in this process. `Score.reasons` are
-reasons to look at an episode, not verdicts; a run leaves out only what `--dataset.exclude_episodes @FILE` says.
+`score_episodes` reads all numeric columns and decodes a few frames of every camera, in this process. `Score.reasons`
+are reasons to look at an episode, not verdicts; a run leaves out only episodes in `--dataset.exclude_episodes @FILE`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from vla_finetuning.data.idle import STILL, idle_frames, reach_of, span_of
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.report.dataset_look import ACTION, MOMENTS, STATE, camera_findings, looking_source, vector_keys
 
-# Reasons to look at an episode: a robot that mostly stands still; actions that lie at the end of their range for most
-# of the time; actions that jerk, or that the next state is off, so many times as much as in half of the episodes.
+# Thresholds of reasons: share of idle frames; share of frames with an action at the end of its range; jerk, or distance
+# of action and next state, as a multiple of the median episode.
 IDLE, SATURATED, MEDIANS = 0.8, 0.5, 10.0
-# A dimension that lies at an end of its range in most frames of the dataset is a switch, as grippers are.
+# A dimension at an end of its range in a larger share of all frames is a switch, as a gripper.
 SWITCH = 0.5
 
 
 @dataclass(frozen=True)
 class Score:
-    """One episode, in numbers.
+    """The scores of one episode.
 
     Attributes:
-        idle: share of frames from which to the next neither state nor action moves (`data.idle`, however short).
-        jerk: mean absolute third difference of the actions, in ranges of the dimension; the worst dimension's.
-        saturated: share of frames in which an action is at an end of its range over the whole dataset; the worst
-            dimension's, of those that are no switches.
-        apart: mean distance of an action from the state one frame later, in ranges; the worst dimension's. None where
-            state and action have not the same names of dimensions.
-        same_as: an earlier episode with the same states and actions, to the bit.
-        reasons: why the episode should be looked at; empty for most.
+        idle: share of frames after which neither state nor action moves (`data.idle`).
+        jerk: mean absolute third difference of the actions, in ranges of the dimension; maximum over dimensions.
+        saturated: share of frames with an action at an end of its range in the dataset; maximum over dimensions that
+            are not switches.
+        apart: mean distance of an action from the next state, in ranges; maximum over dimensions. None if state and
+            action have different dimension names.
+        same_as: an earlier episode with equal states and actions, bit for bit.
+        reasons: reasons to look at the episode; empty for most.
     """
 
     episode: int
@@ -49,12 +49,12 @@ class Score:
 
 
 def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> Iterator[Score]:
-    """Scores of all episodes, in order. Reads the whole dataset's numbers: seconds for every 100 000 rows.
+    """Yield the scores of all episodes, in order. Takes seconds per 100,000 rows.
 
     Args:
-        read: the episodes, for instance wrapped in a progress bar; all by default.
+        read: the episodes, for instance in a progress bar; all by default.
     Raises:
-        ValueError, OSError: rows that cannot be read; `look_at` says which episodes those are.
+        ValueError, OSError: rows cannot be read; `look_at` names their episodes.
     """
     keys = [key for key in vector_keys(meta) if key in (STATE, ACTION)]
     if ACTION not in keys:
@@ -83,7 +83,7 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
                 frames=frames,
                 idle=float(idle_frames(list(values.values()), list(span.values()), moves=1).mean()),
                 jerk=float(jerk.mean(axis=0).max()) if len(jerk) else 0.0,
-                saturated=0.0,  # which dimensions are switches is known at the end
+                saturated=0.0,  # set below, when the switches are known
                 apart=None if apart is None else float(apart.mean(axis=0).max()),
                 same_as=None if same_as == episode else same_as,
                 reasons=tuple(
@@ -101,7 +101,7 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
 
 
 def _compare(scores: list[Score]) -> Iterator[Score]:
-    """Yield the scores with the reasons that lie in the numbers before those of the cameras."""
+    """Yield the scores with reasons from their numbers, before those from cameras."""
     jerk = float(np.median([s.jerk for s in scores]))
     apart = float(np.median([s.apart for s in scores if s.apart is not None] or [0.0]))
     for s in scores:

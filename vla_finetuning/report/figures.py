@@ -1,8 +1,8 @@
-"""Charts of a run and of a dataset: arrays in, matplotlib figures out; and those as SVG that follows a page's colours.
+"""Draw the charts of reports: functions take arrays and return matplotlib figures.
 
-In a notebook the figures show as they are. `to_svg` makes them part of a page: text stays text, colours become the
-page's CSS variables (light and dark), and nothing is loaded from elsewhere. Figures are small: a page sets them side by
-side, and a phone shows one at its own width.
+A notebook shows the figures as they are. `to_svg` converts one for a page: text stays text, colours become the page's
+CSS variables (light and dark), and nothing is loaded from elsewhere. Figures are small, so that pages can set them side
+by side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from PIL import Image
 if TYPE_CHECKING:
     from vla_finetuning.report.dataset_look import Moment
 
-# The colours that figures are drawn in, and the CSS variable that takes the place of each.
+# The colours of figures, and the CSS variable that replaces each of them in a page.
 INK, MUTED, GRID = "#1f2430", "#667085", "#dfe3ea"
 BLUE, ORANGE, RED = "#1d5fd1", "#c2570c", "#c01d2e"
 CSS_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BLUE: "--blue", ORANGE: "--orange", RED: "--red"}
@@ -36,7 +36,7 @@ CSS_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BLUE: "--blue",
 WIDTH, HEIGHT = 4.1, 2.4  # inches
 STRIP_HEIGHT = 0.76
 IMAGE_WIDTH = 1.6
-MAX_POINTS = 1_000  # of a line: a page need not hold more than a screen shows
+MAX_POINTS = 1_000  # of a line: a screen shows no more
 JPEG_WIDTH, JPEG_QUALITY = 240, 78
 UNITS = ("cm", "mm", "m", "rad", "deg", "s", "hz", "m_s", "rad_s", "deg_s")
 
@@ -64,7 +64,7 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
     "text.color": INK,
-    # Names of joints and cameras are a stranger's: no `$...$` of theirs is a formula.
+    # Names of joints and cameras may contain `$`, which must not be parsed as a formula.
     "text.parse_math": False,
     "xtick.color": MUTED,
     "xtick.labelcolor": INK,
@@ -76,7 +76,7 @@ _STYLE: dict[Any, Any] = {
 
 
 class Chunk(NamedTuple):
-    """Actions that were recorded and predicted from one frame on: float (T, A) each, NaN where padded."""
+    """Recorded and predicted actions from one frame on, float (T, A) each, NaN where padded."""
 
     title: str
     recorded: np.ndarray
@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
 
 
 def example_chunk(example: Mapping[str, Any]) -> Chunk:
-    """One of the examples that `evaluation.open_loop` keeps, as `chunk_strips` draws it."""
+    """Convert an example of `evaluation.open_loop` for `chunk_strips`."""
     padded = np.asarray(example["is_pad"], bool)[:, None]
     recorded, predicted = (
         np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")
@@ -97,14 +97,14 @@ def example_chunk(example: Mapping[str, Any]) -> Chunk:
 @contextlib.contextmanager
 def _styled() -> Iterator[None]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # Only widths are guessed with matplotlib's own font; the page shows the text in the reader's.
+        # Missing glyphs do not matter: matplotlib's font only serves to estimate widths.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
 
 
 @contextlib.contextmanager
 def _chart(xlabel: str, ylabel: str = "", height: float = HEIGHT) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure of one chart and its axes, in the page's style. `height`: inches."""
+    """Yield a figure of one chart, `height` inches high, and its axes, in the page's style."""
     with _styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
@@ -122,13 +122,13 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[float] = (),
 ) -> Figure:
-    """Lines over one x axis. Values that are not finite leave a gap.
+    """Draw lines over one x axis. Values that are not finite leave a gap.
 
     Args:
-        lines: `{name: (x, y)}`, told apart up to nine; one line needs no legend.
+        lines: `{name: (x, y)}`; up to nine have distinct styles, and a single line has no legend.
         marks: x of vertical lines.
     """
-    below = len(lines) > 3  # the legend
+    below = len(lines) > 3  # the legend's place
     with _chart(xlabel, ylabel, HEIGHT + 0.18 * below * len(lines)) as (figure, axes):
         looks = itertools.cycle(itertools.product(("-", "--", ":"), (BLUE, ORANGE, INK)))
         for (name, (x, y)), (dashes, colour) in zip(lines.items(), looks, strict=False):
@@ -140,7 +140,7 @@ def line_chart(
         if from_zero:
             axes.set_ylim(0, None if any(np.nanmax(y, initial=0) > 0 for _, y in lines.values()) else 1)
         if log:
-            # Plain numbers: matplotlib's own labels here are formulas.
+            # matplotlib's labels of a logarithmic axis are formulas.
             axes.set_yscale("log")
             low, high = axes.get_ylim()
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 30 * low else (1,)))
@@ -149,7 +149,7 @@ def line_chart(
             axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(_short_number)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        # A single point says nothing of what is around it.
+        # A single point gets its own ticks only.
         places = np.unique(np.concatenate([x for x, _ in lines.values()] or [np.zeros(0)]))
         if len(places) == 1:
             axes.set_xticks(places)
@@ -164,7 +164,7 @@ def line_chart(
 def interval_chart(
     x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, *, xlabel: str, ylabel: str
 ) -> Figure:
-    """Percentages with their intervals, (N,) each, over x."""
+    """Draw percentages with their intervals, (N,) each, over x."""
     look: dict[str, Any] = {"color": BLUE, "ecolor": MUTED, "elinewidth": 1.2, "capsize": 3, "marker": "o"}
     with _chart(xlabel, ylabel) as (figure, axes):
         axes.errorbar(x, y, np.maximum(0, [y - low, high - y]), **look, markersize=3.5, clip_on=False)
@@ -176,7 +176,7 @@ def interval_chart(
 
 
 def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
-    """Return how many of the values (N,) fall into each of at most 24 bins."""
+    """Draw a histogram of values (N,) with at most 24 bins."""
     with _chart(xlabel, ylabel) as (figure, axes):
         axes.hist(values, bins=max(1, min(24, len(np.unique(values)))), color=BLUE, rwidth=0.9)
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -184,7 +184,7 @@ def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
 
 
 def _rows(axes: Axes, names: Sequence[str], top: float) -> None:
-    """Make each name a row, the first on top, with a grid across them."""
+    """Label each row with a name, the first on top, and draw a vertical grid."""
     axes.set_yticks(range(len(names)), [plain(name, 32) for name in names])
     axes.set_ylim(len(names) - 0.4, top)
     axes.grid(True, axis="x")
@@ -192,7 +192,7 @@ def _rows(axes: Axes, names: Sequence[str], top: float) -> None:
 
 
 def bars(counts: Sequence[tuple[str, float]], *, xlabel: str) -> Figure:
-    """(name, count) pairs as horizontal bars, first on top. Their counts stand beside them."""
+    """Draw (name, count) pairs as horizontal bars with their counts, the first on top."""
     with _chart(xlabel, height=0.75 + 0.24 * len(counts)) as (figure, axes):
         rectangles = axes.barh(range(len(counts)), [count for _, count in counts], color=BLUE)
         axes.bar_label(rectangles, fmt="{:,g}", padding=3)
@@ -203,7 +203,7 @@ def bars(counts: Sequence[tuple[str, float]], *, xlabel: str) -> Figure:
 
 
 def stack(parts: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str) -> Figure:
-    """Values (N,) of each part on top of each other, over 0 to N - 1."""
+    """Draw the values (N,) of each part stacked over 0 to N - 1."""
     with _chart(xlabel, ylabel) as (figure, axes):
         places = np.arange(len(next(iter(parts.values()))))
         axes.stackplot(places, *parts.values(), labels=[plain(name) for name in parts], step="mid")
@@ -212,9 +212,9 @@ def stack(parts: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str) -> Figur
 
 
 def contact_sheet(moments: Sequence[Moment]) -> Figure:
-    """Draw what every camera sees: a row for each camera, a column for each moment. Images keep their shape."""
+    """Draw a row for each camera and a column for each moment. Images keep their aspect ratio."""
     cameras = list(dict.fromkeys(key for moment in moments for key in moment.images))
-    # Rows are as high as their camera's images are at one width.
+    # All images have one width, so the height of a row depends on its camera.
     shapes = [next(m.images[key] for m in moments if key in m.images).shape for key in cameras]
     heights = [IMAGE_WIDTH * height / width for height, width, _ in shapes]
     with _styled():
@@ -236,7 +236,7 @@ def contact_sheet(moments: Sequence[Moment]) -> Figure:
 
 
 def strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str]) -> Figure:
-    """A feature's dimensions (N, D) over time (N,), seconds: one strip each, with its name and unit."""
+    """Draw each dimension of a feature, (N, D), over time in seconds, (N,), as a strip with its name and unit."""
     with _styled():
         rows = _strips(len(names), 1)
         for axes, name, column in zip(rows.axes, names, values.T, strict=True):
@@ -249,7 +249,7 @@ def strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str]) -> Figu
 def chunk_strips(
     chunks: Sequence[Chunk], names: Sequence[str], fps: float, xlabel: str = "time from the observed frame / s"
 ) -> Figure:
-    """Recorded and predicted action chunks: a row for each of the A dimensions, a column for each chunk."""
+    """Draw recorded and predicted action chunks: a row for each of the A dimensions, a column for each chunk."""
     with _styled():
         figure = _strips(len(names), len(chunks), legend_height=0.3)
         for i, axes in enumerate(figure.axes):
@@ -267,10 +267,11 @@ def chunk_strips(
 
 
 def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
-    """Normalisation ranges of D dimensions, on the scale where q01 is -1 and q99 is 1.
+    """Draw the ranges of D dimensions on the scale where q01 is -1 and q99 is 1.
 
-    `scaled` (D, 3) holds minimum, mean and maximum. What lies beyond `limit` is an outlier: it is marked, and its
-    value stands at the edge. Dimensions that have no such range (NaN) are named and left empty.
+    Args:
+        scaled: minimum, mean and maximum of each dimension, float (D, 3); dimensions with NaN are named and left empty.
+        limit: values beyond are outliers, which are marked at the edge with their value.
     """
     has_range = np.isfinite(scaled).all(axis=1)
     widest = float(np.abs(scaled[has_range]).max(initial=0))
@@ -294,31 +295,31 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
 
 
 def unit_of(name: str) -> str | None:
-    """The unit that a name ends with (`x_cm`, `elbow.deg`), which is the only place where a dataset can state it."""
+    """Return the unit at the end of a name (`x_cm`, `elbow.deg`), the only place where a dataset can state it."""
     match = re.search(rf"[_.\s(\[]({'|'.join(UNITS)})[)\]]?$", name.lower())
     return match[1].replace("_", "/") if match else None
 
 
 def with_unit(name: str) -> str:
-    """A dimension's name and its unit, if it states one: `x_cm (cm)`."""
+    """Format a dimension's name with its unit, if it has one: `x_cm (cm)`."""
     unit = unit_of(name)
     return plain(name, 40) + (f" ({unit})" if unit else "")
 
 
 def plain(text: str, limit: int = 80) -> str:
-    """A stranger's text on one line, without what cannot be printed."""
+    """Put untrusted text on one line of at most `limit` characters, without unprintable characters."""
     text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(text).split()))
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """An `<svg>` element for a page: scales with its width, uses the page's font and colours, says `label` aloud."""
+    """Convert a figure to an `<svg>` element with the page's font and colours, and `label` for screen readers."""
     buffer = io.StringIO()
     with _styled():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     root = ElementTree.fromstring(svg)
-    # A page has several figures: names with references get a prefix of their own, other names are removed.
+    # A page has several figures: referenced ids get a prefix per figure, other ids are removed.
     prefix = f"f{hashlib.sha256(svg.encode()).hexdigest()[:8]}-"
     used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', svg))
     for parent in list(root.iter()):
@@ -346,7 +347,7 @@ def to_svg(figure: Figure, label: str) -> str:
 
 
 def to_data_uri(image: np.ndarray) -> str:
-    """A small JPEG of an image, uint8 (H, W, 3), as a `data:` URI."""
+    """Encode an image, uint8 (H, W, 3), as a small JPEG in a `data:` URI."""
     height, width = image.shape[:2]
     picture = Image.fromarray(image)
     if width > JPEG_WIDTH:
@@ -357,7 +358,7 @@ def to_data_uri(image: np.ndarray) -> str:
 
 
 def _strips(rows: int, columns: int, legend_height: float = 0.0) -> Figure:
-    """A grid of small axes: a row shares its y axis, all share x."""
+    """Make a grid of small axes. Axes of a row share y, axes of a column share x."""
     figure = Figure(figsize=(WIDTH, 0.5 + legend_height + STRIP_HEIGHT * rows), layout="constrained")
     grid = figure.subplots(rows, columns, sharex="col", sharey="row", squeeze=False)
     for axes in grid.flat:
@@ -369,7 +370,7 @@ def _strips(rows: int, columns: int, legend_height: float = 0.0) -> Figure:
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most MAX_POINTS of a line's points, the extremes of every stretch among them."""
+    """Reduce a line to about MAX_POINTS points, keeping the extremes of every stretch."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     y = np.where(np.isfinite(y), y, np.nan)
     if len(x) <= MAX_POINTS:
@@ -391,7 +392,7 @@ def _shorten(name: str, limit: int = 22) -> str:
 
 
 def _themed(style: str) -> str:
-    """Colours become the page's variables, and the font is left to the page."""
+    """Replace colours by the page's CSS variables, and remove the font."""
     for colour, variable in CSS_VARIABLES.items():
         style = style.replace(colour, f"var({variable})")
     return re.sub(r"font-family: [^;]*; ?", "", style)

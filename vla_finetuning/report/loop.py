@@ -1,4 +1,4 @@
-"""The closed loop on a page: how often a policy succeeded, and episodes to look at."""
+"""Prepare the closed loop for a page: tables and charts of success, and films of episodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from vla_finetuning.run.folder import FILMS, evaluations
 def closed_loop(
     evaluation: Mapping[str, Any], folder: Path, lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return what the template shows of `evaluation.json`'s `closed_loop` and `films`, and of how the run fared on the
-    way (`evaluations.jsonl`, and held-out episodes of its log `lines`); None if nothing was tried."""
+    """Return the template's values for success after a run and during it; None if the policy was not evaluated.
+
+    Args:
+        evaluation: content of evaluation.json, with `closed_loop` and `films`.
+        folder: the run's folder, with evaluations.jsonl.
+        lines: lines of metrics.jsonl, some with held-out episodes.
+    """
     scores = evaluation.get("closed_loop") or {}
     over_steps = [*evaluations(folder), *(_held_out(line) for line in lines if line.get("held_out_episodes"))]
     if not scores and not over_steps:
@@ -39,7 +44,7 @@ def _held_out(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """A row for each task and a column for each checkpoint, where there are several tasks; otherwise None."""
+    """Return a row for each task and a column for each checkpoint, or None if there are no scores by task."""
     by_step = [(line["step"], {row["label"]: row for row in line.get("by_task", ())}) for line in over_steps]
     tasks = list(dict.fromkeys(task for _, score_by_task in by_step for task in score_by_task))
     if not tasks:
@@ -56,13 +61,13 @@ def _of(score: Mapping[str, Any] | None) -> str:
 
 
 def over_latency(by_latency: Mapping[Any, Sequence[Mapping[str, Any]]]) -> str | None:
-    """Draw success over latencies in seconds, by the first row of scores of each; None where nothing was played."""
+    """Draw success over latencies in seconds, by the first score of each; None if no episode was played."""
     points = [(1000 * latency_s, rows[0]) for latency_s, rows in by_latency.items() if rows[0]["episodes"]]
     return _curve(points, "latency / ms", "latencies")
 
 
 def _curve(points: Sequence[tuple[float, Mapping[str, Any]]], xlabel: str, over: str) -> str | None:
-    """Draw scores with their intervals over x."""
+    """Draw scores with their intervals over x; None for no points."""
     if not points:
         return None
     x = np.array([place for place, _ in points], float)
@@ -74,7 +79,7 @@ def _curve(points: Sequence[tuple[float, Mapping[str, Any]]], xlabel: str, over:
 
 
 def score_row(score: Mapping[str, Any]) -> list[str]:
-    """Return a row of a table of scores: of `evaluation.intervals.score`, with a `label`."""
+    """Return a table row for a result of `evaluation.intervals.score` with a `label`."""
     successes, episodes = score["successes"], score["episodes"]
     cells = []
     for outcome in ("", "_at_end"):
@@ -93,7 +98,7 @@ def _besides(score: Mapping[str, Any]) -> str:
 
 
 def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Pictures and what is said of them; of one whose file is gone, that it is."""
+    """Return title, text and data URI of each film, or the problem if its file is missing or a link."""
     entries = []
     for film in films:
         steps = f"{film['steps']} step{'s' * (film['steps'] != 1)}"

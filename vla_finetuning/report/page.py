@@ -1,10 +1,10 @@
-"""A run's `report.html`, and the page about a dataset: each one self-contained file that needs no network.
+"""Write a run's `report.html` and the page about a dataset, each a self-contained file that needs no network.
 
     python -m vla_finetuning.report.page OUTPUT_DIR
 
-writes the report of a run of `vla.py`, `value.py` or `grpo.py` anew from what its folder holds. What a folder lacks is
-left out, and the page says so. Pages are made from `templates/` with everything escaped: instructions, names and paths
-are a stranger's text.
+writes the report of a run of `vla.py`, `value.py` or `grpo.py` again from its folder. Sections whose files are missing
+are left out, and the page says so. Pages are rendered from `templates/` with everything escaped, because instructions,
+names and paths are untrusted.
 """
 
 from __future__ import annotations
@@ -55,25 +55,24 @@ from vla_finetuning.run.polling import polling
 from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_error
 
 POLL_S = 2.0
-# A page stays readable, and small, whatever the run and the dataset are.
+# Limits that keep a page readable and small.
 MAX_DIMENSIONS, STRIPS_PER_FIGURE, EXAMPLES, TABLE_ROWS, MAX_DATASETS = 32, 8, 3, 20, 4
 
 logger = logging.getLogger(__name__)
 # Columns of metrics.jsonl, float64, by name.
 Metrics = dict[str, np.ndarray]
-# A dataset as the template shows it, or a sentence in its place.
+# The template's values for a dataset, or a sentence in place of them.
 Drawn = dict[str, Any] | str
 
 
-# ---- what a run writes down and keeps up ------------------------------------------------------------------------
+# ---- writing pages ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def keep_report(output_dir: Path) -> Iterator[None]:
-    """While the block runs: write the report at its start, at each new checkpoint, and at the end however it ends.
+    """Write the report when the block starts, at each new checkpoint, and when the block ends or raises.
 
-    Runs on the driver, in a thread, so that no training process waits for it. A report that cannot be written is a
-    warning and does not end the run.
+    Runs on the driver, in a thread, so that no training process waits. A report that cannot be written is a warning.
     """
     looks: list[Drawn] | None = None
     written_for: int | str | None = "nothing yet"
@@ -103,10 +102,10 @@ def keep_report(output_dir: Path) -> Iterator[None]:
 
 
 def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path:
-    """Write `OUTPUT_DIR/report.html` from what the run's folder holds. Atomically: readers see the old page or the new.
+    """Write `OUTPUT_DIR/report.html` atomically from the files in the run's folder.
 
     Args:
-        looks: `look_at_datasets`, which need not be done again for every page; None does it now.
+        looks: result of `look_at_datasets`, to reuse it; None to look now.
     """
     pull(output_dir)
     page = render_report(output_dir, look_at_datasets(output_dir) if looks is None else looks)
@@ -120,9 +119,12 @@ def write_dataset_page(
     selection: Sequence[str] = (),
     labels: tuple[Sequence[str], Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write the page about one dataset, and of the `scores` of its episodes those that give a reason to look.
+    """Write the page about one dataset.
 
-    `selection`: lines on what a run would leave out or repeat. `labels`: as `show_labels` gives them.
+    Args:
+        scores: scores of its episodes; those with reasons are shown.
+        selection: lines about episodes that a run would leave out or repeat.
+        labels: result of `show_labels`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     suspects = None if scores is None else sorted((s for s in scores if s.reasons), key=lambda s: -len(s.reasons))
@@ -143,12 +145,12 @@ def write_trial_page(
     by_latency: Mapping[float | None, Sequence[Mapping[str, Any]]],
     films: Mapping[str, Any],
 ) -> Path:
-    """Write `report.html` of an evaluation in the loop.
+    """Write `report.html` of a closed-loop evaluation.
 
     Args:
-        about: policy, environment and seed, as in its `evaluated.json`.
-        by_latency: rows of scores of each latency in seconds, the first over all its episodes; of None where there was
-            none. films: `{"films": what rollouts/replay.py says of its pictures}`.
+        about: policy, environment and seed, as in `evaluated.json`.
+        by_latency: scores of each latency in seconds, the first over all episodes; the key is None without latency.
+        films: `{"films": [...]}`, as `rollouts/replay.py` returns them.
     """
     policy, env = about["policy"], about["environment"]
     facts = [
@@ -177,7 +179,7 @@ def write_trial_page(
 
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
-    """The dataset half of a run's report, a part for each dataset; of one that cannot be read, why."""
+    """Return the template's values for each dataset of a run, or the reason why it cannot be read."""
     facts, config = read_json(output_dir / RUN_NAME), config_of(read_json(output_dir / CONFIG_NAME))
     looks: list[Drawn] = []
     for dataset in facts.get("datasets", [])[:MAX_DATASETS]:
@@ -193,7 +195,7 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
 
 
 def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
-    """The page of a run, as text."""
+    """Return the page of a run as text."""
     config = read_json(output_dir / CONFIG_NAME)
     facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
     lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
@@ -211,7 +213,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         missing=[
             name for name, content in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not content
         ],
-        # Intervals of held-out success are in the chart of it.
+        # The chart of the closed loop shows the intervals of held-out success.
         charts=metric_charts(
             [_without(line, "held_out_interval") for line in lines],
             [attempt["resumed_from_step"] for attempt in starts[1:]],
@@ -245,7 +247,7 @@ def _subtitle(done: int, total: int | None) -> str:
 def _key_figures(
     metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
 ) -> list[tuple[str, str]]:
-    """Return the figures that a reader looks for first: (name, value)."""
+    """Return the figures of the summary as (name, value)."""
     entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
     if "loss" in metrics:
         entries.append(("loss", _g(metrics["loss"][-1])))
@@ -269,7 +271,7 @@ def _key_figures(
 
 
 def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
-    """Return what the plan could not say: on which hardware and versions it ran, and how long it took."""
+    """Return hardware, attention kernels, versions and time of a run as (name, value)."""
     lines, workers = [], (config.get("scaling") or {}).get("num_workers", 0)
     if hardware := facts.get("hardware"):
         device = "GPU" if facts["use_gpu"] else "CPU"
@@ -292,14 +294,14 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
 
 
 def _totals(metrics: Metrics) -> tuple[float, float, float]:
-    """Seconds spent in steps, samples trained in them, seconds spent waiting for data: of what is logged."""
+    """Return the logged seconds of steps, the number of samples, and the seconds of waiting for data."""
     steps = np.diff(metrics["step"], prepend=0)
     seconds = float((metrics["step_s"] * steps).sum())
     return seconds, float(metrics["samples"][-1]), float((metrics["data_wait_s"] * steps).sum())
 
 
 def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each robot's errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
+    """Yield each robot's held-out errors (total, by task, by dimension) and a few predicted chunks."""
     for robot, errors in errors_by_robot(evaluation).items():
         about = (facts.get("robots") or {}).get(robot, facts)
         trained, untrained = errors["trained"], errors.get("untrained") or {}
@@ -350,7 +352,7 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], rate: float
 def _in_parts(
     title: str, spoken: str, names: Sequence[str], draw: Callable[[slice], figures.Figure]
 ) -> list[dict[str, str]]:
-    """Draw a few dimensions a figure, MAX_DIMENSIONS in all."""
+    """Draw STRIPS_PER_FIGURE dimensions per figure, at most MAX_DIMENSIONS in all."""
     charts, count = [], len(names)
     for first in range(0, min(count, MAX_DIMENSIONS), STRIPS_PER_FIGURE):
         part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
@@ -361,7 +363,7 @@ def _in_parts(
 
 
 def _skipped(output_dir: Path) -> dict[str, Any] | None:
-    """Rows that could not be read and were left out, or None when nothing says so."""
+    """Return a table of rows that could not be read, or None if there are none."""
     lines = skipped_episodes(output_dir)
     if not lines:
         return None
@@ -374,7 +376,7 @@ def _skipped(output_dir: Path) -> dict[str, Any] | None:
 
 
 def _draw_look(look: Look) -> dict[str, Any]:
-    """Return what the template shows of a dataset: the look, and its figures as drawn."""
+    """Return the template's values for a dataset: the look and its figures."""
     meta = look.meta
     lengths_s = meta.episode_length / meta.fps
     curves = []
@@ -394,7 +396,7 @@ def _draw_look(look: Look) -> dict[str, Any]:
         f"{_g(lengths_s.max())} s, half of them longer than {_g(float(np.median(lengths_s)))} s"
     )
     return {
-        "look": replace(look, sheet=[], curves={}),  # which a run would hold as long as it lasts
+        "look": replace(look, sheet=[], curves={}),  # frees the images, since a run holds the look to its end
         "augmented": any(moment.is_augmented for moment in look.sheet),
         "images": {
             key: [
@@ -414,13 +416,13 @@ def _draw_look(look: Look) -> dict[str, Any]:
 
 
 def columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
-    """Numbers of log lines to float64 columns, NaN where a line has none; `{}` if there are no lines."""
+    """Convert the numbers of log lines to float64 columns, NaN where a line has none; `{}` for no lines."""
     keys = dict.fromkeys(key for line in lines for key, value in line.items() if not isinstance(value, dict | list))
     return {key: np.array([math.nan if line.get(key) is None else float(line[key]) for line in lines]) for key in keys}
 
 
 def _g(value: float, digits: int = 4) -> str:
-    """A number with so many digits that count, and thousands apart: 0.01235, 1,234."""
+    """Format a number with `digits` significant digits and thousands separators: 0.01235, 1,234."""
     if not math.isfinite(value):
         return "–"
     if abs(value) >= 10**digits and abs(value) < 1e12:
@@ -439,7 +441,7 @@ def _duration(seconds: float) -> str:
 
 
 def _bar(value: float, most: float) -> int:
-    """Length of a bar in percent."""
+    """Return the length of a bar in percent."""
     return round(100 * min(value / most, 1)) if most else 0
 
 
@@ -460,11 +462,10 @@ def page_template(name: str) -> Any:
 
 
 def _content_policy(style: str) -> str:
-    """Return what a browser may do for a page, should a stranger's text ever get into it unescaped: show it, and no
-    more.
+    """Return a content security policy: no scripts, nothing fetched, only the page's own style sheet.
 
-    No script runs and nothing is fetched; of style sheets the page's own. Figures have their colours in attributes, and
-    `style-src` is for browsers that do not tell those from style sheets.
+    It limits the harm of untrusted text that is not escaped. Figures have their colours in style attributes;
+    `style-src` is for browsers that do not distinguish these from style sheets.
     """
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return "; ".join(
@@ -480,13 +481,12 @@ def _content_policy(style: str) -> str:
 
 
 def write_page(path: Path, text: str) -> Path:
-    # What no encoding has (half of a surrogate pair in a task) must not cost the page.
     write_whole(path, text)
     return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a run's page again. Returns the exit status."""
+    """Write a run's page again. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=as_path, help="a run's folder")
     folder = parser.parse_args(argv).output_dir

@@ -1,11 +1,11 @@
-"""Curves of a run in TensorBoard, Weights & Biases, Trackio or MLflow: `--track`. Runs on the driver.
+"""Log a run's metrics to TensorBoard, Weights & Biases, Trackio or MLflow (`--track`). Runs on the driver.
 
     python -m vla_finetuning.report.tracking OUTPUT_DIR --track trackio
 
-sends a tracker what it lacks of a run that is over.
+sends a tracker the missing lines of a run that is over.
 
-The driver follows `metrics.jsonl` and logs each line as it appears. A step that a resumed run trains again is logged
-again at the same step. `OUTPUT_DIR/tracking.json` holds each tracker's run and the last line that was logged:
+The driver follows `metrics.jsonl` and logs each new line. A step that a resumed run trains again is logged again at the
+same step. `OUTPUT_DIR/tracking.json` has each tracker's run and the last logged line:
 {"wandb": {"run_id": "...", "line": "..."}}.
 """
 
@@ -39,9 +39,9 @@ from vla_finetuning.terminal import escape_warnings, print_safe_error
 logger = logging.getLogger(__name__)
 
 TRACKING_NAME, DATABASE_NAME, TRACKIO_NAME = "tracking.json", "mlflow.db", "trackio"
-# The interval at which the driver looks for new lines.
+# Seconds between reads of metrics.jsonl.
 POLL_S = 2.0
-# The whole of mlflow 3 needs an older pyarrow than this project; these are its client and its local store.
+# mlflow 3 needs an older pyarrow than this project; these packages are its client and its local store.
 PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
 REMEDIES = {
     "wandb": "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to store the run in its folder",
@@ -50,7 +50,7 @@ REMEDIES = {
 
 
 def require_tracker(name: str | None) -> None:
-    """Raise ValueError when the tracker's package is not installed, naming the remedy."""
+    """Raise ValueError if the tracker's package is not installed."""
     if name is not None and importlib.util.find_spec(name) is None:
         raise ValueError(f"--track {name}: its package is not installed; pip install {PACKAGES.get(name, name)}")
 
@@ -59,10 +59,10 @@ def require_tracker(name: str | None) -> None:
 def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
     """Log the run's metrics to a tracker while the block runs, and the held-out errors at its end.
 
-    A tracker that fails on the way is a warning, and what it missed is sent when it works again.
+    A tracker that fails meanwhile is a warning; missing lines are sent when it works again.
 
     Raises:
-        ValueError: on entry, when the tracker's package is missing or it cannot be opened.
+        ValueError: on entry, if the tracker's package is missing or the tracker cannot be opened.
     """
     if name is None:
         yield
@@ -89,15 +89,15 @@ def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
 
 
 class Follower:
-    """Logs the lines of a run's `metrics.jsonl` to a tracker.
+    """Log the lines of a run's `metrics.jsonl` to a tracker.
 
     Raises:
-        ValueError: the tracker's package is missing, or it cannot be opened.
+        ValueError: the tracker's package is missing, or the tracker cannot be opened.
     """
 
     def __init__(self, output_dir: Path, name: str, project: str):
         self._output_dir, self._name = output_dir, name
-        if mirror_of(output_dir):  # which Trackio reads when it is imported
+        if mirror_of(output_dir):  # before Trackio is imported, which reads the variable then
             os.environ.setdefault("TRACKIO_DIR", str(output_dir / TRACKIO_NAME))
         state = read_json(output_dir / TRACKING_NAME).get(name, {})
         about = {**read_json(output_dir / CONFIG_NAME), "code_revision": code_revision()}
@@ -107,14 +107,14 @@ class Follower:
         except Exception as error:
             remedy = f"; {REMEDIES[name]}" if name in REMEDIES else ""
             raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}{remedy}") from error
-        # Lines are appended, and cut off from the end: while the last one that was logged is there, all before it were.
+        # The file only grows and shrinks at its end: if the last logged line is in it, all lines before were logged.
         lines, last = self._lines(), state.get("line")
         is_known = self._tracker.run_id == state.get("run_id") and last in lines
         self._logged = lines[: lines.index(last) + 1] if is_known else []
         self._save()
 
     def log_new(self, *, at_end: bool = False) -> None:
-        """Log the lines that the tracker does not have."""
+        """Log the lines that the tracker lacks."""
         lines = self._lines(at_end)
         same = len(os.path.commonprefix([lines, self._logged]))
         if same == len(lines) == len(self._logged):
@@ -129,7 +129,7 @@ class Follower:
             self._save()
 
     def finish(self) -> None:
-        """Log what is left and the held-out errors, and return when they are stored."""
+        """Log the remaining lines and the held-out errors, and wait until they are stored."""
         try:
             self.log_new(at_end=True)
         finally:
@@ -137,24 +137,24 @@ class Follower:
             self._save()
 
     def _lines(self, at_end: bool = True) -> list[str]:
-        """Return the lines of `metrics.jsonl`, and after the last step's the held-out errors as a line of their own."""
+        """Return the lines of `metrics.jsonl`, and after the last step a line with the held-out errors."""
         lines = read_lines(self._output_dir / METRICS_NAME)
         errors = held_out_errors(read_json(self._output_dir / EVALUATION_NAME)) if at_end and lines else {}
         if errors:
             step, steps = json.loads(lines[-1])["step"], read_json(self._output_dir / RUN_NAME).get("steps", 0)
-            # Those of a run that was extended and has stopped are of an earlier step.
+            # Errors on disk are older than the last line if an extended run has stopped early.
             lines += [json.dumps({"step": step, "eval_mse": errors})] if step >= steps else []
         return lines
 
     def _save(self) -> None:
-        """Note how far the tracker is."""
+        """Write the tracker's run and last logged line to tracking.json."""
         state = {"run_id": self._tracker.run_id, "line": self._logged[-1] if self._logged else None}
         path = self._output_dir / TRACKING_NAME
         write_json(path, {**read_json(path), self._name: state})
 
 
 def _charts(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line, each robot's too. Those of tasks are not sent: their names are instructions."""
+    """Return the numbers of a line, with those of each robot but not of tasks, whose names are instructions."""
     charts = {f"train/{key}": value for key, value in line.items() if key != "step"}
     for key, by_robot in line.items():
         if key.endswith("_by_robot"):
@@ -167,19 +167,19 @@ def _charts(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """A run in a tracker, found again by its `run_id`."""
+    """A run in a tracker; `run_id` finds it again."""
 
     run_id: str
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each chart. Points of a chart that was logged at this step or a later one are void."""
+        """Add a point to each chart. It replaces points of the chart at this step and later ones."""
 
     def close(self) -> None:
-        """Return when everything is stored."""
+        """Close the run when everything is stored."""
 
 
 class TensorBoard:
-    """Event files in `OUTPUT_DIR/tensorboard`. Each process begins a run of its own, which replaces those before."""
+    """Event files in `OUTPUT_DIR/tensorboard`. Each process begins a run that replaces earlier ones."""
 
     def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         self._folder, self._about, self.run_id = folder / "tensorboard", about, uuid.uuid4().hex
@@ -187,10 +187,10 @@ class TensorBoard:
         self._open(0)
 
     def _open(self, step: int) -> None:
-        """Begin a file that makes all points from a step on void."""
+        """Begin a file that deletes all points from `step` on."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # Files are read in the order of their names, which tell the second and then a number without leading zeros.
+        # Files are read in the order of their names, so two of them must not have the same second in their names.
         while list(self._folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
             time.sleep(0.1)
         self._writer = SummaryWriter(str(self._folder), purge_step=step)
@@ -211,12 +211,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on W&B's server, or with WANDB_MODE=offline in `OUTPUT_DIR/wandb`. It ignores steps before its last one."""
+    """A run on W&B's server, or with WANDB_MODE=offline in `OUTPUT_DIR/wandb`. W&B ignores steps before the last."""
 
     def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         import wandb
 
-        # Nothing is captured: the run's folder has the log, and a terminal may show more than belongs elsewhere.
+        # The console is not captured: the run's folder has the log, and a terminal may show private text.
         settings = wandb.Settings(console="off", silent=True)
         options: dict[str, Any] = {"name": folder.name, "dir": folder, "config": dict(about), "settings": settings}
         self._run = wandb.init(project=project, id=run_id, resume="allow", **options)
@@ -229,16 +229,16 @@ class WeightsAndBiases:
         import wandb
 
         self._run.finish()
-        wandb.teardown()  # its own process still writes the run's file when `finish` returns (0.31)
+        wandb.teardown()  # wandb's process still writes the run's file when `finish` returns (0.31)
 
 
 class Trackio(WeightsAndBiases):
-    """A run on this machine, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL say. It keeps all points of a step."""
+    """A run on this machine, or at TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. Trackio keeps all points of a step."""
 
     def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         import trackio
 
-        # It finds a run by its name.
+        # Trackio identifies a run by its name.
         self.run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
         options: dict[str, Any] = {"config": dict(about), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project=project, name=self.run_id, resume="must" if run_id else "never", **options)
@@ -248,22 +248,22 @@ class Trackio(WeightsAndBiases):
 
 
 class MLflow:
-    """A run where MLFLOW_TRACKING_URI says, else in `OUTPUT_DIR/mlflow.db`. It keeps all points of a step."""
+    """A run at MLFLOW_TRACKING_URI, by default in `OUTPUT_DIR/mlflow.db`. MLflow keeps all points of a step."""
 
     def __init__(self, folder: Path, project: str, run_id: str | None, about: Mapping[str, Any]):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute() / DATABASE_NAME}"
-        # Connections that outlive a call would be to a file that the next process in this folder replaces.
+        # No connection may outlive a call, because the next process in this folder may replace the file.
         os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
         self._client = MlflowClient(tracking_uri=uri)
         if run_id is None:
             experiment = self._client.get_experiment_by_name(project)
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
             run_id = str(self._client.create_run(experiment_id, run_name=folder.name).info.run_id)
-            params = [Param(key, str(value)[:6000]) for key, value in leaves(about, ())]  # longer ones are refused
-            for start in range(0, len(params), 100):  # and so are more at once
+            params = [Param(key, str(value)[:6000]) for key, value in leaves(about, ())]  # MLflow's limits of length
+            for start in range(0, len(params), 100):  # and of number
                 self._client.log_batch(run_id, params=params[start : start + 100])
         self.run_id = run_id
         self._client.update_run(run_id, status="RUNNING")
@@ -287,7 +287,7 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0 all is sent, 1 it is not."""
+    """Send a run's missing lines. Return the exit status: 0 all lines are sent, 1 an error."""
     parser = argparse.ArgumentParser(description="Send a run's curves to a tracker that does not have them yet.")
     parser.add_argument("output_dir", type=as_path)
     parser.add_argument("--track", required=True, choices=get_args(TrackerName))

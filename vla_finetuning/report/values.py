@@ -1,4 +1,4 @@
-"""A value function on a page: how labels fell, and what it thought of some episodes, beside what the robot saw."""
+"""Prepare a value function for a page: the distribution of labels, and values of some episodes beside their frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vla_finetuning.run.folder import VALUES_NAME
 
 
 def values_section(folder: Path) -> dict[str, Any] | None:
-    """Return what the template shows of a run's `values.json`; None if there is none."""
+    """Return the template's values for a run's `values.json`, or None if there is none."""
     values = read_json(folder / VALUES_NAME)
     if not values:
         return None
@@ -28,7 +28,7 @@ def values_section(folder: Path) -> dict[str, Any] | None:
 
 
 def advantages_chart(counted: Mapping[str, Any]) -> str:
-    """Draw how many frames of each outcome have which advantage (`plan.labels.histogram`), as SVG."""
+    """Draw the distribution of advantages for each outcome (`plan.labels.histogram`), as SVG."""
     edges = np.asarray(counted["edges"])
     middle = (edges[:-1] + edges[1:]) / 2
     lines = {

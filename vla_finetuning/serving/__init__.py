@@ -1,1 +1,1 @@
-"""A policy behind a server: sessions of robots and benchmarks, batches on Ray Serve."""
+"""Serve policies to robots and benchmarks: two protocols, sessions, batches on Ray Serve."""

@@ -1,4 +1,4 @@
-"""Between what clients speak and the replicas: sessions, the token, metrics, and what goes wrong in clear words."""
+"""Connect the protocols to the replicas: sessions, the token, metrics, error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AuthenticationError(ValueError):
 
 @dataclass
 class Session:
-    """A client's episode, or several: name and number of a decision, from 0, say what random numbers it takes."""
+    """A client's session. Its name and the number of a decision, from 0, determine the decision's random numbers."""
 
     interface: Interface
     name: str
@@ -36,10 +36,12 @@ class Session:
 
 
 class Gateway:
-    """Turns observations of sessions into requests to the replicas.
+    """Send the observations of sessions to the replicas as requests.
 
     Args:
-        interfaces: by robot. seed: of the policy's noise. token: that clients must send; None: any may connect.
+        interfaces: the interface of each robot's policy, by its name.
+        seed: seed of the policy's noise.
+        token: token that clients must send; None to let any client connect.
     """
 
     def __init__(self, interfaces: Mapping[str, Interface], batches: Batches, seed: int, token: str | None) -> None:
@@ -56,7 +58,7 @@ class Gateway:
         self.sessions = Gauge("vla_sessions", sessions, ["protocol"], registry=registry)
 
     def check_token(self, sent: str | None, remedy: str) -> None:
-        """Raise AuthenticationError, with how to send it, unless the token is the server's."""
+        """Raise AuthenticationError, with `remedy`, unless the sent token is the server's."""
         if self._token is not None and not hmac.compare_digest((sent or "").encode(), self._token.encode()):
             raise AuthenticationError(f"the token is missing or wrong: {remedy}")
 
@@ -64,9 +66,9 @@ class Gateway:
         """Begin a session.
 
         Args:
-            address: `ROBOT?session=NAME`. The robot may be left out where there is one; the name is then made up.
+            address: `ROBOT?session=NAME`. The robot is ignored if there is only one; the name is optional.
         Raises:
-            ValueError: there is no such robot.
+            ValueError: no robot has this name.
         """
         parts, names = urlsplit(address), list(self._interfaces)
         robot = names[0] if len(names) == 1 else re.split(r"[/\\]", parts.path.rstrip("/"))[-1]
@@ -90,12 +92,12 @@ class Gateway:
     async def decide(
         self, session: Session, observation: Observation, instruction: str, decision: int | None = None
     ) -> Answer:
-        """Return the actions for what `Interface.read` has read, the same ones on whatever replica.
+        """Return the actions for an observation from `Interface.read`; they do not depend on the replica.
 
         Args:
-            decision: its number; the session's next one when absent. One that fails is not counted.
+            decision: number of the decision; None for the session's next one. A failed decision is not counted.
         Raises:
-            RuntimeError: it could not be computed; the session goes on.
+            RuntimeError: the actions could not be computed; the session goes on.
         """
         robot, started = session.interface.robot, time.perf_counter()
         key: Key = (self._seed, session.name, 0, session.decisions if decision is None else decision)

@@ -1,7 +1,7 @@
 """LeRobot's asynchronous inference over gRPC: its `robot_client` connects unchanged.
 
-Unlike LeRobot's own server it gives the policy images as the cameras took them (LeRobot's stretches them to the shapes
-of config.json), serves many robots at once, runs no pickles, and answers what is wrong.
+Unlike LeRobot's server, it passes images on as the cameras took them (LeRobot's stretches them to the shapes of
+config.json), serves many robots at once, runs no pickles, and answers errors with a message.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from vla_finetuning.envs.protocol import Observation
 from vla_finetuning.serving.gateway import AuthenticationError, Gateway, Session
 from vla_finetuning.serving.pickles import read_pickle
 
-# As LeRobot's server: seconds that a client waits for actions; actions per second where the policy does not say; bytes
+# As LeRobot's server: seconds that a client waits for actions, actions per second if the export has no fps, and bytes
 # of a piece of an observation.
 POLL_S, FPS, PIECE_BYTES = 2.0, 30.0, 4 * 2**20
-# Clients that are remembered: those that were heard of last.
+# Number of clients that are remembered; the protocol does not tell when a client is gone.
 MOST_CLIENTS = 1000
 TOKEN_REMEDY = "--pretrained_name_or_path='ROBOT?token=SECRET'"
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a robot has sent, at a step and time of its own; `must_go`: it waits."""
+    """An observation with the robot's step and time; `must_go`: the robot has no actions left and waits."""
 
     step: int
     timestamp: float
@@ -46,11 +46,14 @@ class _Seen:
 
 @dataclass
 class _Client:
-    """A robot that has connected.
+    """A connected robot.
 
     Attributes:
-        joints, cameras: its own names, joints in the order of the policy's state. actions: of a chunk that it wants.
-        newest: its latest observation without actions. decided: the steps that have some.
+        joints: the robot's names of joints, in the order of the policy's state.
+        cameras: the robot's names of cameras.
+        actions: number of actions per chunk that the robot requests.
+        newest: the latest observation that has no actions yet.
+        decided: steps that have actions.
     """
 
     session: Session
@@ -62,7 +65,7 @@ class _Client:
 
     @classmethod
     def of_setup(cls, session: Session, setup: Mapping[str, Any]) -> _Client:
-        """Read what a robot says of itself. Raises ValueError where it is not what the policy was trained for."""
+        """Build a client from the robot's setup message. Raises ValueError if it does not fit the policy."""
         interface = session.interface
         if (policy_type := setup.get("policy_type")) != interface.policy_type:
             raise ValueError(f"--policy_type={policy_type}: this server has a policy of type {interface.policy_type}")
@@ -82,7 +85,7 @@ class _Client:
         return client
 
     def read(self, raw: Mapping[str, Any]) -> tuple[Observation, str]:
-        """Read what a robot sends by its own names, as `Interface.read`."""
+        """Read an observation under the robot's own names, as `Interface.read`."""
         if missing := [name for name in (*self.joints, *self.cameras) if name not in raw]:
             raise ValueError(f"the observation lacks {', '.join(missing)}, of which the robot spoke when it connected")
         if wrong := [joint for joint in self.joints if not isinstance(raw[joint], (int, float, np.number))]:
@@ -94,11 +97,11 @@ class _Client:
 
 
 class Servicer(services_pb2_grpc.AsyncInferenceServicer):
-    """Answers LeRobot's `robot_client`: a client is a connection. `max_bytes`: of an observation."""
+    """Answer LeRobot's `robot_client`; a client is a connection. `max_bytes` limits an observation."""
 
     def __init__(self, gateway: Gateway, max_bytes: int) -> None:
         self._gateway, self._max_bytes = gateway, max_bytes
-        self._clients: dict[str, _Client] = {}  # the one that was longest not heard of first
+        self._clients: dict[str, _Client] = {}  # least recently used first
         gateway.sessions.labels("lerobot").set_function(lambda: len(self._clients))
 
     async def Ready(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -119,10 +122,10 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
         return services_pb2.Empty()
 
     async def SendObservations(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
-        """Take an observation in place of an older one."""
+        """Store an observation; it replaces an older one."""
         async with _answered(context):
             client, data = self._client(context), bytearray()
-            with self._gateway.reading(client.session):  # refused here, where the client is told
+            with self._gateway.reading(client.session):
                 async for piece in request_iterator:
                     data += piece.data
                     if len(data) > self._max_bytes:
@@ -144,14 +147,14 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
         return services_pb2.Empty()
 
     async def GetActions(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Return the actions for the latest observation; nothing where none has come for a while."""
+        """Return the actions for the latest observation, or none if no observation arrives within POLL_S."""
         async with _answered(context):
             client = self._client(context)
             try:
                 seen = await asyncio.wait_for(client.newest.get(), POLL_S)
             except TimeoutError:
                 return services_pb2.Actions()
-            if seen.step in client.decided and not seen.must_go:  # it came while its actions were computed
+            if seen.step in client.decided and not seen.must_go:  # it arrived while its actions were computed
                 return services_pb2.Actions()
             answer = await self._gateway.decide(client.session, seen.observation, seen.instruction, seen.step)
             client.decided.add(seen.step)
@@ -171,7 +174,7 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
 
 @asynccontextmanager
 async def _answered(context: Any) -> AsyncIterator[None]:
-    """Answer what goes wrong in the block with a status and a sentence that the client logs."""
+    """Turn errors in the block into a status and a message, which the client logs."""
     try:
         yield
     except AuthenticationError as error:
@@ -184,7 +187,7 @@ async def _answered(context: Any) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def listening(gateway: Gateway, host: str, port: int, max_bytes: int) -> AsyncIterator[int]:
-    """Listen. Yields the port; raises OSError if it is taken."""
+    """Listen, and yield the port. Raises OSError if it is taken."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", PIECE_BYTES), ("grpc.so_reuseport", 0)])
     services_pb2_grpc.add_AsyncInferenceServicer_to_server(Servicer(gateway, max_bytes), server)
     try:

@@ -1,4 +1,4 @@
-"""Observations as clients send them: checked against what a policy sees, and as `Player` takes them.
+"""Check clients' observations against the inputs of a policy, and convert them for `Player`.
 
 Legend: N rows, H W C image.
 """
@@ -25,18 +25,22 @@ from vla_finetuning.policies.registry import family_of
 
 INSTRUCTIONS = ("prompt", "task")
 MOST_CHARACTERS = 2000
-MOST_NAMES = 1000  # one loop reads what all robots send
+MOST_NAMES = 1000  # reading blocks the event loop that serves all robots
 
 
 @dataclass(frozen=True)
 class Interface:
-    """What a robot's policy sees and does.
+    """The inputs and outputs of a robot's policy.
 
     Attributes:
-        robot: its name; "" of the only one. policy_type: LeRobot's.
-        cameras: whether the policy needs each; vectors: their lengths; both by the dataset's names.
-        rename_map: names that clients send to those of the dataset. Vectors that get the same name are joined.
-        chunk_size: actions of an answer. facts: of robot.json.
+        robot: name of the robot; "" if there is only one.
+        policy_type: LeRobot's name of the policy's type.
+        cameras: whether the policy needs each camera, by the dataset's names.
+        vectors: length of each vector, by the dataset's names.
+        action_width: number of entries of an action.
+        chunk_size: number of actions of an answer.
+        rename_map: maps clients' names to the dataset's. Vectors with the same target are joined.
+        facts: content of robot.json.
     """
 
     robot: str
@@ -50,7 +54,7 @@ class Interface:
 
     @classmethod
     def of_export(cls, robot: str, folder: Path, config: PreTrainedConfig, rename_map: Mapping[str, str]) -> Interface:
-        """Describe the policy in a folder. Raises ValueError if `rename_map` names what it does not see."""
+        """Describe the policy in a folder. Raises ValueError if a target of `rename_map` is not an input of it."""
         facts, trained = read_json(folder / ROBOT_NAME), saved_shapes(folder, config)
         names = {policy: name for name, policy in saved_rename_map(folder).items()}
         trained_names = {*trained, *facts.get("cameras", ())}
@@ -72,7 +76,7 @@ class Interface:
         return cls(robot, config.type, cameras, vectors, width, steps, rename_map, facts)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a client is told of the policy, of JSON's types."""
+        """Return the metadata for clients, as JSON."""
         return {
             **self.facts,
             "policy_type": self.policy_type,
@@ -92,7 +96,7 @@ class Interface:
             The observation as gymnasium's vector environments have it, images uint8 (1, H, W, 3), vectors float32
             (1, S); and the instruction.
         Raises:
-            ValueError: names what is missing, unknown, or of another shape, and what to do.
+            ValueError: an entry is missing, unknown or of another shape; the message names the remedy.
         """
         sent = dict(itertools.islice(_flat(message), MOST_NAMES + 1))
         if len(sent) > MOST_NAMES:
@@ -100,7 +104,7 @@ class Interface:
         instruction = _instruction(sent)
         images: dict[str, np.ndarray] = {}
         vectors: dict[str, list[np.ndarray]] = {name: [] for name in self.vectors}
-        # In the order of the map: vectors are joined in it.
+        # In the order of the map, in which vectors are joined.
         for name, value in {name: sent[name] for name in (*self.rename_map, *sent) if name in sent}.items():
             target = self._target(name)
             if target in self.cameras:
@@ -123,7 +127,7 @@ class Interface:
         return self._arranged(images, {name: np.concatenate(values) for name, values in vectors.items()}), instruction
 
     def _target(self, name: str) -> str:
-        """Return the dataset's name of what a client sends."""
+        """Return the dataset's name of an entry that a client calls `name`."""
         if name in self.rename_map:
             return self.rename_map[name]
         dotted = name.replace("/", ".")
@@ -135,7 +139,7 @@ class Interface:
         for name, image in images.items():
             if name.startswith(f"{OBS_IMAGES}."):
                 arranged["pixels"][name.removeprefix(f"{OBS_IMAGES}.")] = image[None]
-            else:  # as LeRobot's `preprocess_observation` passes on what it does not know
+            else:  # as LeRobot's `preprocess_observation` passes on unknown entries
                 arranged[name.removeprefix(f"{OBS_STR}.")] = image[None].transpose(0, 3, 1, 2).astype(np.float32) / 255
         for name, vector in vectors.items():
             if len(vector) != self.vectors[name]:
@@ -162,7 +166,7 @@ def _flat(message: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Itera
 
 
 def _instruction(sent: dict[str, Any]) -> str:
-    """Remove the instruction from what was sent. Raises ValueError if there is none."""
+    """Remove the instruction from `sent`, and return it. Raises ValueError if there is none."""
     instructions = [sent.pop(name) for name in INSTRUCTIONS if name in sent]
     text = str(instructions[0]) if instructions and isinstance(instructions[0], (str, np.str_)) else None
     if text is None:

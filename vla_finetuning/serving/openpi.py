@@ -1,7 +1,7 @@
-"""openpi's protocol: a websocket, messages of msgpack with numpy arrays. `openpi-client` connects unchanged.
+"""openpi's protocol: a websocket with msgpack messages of numpy arrays. `openpi-client` connects unchanged.
 
-The first message says what the policy sees. Each observation is answered by `{"actions": (T, A), ...}`, or by a text
-that says what is wrong with it.
+The first message describes the policy's inputs. The answer to an observation is `{"actions": (T, A), ...}`, or an error
+message as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vla_finetuning.serving.pickles import array_of
 
 
 def pack(message: Any) -> bytes:
-    """Write a message as `openpi_client.msgpack_numpy` does."""
+    """Pack a message as `openpi_client.msgpack_numpy` does."""
     return msgpack.packb(message, default=_packed)
 
 
@@ -35,7 +35,7 @@ def _packed(value: Any) -> Any:
 
 
 def unpack(data: bytes) -> dict[Any, Any]:
-    """Read a message. Raises ValueError if it is no dictionary of msgpack, or holds other arrays than of numbers."""
+    """Unpack a message. Raises ValueError if it is not a dictionary in msgpack, or has arrays of other than numbers."""
     try:
         message = msgpack.unpackb(data, object_hook=_unpacked)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -86,15 +86,15 @@ async def listening(
             async for data in connection:
                 await connection.send(await _answer(gateway, session, data))
 
-    # No browser connects: a page that the user looks at must not reach this machine's own ports. Few messages are read
-    # ahead, since each may be as long as the limit.
+    # Browsers, which send an origin, are refused: a web page must not reach local ports. Few messages are queued, since
+    # each may be as long as the limit.
     options: Any = {"origins": [None], "max_size": max_bytes, "max_queue": 2, "compression": None}
     async with serve(handle, host, port, process_request=before, **options) as server:
         yield next(iter(server.sockets)).getsockname()[1]
 
 
 async def _answer(gateway: Gateway, session: Session, data: bytes | str) -> bytes | str:
-    """Return the answer to an observation, or a text that says what is wrong with it."""
+    """Return the answer to an observation, or an error message as text."""
     began = time.perf_counter()
     try:
         with gateway.reading(session):

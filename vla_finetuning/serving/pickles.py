@@ -1,7 +1,7 @@
-"""Read what LeRobot's client pickles, without running any of it, and arrays of any client.
+"""Read the pickles of LeRobot's client without running them, and check arrays of any client.
 
-A pickle is a program: whoever sends one chooses what is called, and with what. Here a call is only written down, and
-only of a name in `KNOWN`; the values are made afterwards, by this module.
+A pickle is a program: its sender chooses the functions to call and their arguments. This reader only records calls, of
+names in `KNOWN`, and afterwards makes the values itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 
 
 class Call:
-    """A call that a pickle asks for: its arguments, and the state that it sets afterwards."""
+    """A recorded call of a pickle: its arguments, and the state that the pickle sets afterwards."""
 
     name: ClassVar[str] = ""
     arguments: tuple[Any, ...]
@@ -38,9 +38,9 @@ class Call:
         return call
 
 
-# The one that is written in Python: C's allocates as much as an index into its memo says.
+# The unpickler in Python: the one in C allocates memory by an index that the sender chooses (of the memo).
 class _Reader(pickle._Unpickler):
-    """Reads a pickle into values of Python's own types and `Call`s."""
+    """Read a pickle into values of built-in types and `Call`s."""
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
@@ -62,16 +62,16 @@ class _Reader(pickle._Unpickler):
 
 
 def read_pickle(data: bytes, name: str) -> dict[str, Any]:
-    """Read the fields of a pickled dataclass of LeRobot's, by the name of its class.
+    """Return the fields of a pickled dataclass of LeRobot's, whose class is called `name`.
 
     Raises:
-        ValueError: it is of another class, names one that is not known, or is damaged.
+        ValueError: the pickle is of another class, uses an unknown name, or is damaged.
     """
     try:
         call = _Reader(io.BytesIO(data)).load()
     except ValueError:
         raise
-    except Exception as error:  # of a damaged pickle, whatever its instructions run into
+    except Exception as error:  # the instructions of a damaged pickle can raise anything
         raise ValueError(f"the message is no pickle of {name}: {error!r}") from error
     if not isinstance(call, Call) or call.name != name or not isinstance(call.state, dict):
         raise ValueError(f"the message is no {name} of LeRobot's")
@@ -80,7 +80,7 @@ def read_pickle(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _value(value: Any, depth: int = 0) -> Any:
-    """Return a value with arrays and scalars where numpy is to make them."""
+    """Replace recorded calls of numpy by arrays and scalars."""
     match value:
         case dict() if depth > 3:
             raise ValueError("the message is nested too deep")
@@ -98,7 +98,7 @@ def _value(value: Any, depth: int = 0) -> Any:
 
 
 def _code(dtype: Any) -> str | None:
-    """Return a pickled type as `numpy.dtype.str`."""
+    """Return a pickled dtype as `numpy.dtype.str`, or None if it is none."""
     match dtype:
         case Call(name="dtype", arguments=(code, *_), state=(_, order, *_)):
             return f"{order}{code}"
@@ -108,12 +108,12 @@ def _code(dtype: Any) -> str | None:
 
 
 def array_of(data: Any, dtype: Any, shape: Any, fortran: bool = False) -> np.ndarray:
-    """Make an array of numbers of bytes from the network.
+    """Make an array of numbers from received bytes.
 
     Args:
-        dtype: as `numpy.dtype.str`, "<f4".
+        dtype: as `numpy.dtype.str`, for example "<f4".
     Raises:
-        ValueError: no type of numbers, or a shape that the bytes do not have.
+        ValueError: `dtype` is not numeric, or `shape` does not fit the bytes.
     """
     if not isinstance(dtype, str) or not _NUMBERS.fullmatch(dtype):
         raise ValueError(f"an array is of type {dtype!r}: send numbers, as '<f4' or '|u1'")

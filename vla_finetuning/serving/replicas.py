@@ -1,6 +1,7 @@
-"""The processes that compute, on Ray Serve: each has all policies, and gets a batch when it is done with the last one.
+"""Compute batches of requests in replicas on Ray Serve, each of which holds all policies.
 
-Not `serve.batch`, which gathers at a replica: its process computes, and has no time to take observations one by one.
+`Batches` sends each free replica a batch. `serve.batch` would gather requests in the replica's process, which is busy
+computing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ AGAIN = "send the observation again"
 
 @dataclass(frozen=True)
 class Request:
-    """A decision to be made: by which robot's policy, on one row, with the draws of a key."""
+    """A decision to compute: the robot, an observation of one row, the instruction, and the key of random numbers."""
 
     robot: str
     observation: Observation
@@ -34,7 +35,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A chunk of actions, float32 (T, A); how many rows were computed with it, and in how many seconds."""
+    """A chunk of actions, float32 (T, A), with the number of rows in its batch and the seconds of the batch."""
 
     actions: np.ndarray
     rows: int
@@ -42,7 +43,7 @@ class Answer:
 
 
 def load_players(sources: Mapping[str, PolicySource], threads: int) -> dict[str, Player]:
-    """Load the policies of all robots; those that an export wrote together share the memory of their weights."""
+    """Load the policies of all robots; policies of one export share their weights in memory."""
     players: dict[str, Player] = {}
     for robot, source in sources.items():
         player = source.load(threads)
@@ -53,7 +54,7 @@ def load_players(sources: Mapping[str, PolicySource], threads: int) -> dict[str,
 
 
 def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[Answer | str]:
-    """Answer all requests, those of one robot with images of the same sizes at once; with a text what goes wrong."""
+    """Answer requests, in batches of equal robot and image sizes; a failed batch is answered with an error message."""
     groups: dict[Any, list[int]] = {}
     for i, request in enumerate(requests):
         groups.setdefault((request.robot, _shapes(request.observation)), []).append(i)
@@ -66,7 +67,7 @@ def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[
             chunks = players[robot](seen, instructions, keys)
             seconds = time.perf_counter() - started
             answers |= {i: Answer(chunk, len(group), seconds) for i, chunk in zip(rows, chunks, strict=True)}
-        except Exception as error:  # of this group alone
+        except Exception as error:  # other groups are still answered
             answers |= dict.fromkeys(rows, root_cause(error))
     return [answers[i] for i in range(len(requests))]
 
@@ -77,7 +78,7 @@ def _shapes(observation: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @serve.deployment
 class Replica:
-    """Holds the policies, and computes one batch after the other."""
+    """A process that holds all policies and computes batches."""
 
     def __init__(self, sources: Mapping[str, PolicySource], threads: int) -> None:
         self._players = load_players(sources, threads)
@@ -87,12 +88,14 @@ class Replica:
 
 
 class Batches:
-    """Sends requests to the replicas, one batch to each at a time.
+    """Send requests to the replicas, one batch per replica at a time.
 
     Args:
-        replicas: Serve's handle of the deployment; `count`: how many there are.
-        size: rows of a batch, at most. wait_s: how long one waits for more, where the last one was of several.
-        timeout_s: how long a batch may take.
+        replicas: Serve's handle of the deployment.
+        count: number of replicas.
+        size: maximum number of rows of a batch.
+        wait_s: seconds to wait for more requests, if the last batch had several rows.
+        timeout_s: maximum seconds of a batch.
     """
 
     def __init__(self, replicas: Any, count: int, size: int, wait_s: float, timeout_s: float) -> None:
@@ -102,17 +105,17 @@ class Batches:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def compute(self, request: Request) -> Answer | str:
-        """Return the answer, or a text that says what went wrong."""
+        """Return the answer, or an error message."""
         future: asyncio.Future[Answer | str] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._start()
         return await future
 
     def _start(self) -> None:
-        """Start a batch on a replica that is free, while requests wait."""
+        """Start a batch if a replica is free and requests wait."""
         if self._waiting and self._free:
             self._free -= 1
-            task = asyncio.create_task(self._run())  # of no caller, who may leave before it is done
+            task = asyncio.create_task(self._run())  # not awaited: callers may be cancelled
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -121,7 +124,7 @@ class Batches:
             await asyncio.sleep(self._wait_s)
         batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
         self._last_rows = len(batch) or self._last_rows
-        self._start()  # what is left over, on another replica
+        self._start()  # the remaining requests, on another replica
         answers: Sequence[Answer | str] = []
         try:
             if batch:
@@ -129,7 +132,7 @@ class Batches:
                 answers = await asyncio.wait_for(self._replicas.predict.remote(requests), self._timeout_s)
         except TimeoutError:
             answers = [f"no replica answered within {self._timeout_s:g} s; {AGAIN}"] * len(batch)
-        except Exception as error:  # Ray's or Serve's: nobody else would tell those who wait
+        except Exception as error:  # Ray's or Serve's: the waiting callers must be answered
             answers = [f"the replica that computed this is gone ({type(error).__name__}); {AGAIN}"] * len(batch)
         finally:
             self._free += 1

@@ -1,4 +1,4 @@
-"""Find and check the policies that are served, start the replicas, listen until the process is told to stop."""
+"""Find and check the policies to serve, start the replicas, and listen until a signal stops the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from vla_finetuning.terminal import print_safe
 
 @dataclass(frozen=True)
 class Service:
-    """What is served: what each robot's policy sees, and where a replica gets it from. The only one is named ""."""
+    """The policies to serve: interface and source of each robot's policy, by name; "" if there is only one robot."""
 
     config: ServeConfig
     interfaces: Mapping[str, Interface]
@@ -46,7 +46,7 @@ class Service:
 
 
 class Addresses(NamedTuple):
-    """Where a server listens; `grpc`: None where LeRobot's protocol is not served."""
+    """Where a server listens; `grpc` is the port of LeRobot's protocol, None if it is not served."""
 
     host: str
     port: int
@@ -54,7 +54,11 @@ class Addresses(NamedTuple):
 
 
 def resolve_service(config: ServeConfig) -> Service:
-    """Find and check the policies of a folder or of the Hub. Raises ValueError or OSError, saying what to do."""
+    """Find and check the policies of a folder or of the Hub.
+
+    Raises:
+        ValueError, OSError: a policy or a port cannot be served; the message names the remedy.
+    """
     family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
     for flag, port in (("port", config.serve.port), ("grpc_port", config.serve.grpc_port)):
         try:
@@ -66,12 +70,12 @@ def resolve_service(config: ServeConfig) -> Service:
     interfaces, sources = {}, {}
     for robot in exported_robots(as_path(path)) or [""]:
         policy, folder, _ = resolve_policy(config, f"{path}/{robot}" if robot else path)
-        assert folder is not None  # there was a path
+        assert folder is not None  # --policy.path is required
         check_acts(policy)
         interfaces[robot] = Interface.of_export(robot, folder, policy, config.rename_map)
         if any(option.startswith("--n_action_steps=") for option in config.policy_options):
             interfaces[robot] = replace(interfaces[robot], chunk_size=policy.n_action_steps)
-        else:  # how many are executed is for clients to say
+        else:  # send whole chunks: clients choose how many actions they execute
             vars(policy)["n_action_steps"] = interfaces[robot].chunk_size
         sources[robot] = PolicySource.of_export(folder, policy, config, env=None)
     return Service(config, interfaces, sources)
@@ -79,21 +83,21 @@ def resolve_service(config: ServeConfig) -> Service:
 
 @asynccontextmanager
 async def running(service: Service) -> AsyncIterator[Addresses]:
-    """Start the replicas on the cluster that this process has joined, and listen.
+    """Start the replicas on the connected cluster, and listen.
 
     Raises:
         OSError: a port is taken.
-        RuntimeError: the replicas do not start, or have no capacity for `Timeouts.nodes`.
+        RuntimeError: the replicas fail, or find no capacity within `Timeouts.nodes`.
     """
     config, options = service.config, service.config.serve
-    # Of the whole cluster: no server that runs has the name of another, and one that was killed is replaced.
+    # Unique in the cluster, and equal after a restart: a server that was killed is replaced.
     node = ray.get_runtime_context().get_node_id()
     name = f"policy-{node}-{options.host}-{options.port or uuid.uuid4().hex}"
     sources = service.sources
     if not cluster.is_local():
         sources = {robot: source.shared() for robot, source in sources.items()}
     on_gpu = any(source.device == "cuda" for source in sources.values())
-    replica: Any = Replica  # `serve.deployment` has made it one
+    replica: Any = Replica  # a deployment, by its decorator
     deployment = replica.options(
         num_replicas=options.replicas,
         ray_actor_options={"num_cpus": options.cpus_per_replica, "num_gpus": int(on_gpu)},
@@ -101,7 +105,7 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
     )
     application = deployment.bind(sources, options.cpus_per_replica)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    # Clients connect to this process, which alone knows the token: Serve's own ports stay closed.
+    # Clients connect to this process, which checks the token; Serve's own ports stay closed.
     await asyncio.to_thread(serve.start, proxy_location=ProxyLocation.Disabled)
     timeouts, target = Timeouts.from_environment(), serve.RunTarget(application, name, route_prefix=None)
     deploying = asyncio.ensure_future(asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False))
@@ -119,7 +123,7 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
 
 
 async def _wait_until_running(name: str, replicas: str, limit_s: float) -> None:
-    """Wait for an application. Raises RuntimeError if it fails, or takes too long, as `serve.run` does not."""
+    """Wait until an application runs. Raises RuntimeError if it fails or takes longer than `limit_s`."""
     began, told = time.monotonic(), False
     while (about := (await asyncio.to_thread(serve.status)).applications[name]).status != ApplicationStatus.RUNNING:
         if about.status == ApplicationStatus.DEPLOY_FAILED:
@@ -141,7 +145,7 @@ async def _wait_until_running(name: str, replicas: str, limit_s: float) -> None:
 async def listening(
     gateway: Gateway, options: ServeOptions, is_healthy: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[Addresses]:
-    """Speak both protocols. Raises OSError if a port is taken."""
+    """Listen for both protocols. Raises OSError if a port is taken."""
     max_bytes = int(options.max_message_mb * 1e6)
     host = f"[{options.host}]" if ":" in options.host else options.host
     async with openpi.listening(gateway, options.host, options.port, max_bytes, is_healthy) as port:
@@ -160,7 +164,7 @@ def runs(name: str) -> bool:
 
 
 async def serve_until_stopped(service: Service) -> None:
-    """Serve until SIGINT or SIGTERM, also while replicas start. Raises as `running`."""
+    """Serve until SIGINT or SIGTERM, which also end the start of replicas. Raises as `running`."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -176,7 +180,7 @@ async def serve_until_stopped(service: Service) -> None:
 
 
 def describe_service(service: Service) -> list[str]:
-    """Return the plan's lines: what is served, and what each robot sends."""
+    """Return the plan's lines: inputs and outputs of each robot's policy, and the replicas."""
     lines = []
     for robot, interface in service.interfaces.items():
         inputs = [*interface.cameras, *(f"{name} ({width})" for name, width in interface.vectors.items())]
