@@ -37,7 +37,7 @@ from vla_finetuning.rl.before_after import before_and_after, success_lines
 from vla_finetuning.rl.expected import expected_times, measure_environment, worker_memory
 from vla_finetuning.rl.learning import iteration_line
 from vla_finetuning.rl.loop import GrpoState, callbacks_for
-from vla_finetuning.rl.recording import check_episodes, dataset_of, record_rollouts
+from vla_finetuning.rl.recording import check_episodes, pending_dataset, record_rollouts
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.exported import POLICY_DIR, policy_problem
@@ -93,7 +93,7 @@ def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
 def plan(run: GrpoRun, _: Examined) -> Work:
     """Print the run's plan, check the recording of episodes, and return the work."""
     config = run.config
-    if dataset_of(run) is not None:
+    if pending_dataset(run) is not None:
         check_episodes(run, steps_done(run.job))
     print_safe_text(describe_grpo(run))
     if config.dry_run:

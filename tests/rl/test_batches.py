@@ -10,13 +10,13 @@ from vla_finetuning.rl.batches import Table, group_seed, minibatches, rank_of
 
 def table():
     rng = np.random.default_rng(0)
-    return Table.of(rng.integers(1, 4, 48), rng.random(48) < 0.7)
+    return Table.build(rng.integers(1, 4, 48), rng.random(48) < 0.7)
 
 
 def test_the_table_has_every_decision_of_the_episodes_that_are_used():
-    found = Table.of(np.array([2, 3, 1]), np.array([True, False, True]))
+    found = Table.build(np.array([2, 3, 1]), np.array([True, False, True]))
     assert found.episode.tolist() == [0, 0, 2] and found.decision.tolist() == [0, 1, 0]
-    assert not len(Table.of(np.array([2]), np.array([False])).episode)
+    assert not len(Table.build(np.array([2]), np.array([False])).episode)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -10,7 +10,7 @@ import torch
 from tests.rl.test_learning import make_base, resolved, train
 from vla_finetuning.plan.demo import make_demo_dataset
 from vla_finetuning.rl import loop
-from vla_finetuning.rl.demonstrations import as_batch, in_tasks, micro_positions
+from vla_finetuning.rl.demonstrations import as_batch, split_positions, task_reader
 from vla_finetuning.rl.objectives.filtered import FilteredImitation
 from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
@@ -45,14 +45,14 @@ def in_process(rows, policy, noted):
 
 def trained(run):
     noted = []
-    with mock.patch.object(loop, "in_tasks", lambda rows, policy, _: in_process(rows, policy, noted)):
+    with mock.patch.object(loop, "task_reader", lambda rows, policy, _: in_process(rows, policy, noted)):
         return (*train(run), [position for micro in noted for position in micro])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_take_each_row_once_in_equally_many_micro_batches(ranks):
     for count in range(1, 30):
-        each = [micro_positions(100, count, rank=rank, ranks=ranks, micro_rows=4) for rank in range(ranks)]
+        each = [split_positions(100, count, rank=rank, ranks=ranks, micro_rows=4) for rank in range(ranks)]
         assert sorted(np.concatenate([p for micros in each for p in micros])) == list(range(100, 100 + count))
         assert len({len(micros) for micros in each}) == 1
         assert all(len(micro) <= 4 for micros in each for micro in micros)
@@ -148,7 +148,7 @@ def test_tasks_of_a_cluster_whose_cpus_are_all_held_read_them(base, root, tmp_pa
     ray.get(holder.ready(), timeout=60)
     try:
         micros = [np.array([7, 2]), np.array([11]), *[np.array([n]) for n in range(6)]]
-        for positions, found in zip(micros, in_tasks(run.demonstrations, run.policy, 120.0)(micros), strict=True):
+        for positions, found in zip(micros, task_reader(run.demonstrations, run.policy, 120.0)(micros), strict=True):
             expected = read_chunk(source, prepare, positions)
             assert all(np.array_equal(found[key], expected[key]) for key in expected)
     finally:

@@ -238,16 +238,16 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     monkeypatch.setattr(batches.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(batches.dist, "all_gather_into_tensor", lambda ranks, mine: None)
-    assert batches.everyone(torch.zeros(3, 0)).shape == (2, 3, 0)
+    assert batches.stack_ranks(torch.zeros(3, 0)).shape == (2, 3, 0)
     config = parse_grpo(["--preset=demo", "--grpo.method=ppo", "--grpo.groups=2", "--grpo.group_size=2"])
     line = {"error": None, "success_once": False, "success_decision": None, "rewards": (0.0,) * 3}
     played = RolloutGroup(np.arange(4).reshape(2, 2), dict.fromkeys(range(4), line), "success")
-    acting = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
+    explorer = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
     actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=dict, device=torch.device("cpu"))
     objective = PPO.__new__(PPO)
     torch.nn.Module.__init__(objective)
     objective.options = config.grpo
-    rollouts = RolloutBatch(config, actor, acting, played, objective.used(played), worker=Rank(0, 2))
+    rollouts = RolloutBatch(config, actor, explorer, played, objective.select_episodes(played), worker=Rank(0, 2))
     objective.prepare(rollouts, played, None)
     assert rollouts.rows == 0 and list(rollouts.epoch(0)) == []
     assert objective.metrics(rollouts, sum_means(torch.zeros(7)))["explained_variance"] is None
@@ -256,7 +256,7 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
 def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path):
     times = SimpleNamespace(gather=lambda *_: {})
     state = SimpleNamespace(run=SimpleNamespace(job=SimpleNamespace(output_dir=tmp_path)), worker=Rank(0, 1))
-    vars(state).update(step=0, before={"held_out_successes": 3}, times=times, rollouts=None, actor=None)
+    vars(state).update(step=0, initial_metrics={"held_out_successes": 3}, times=times, rollouts=None, actor=None)
     for _ in range(2):
         lines = loop.IterationLines()
         state.step = 0
@@ -527,7 +527,7 @@ def test_a_policy_of_another_kind_is_refused(base, tmp_path):
 
 def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, tmp_path):
     """Of 12 episodes of 20 steps that look twice each, in two processes."""
-    simulated = Simulated(reset_s=0.5, step_s=0.01, look_s=0.1)
+    simulated = Simulated(reset_s=0.5, step_s=0.01, render_s=0.1)
     text = "\n".join(expected_times(resolved(base, tmp_path / "run"), simulated))
     assert "simulation 5.40 s an iteration" in text and "an iteration " not in text.partition("TFLOP")[2]
     run = resolved(base, tmp_path / "run")

@@ -13,7 +13,7 @@ from tests.tiny import make_policy
 from vla_finetuning.options.grpo import GrpoOptions, Method
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
-from vla_finetuning.rl.batches import alike
+from vla_finetuning.rl.batches import equal_returns
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, sum_means
 from vla_finetuning.rl.objectives.grpo import GRPO, clipped
@@ -32,7 +32,7 @@ def test_each_method_is_a_module_with_its_objective():
 
 
 def used_by(objective, returns, success=None):
-    return objective.used(SimpleNamespace(returns=returns, success=success))
+    return objective.select_episodes(SimpleNamespace(returns=returns, success=success))
 
 
 def test_advantages_compare_within_a_group(loss):
@@ -57,7 +57,7 @@ def test_advantages_compare_within_a_group(loss):
     torch.testing.assert_close(worth[0, [0, 2, 3]].double(), torch.from_numpy(expected[0]))
     torch.testing.assert_close(worth[1].double(), torch.from_numpy(expected[1]))
     assert used.tolist() == [[True, False, True, True], [True] * 4, [False] * 4, [False] * 4]
-    assert not worth[~used].any() and alike(failed).tolist() == [False, False, True, True]
+    assert not worth[~used].any() and equal_returns(failed).tolist() == [False, False, True, True]
     assert used_by(filtered, failed, failed).sum() == 2 + 3 + 1 + 3
     assert torch.equal(used_by(PPO(loss, SDE, GrpoOptions(method="ppo")), failed), failed.isfinite())
     # A critic compares decisions: of all episodes, unless none was worth anything.
@@ -89,7 +89,7 @@ def micro_batch(loss, rows=6, *, advantage=None, seed=0):
         old = score(loss, batch, SDE, walk)[0]
     advantage = torch.linspace(-1.5, 1, rows) if advantage is None else advantage
     own = {"weight": torch.ones(rows), "advantage": advantage, "old": old, "action": chunk}
-    return batch | {"x": walk.x, "after": walk.after, "which": walk.which} | own
+    return batch | {"x": walk.x, "after": walk.after, "step_numbers": walk.step_numbers} | own
 
 
 def gradients(objective, batch):
@@ -119,7 +119,7 @@ def test_the_first_ratio_is_exactly_one_and_the_gradient_that_of_reinforce(loss)
 
 
 def walk_of(batch):
-    return Walk(batch["x"], batch["after"], batch["which"])
+    return Walk(batch["x"], batch["after"], batch["step_numbers"])
 
 
 @pytest.mark.parametrize("method", ["grpo", "filtered"])

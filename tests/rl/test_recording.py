@@ -23,7 +23,7 @@ from vla_finetuning.envs.contract import ContractError
 from vla_finetuning.envs.two_bins import TwoBins
 from vla_finetuning.files import read_lines
 from vla_finetuning.rl import recording
-from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
+from vla_finetuning.rl.recording import pending_dataset, read_episodes, record_rollouts, remove_episodes, write_episodes
 from vla_finetuning.rollouts.experts import play_expert
 from vla_finetuning.rollouts.player import Eyes
 from vla_finetuning.rollouts.recording import DatasetForm, record_played, replay_frames, write_share
@@ -133,7 +133,7 @@ def test_what_is_learned_is_the_same_without(run, base, tmp_path):
     ]
     assert losses[0] == losses[1]
     assert not (plain.job.output_dir / "rollouts").exists()
-    assert dataset_of(plain) is None
+    assert pending_dataset(plain) is None
 
 
 def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
@@ -149,11 +149,11 @@ def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
         record_rollouts(run)
         record_rollouts(run)
     assert written == [2 * run.episodes]
-    assert dataset_of(run) is None
+    assert pending_dataset(run) is None
     root = Path(run.options.record_dataset)
     (root / "meta" / "environment.json").write_text(json.dumps({"evaluation": {"seed": 0}}))
     with pytest.raises(ValueError, match="--grpo.record_dataset=.* exists and is not empty"):
-        dataset_of(run)
+        pending_dataset(run)
 
 
 def test_iterations_that_were_played_without_it_are_missed(base, tmp_path):
@@ -171,7 +171,7 @@ def test_what_is_played_again_replaces_what_an_attempt_of_more_processes_left(tm
     for iteration in (3, 4, 5):
         for rank in (0, 1):
             write_episodes(tmp_path, iteration, SimpleNamespace(rank=rank), [episode])
-    forget_episodes(tmp_path, 4)
+    remove_episodes(tmp_path, 4)
     write_episodes(tmp_path, 4, SimpleNamespace(rank=0), [episode])
     found = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert found == ["000003-0.jsonl", "000003-1.jsonl", "000004-0.jsonl"]

@@ -49,8 +49,8 @@ def test_what_was_drawn_is_scored_with_the_density_it_was_drawn_from(loss, one):
     assert found.shape == (6, 1 if one else 5)
     images, masks = loss.policy._preprocess_images(loss.images(batch))
     model = loss.policy.model
-    for nth, number in enumerate(walk.which[0].tolist() if not one else [None]):
-        t = torch.tensor([1.0 - (n if number is None else number) / 5 for n in walk.which[:, nth].tolist()])
+    for nth, number in enumerate(walk.step_numbers[0].tolist() if not one else [None]):
+        t = torch.tensor([1.0 - (n if number is None else number) / 5 for n in walk.step_numbers[:, nth].tolist()])
         with torch.no_grad():
             language = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
             embedded = model.embed_prefix(images, masks, *language)
@@ -62,7 +62,7 @@ def test_what_was_drawn_is_scored_with_the_density_it_was_drawn_from(loss, one):
         normal = torch.distributions.Normal(mean, sigma * 0.2**0.5)
         torch.testing.assert_close(found[:, nth], normal.log_prob(walk.after[:, nth]).sum((1, 2)), atol=2e-3, rtol=1e-4)
         # And what was drawn is that mean and deviation with the numbers that were to be drawn.
-        noise = draws.noise[torch.arange(6), walk.which[:, nth]]
+        noise = draws.noise[torch.arange(6), walk.step_numbers[:, nth]]
         torch.testing.assert_close(walk.after[:, nth], mean + sigma * 0.2**0.5 * noise, atol=1e-4, rtol=1e-4)
     if not one:
         torch.testing.assert_close(chunk, walk.after[:, -1], atol=0, rtol=0)

@@ -56,14 +56,14 @@ class Actor:
         device: torch.device,
     ) -> None:
         self.loss, self.device, self.autocast = loss, device, autocast
-        self._player, self._prompts, self._at_once = player, prompts, inference_batch
+        self._player, self._prompts, self._inference_batch = player, prompts, inference_batch
         self._checked = False
         self.busy_s = 0.0
         self.config = config = loss.policy.config
         self.n_action_steps: int = config.n_action_steps
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
-    def see(self, observation: Observation, instructions: Sequence[str]) -> Batch:
+    def observe(self, observation: Observation, instructions: Sequence[str]) -> Batch:
         """Prepare N observations on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
         prepared = self._player.prepare(observation, instructions)
         cameras = [key for key in self.loss.policy.config.image_features if key in prepared]
@@ -88,10 +88,10 @@ class Actor:
     def act(self, observation: Observation, decisions: Sequence[Decision], sample: Sample) -> np.ndarray:
         """Sample chunks in batches; return the actions to execute, float32 (N, n_action_steps, A)."""
         started = time.perf_counter()
-        columns = self.see(observation, [decision.instruction for decision in decisions])
+        columns = self.observe(observation, [decision.instruction for decision in decisions])
         chunks = []
-        for first in range(0, len(decisions), self._at_once):
-            rows = slice(first, first + self._at_once)
+        for first in range(0, len(decisions), self._inference_batch):
+            rows = slice(first, first + self._inference_batch)
             chunks.append(sample({key: value[rows] for key, value in columns.items()}, decisions[rows]))
         # All rows at once: the step that makes relative actions absolute holds the states of all of them.
         actions = self._player.to_env(torch.cat(chunks))
@@ -132,7 +132,7 @@ class StochasticActor:
         with actor.computing():
             chunk, walk = sample(actor.loss, actor.on_device(columns), self._sde, draws)
         walk = walk.executed(actor.n_action_steps)
-        recorded = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
+        recorded = {"x": walk.x, "after": walk.after, "step_numbers": walk.step_numbers, ACTION: chunk}
         self._recorded.append(columns | {key: value.cpu() for key, value in recorded.items()})
         for decision in decisions:
             self._rows[decision.number, decision.decision] = len(self._rows)

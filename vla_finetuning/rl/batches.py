@@ -25,13 +25,13 @@ from util import Batch
 from vla_finetuning.options.grpo import Reward
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor, StochasticActor
-from vla_finetuning.rl.demonstrations import Read, as_batch, micro_positions
+from vla_finetuning.rl.demonstrations import Read, as_batch, split_positions
 from vla_finetuning.rollouts.episodes import Line, PlayedEpisode
 from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 
 
-def everyone(mine: Tensor) -> Tensor:
+def stack_ranks(mine: Tensor) -> Tensor:
     """Stack a tensor of every rank, in the order of ranks. Every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine[None]
@@ -40,7 +40,7 @@ def everyone(mine: Tensor) -> Tensor:
     return ranks.view(dist.get_world_size(), *mine.shape)
 
 
-def gather[K, V](mine: Mapping[K, V]) -> dict[K, V]:
+def merge_ranks[K, V](mine: Mapping[K, V]) -> dict[K, V]:
     """Merge every rank's dictionary; of equal keys the last rank's value stays. Every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return dict(mine)
@@ -51,11 +51,11 @@ def gather[K, V](mine: Mapping[K, V]) -> dict[K, V]:
 
 def pad_empty(columns: Batch) -> Batch:
     """Return this rank's columns; one row of zeros in other ranks' shapes if it has none. Every rank must call it."""
-    shapes = gather({key: (tuple(value.shape[1:]), value.dtype) for key, value in columns.items()})
+    shapes = merge_ranks({key: (tuple(value.shape[1:]), value.dtype) for key, value in columns.items()})
     return columns or {key: torch.zeros(1, *shape, dtype=dtype) for key, (shape, dtype) in shapes.items()}
 
 
-def alike(returns: Tensor) -> Tensor:
+def equal_returns(returns: Tensor) -> Tensor:
     """Return a mask of the groups whose played episodes have equal returns, bool (N,).
 
     Args:
@@ -140,7 +140,7 @@ class Table:
     decision: np.ndarray
 
     @classmethod
-    def of(cls, decisions: np.ndarray, used: np.ndarray) -> Table:
+    def build(cls, decisions: np.ndarray, used: np.ndarray) -> Table:
         """Build the table from the number of decisions of each episode, int (E,), and a mask of episodes, bool (E,)."""
         counts = np.where(used, decisions, 0)
         episode = np.repeat(np.arange(len(counts)), counts)
@@ -174,10 +174,10 @@ def minibatches(
     """
     rows = len(table.episode)
     order = np.random.default_rng(list(key)).permutation(rows)
-    for piece in np.array_split(order, -(-rows // size)) if rows else ():
-        most = np.bincount(owner[piece], minlength=ranks).max()
-        rank_rows = piece[owner[piece] == rank]
-        yield Minibatch(len(piece), np.array_split(rank_rows, -(-int(most) // micro_rows)))
+    for minibatch_rows in np.array_split(order, -(-rows // size)) if rows else ():
+        largest = np.bincount(owner[minibatch_rows], minlength=ranks).max()
+        rank_rows = minibatch_rows[owner[minibatch_rows] == rank]
+        yield Minibatch(len(minibatch_rows), np.array_split(rank_rows, -(-int(largest) // micro_rows)))
 
 
 class RolloutBatch:
@@ -200,7 +200,7 @@ class RolloutBatch:
         self,
         config: GrpoConfig,
         actor: Actor,
-        acting: StochasticActor,
+        explorer: StochasticActor,
         group: RolloutGroup,
         used: Tensor,
         *,
@@ -209,17 +209,17 @@ class RolloutBatch:
         first_row: int = 0,
     ) -> None:
         self._demonstrations, self._first_row = demonstrations, first_row
-        self._config, self._actor, self._iteration = config, actor, acting.iteration
+        self._config, self._actor, self._iteration = config, actor, explorer.iteration
         self._rank, self._world = worker.rank, worker.world
-        self.table = Table.of(group.decisions, used.flatten().numpy())
+        self.table = Table.build(group.decisions, used.flatten().numpy())
         self._owner = rank_of(self.table.episode // config.grpo.group_size, worker.world)
         self.owned = self._owner == worker.rank
         # A rank whose episodes all failed computes with a row of weight zero.
-        columns, self._columns_of = acting.columns(), acting.rows
+        columns, self._columns_of = explorer.columns(), explorer.rows
         self.columns = pad_empty(columns) if self.rows else columns
         # The row of `columns` for each row of the table; -1 if another rank holds it.
-        self._place = np.full(self.rows, -1)
-        self._place[self.owned] = acting.rows(
+        self._column_rows = np.full(self.rows, -1)
+        self._column_rows[self.owned] = explorer.rows(
             group.numbers.ravel()[self.table.episode[self.owned]], self.table.decision[self.owned]
         )
         self.values: dict[str, Tensor] = {}
@@ -244,7 +244,7 @@ class RolloutBatch:
         for minibatch in self._minibatches(0):
             for rows in minibatch.micros:
                 if len(rows):
-                    yield rows, self._batch(self._place[rows])
+                    yield rows, self._batch(self._column_rows[rows])
 
     def last_states(self, group: RolloutGroup) -> Iterator[tuple[list[int], Batch]]:
         """Yield numbers of this rank's truncated episodes, with their last observations (`Playing.bootstraps`)."""
@@ -269,7 +269,7 @@ class RolloutBatch:
         first, demos = self._first_row + number * self.rows, []
         for minibatch in minibatches:
             shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._config.batch_size}
-            demos.append(micro_positions(first, minibatch.rows, **shares))
+            demos.append(split_positions(first, minibatch.rows, **shares))
             first += minibatch.rows
         # A rank without rows in a micro-batch reads the stream's first row, as one of weight zero.
         read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in demos for p in micros])
@@ -306,7 +306,7 @@ class RolloutBatch:
     def _micro_batch(self, rows: np.ndarray, epoch: int) -> Batch:
         """Return rows of the table as the objective's batch; a row of weight zero for no rows."""
         filled = len(rows) == 0
-        batch = self._batch(np.zeros(1, np.int64) if filled else self._place[rows])
+        batch = self._batch(np.zeros(1, np.int64) if filled else self._column_rows[rows])
         rows = np.zeros(1, np.int64) if filled else rows
         values = {"weight": torch.full((len(rows),), 0.0 if filled else 1.0)}
         values |= {name: value[rows] for name, value in self.values.items()}

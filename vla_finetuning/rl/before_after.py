@@ -40,9 +40,9 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     (robot,) = policy.robots
     options: dict[str, Any] = {"env": env, "opening": robot.opening, "device": "cuda" if job.use_gpu else "cpu"}
     options["trusted"] = policy.trusted
-    started = copy.deepcopy(policy.config)
+    start_config = copy.deepcopy(policy.config)
     sources = {
-        "before": PolicySource(policy.folder, started, rename_map=robot.rename_map, **options),
+        "before": PolicySource(policy.folder, start_config, rename_map=robot.rename_map, **options),
         "after": PolicySource(folder, after, **options),  # the export has the environment's names
     }
     makers = task_makers(env)
@@ -58,11 +58,11 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         number=lambda task, i: run.scene.eval_number(task, run.config.eval.n_episodes + i),
     )
     # Scenes that failed with either policy are left out.
-    after_of = {(line["task"], line["episode"]): line for line in comparison.played("after")}
+    after_lines = {(line["task"], line["episode"]): line for line in comparison.played("after")}
     pairs = [
-        (line, after_of[line["task"], line["episode"]])
+        (line, after_lines[line["task"], line["episode"]])
         for line in comparison.played("before")
-        if (line["task"], line["episode"]) in after_of
+        if (line["task"], line["episode"]) in after_lines
     ]
     pairs.sort(key=lambda pair: pair[0]["success_once"] - pair[1]["success_once"])
     chosen = [(LABELS[line["condition"]], line) for pair in pairs[:PAIRS_SHOWN] for line in pair]

@@ -47,7 +47,7 @@ def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
     return resolve(training, gpus_found=0).rows
 
 
-def in_tasks(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
+def task_reader(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
     """Return a reader that runs in Ray tasks.
 
     The tasks hold no CPU: simulating processes hold them, and are idle while the policy learns.
@@ -72,14 +72,14 @@ def in_tasks(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
     return read
 
 
-def micro_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows: int) -> list[np.ndarray]:
+def split_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows: int) -> list[np.ndarray]:
     """Return this rank's share of stream rows `first` to `first + count`, as positions of each micro-batch.
 
     All ranks have equally many micro-batches; the last ones may be empty.
     """
     positions = np.arange(first + rank, first + count, ranks)
-    most = -(-count // ranks)
-    return np.array_split(positions, -(-most // micro_rows))
+    largest = -(-count // ranks)
+    return np.array_split(positions, -(-largest // micro_rows))
 
 
 def as_batch(columns: Columns) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class Simulated:
 
     reset_s: float
     step_s: float
-    look_s: float
+    render_s: float
 
 
 def measure_environment(env_config: EnvConfig) -> Simulated:
@@ -53,14 +53,14 @@ def measure_environment(env_config: EnvConfig) -> Simulated:
         started = time.perf_counter()
         env.reset(seed=int(rng.integers(2**31)))
         reset_s = time.perf_counter() - started
-        with_look, without = _step_s(env, True), _step_s(env, False)
-        return Simulated(reset_s, without, max(0.0, with_look - without))
+        with_rendering, without = _step_s(env, True), _step_s(env, False)
+        return Simulated(reset_s, without, max(0.0, with_rendering - without))
     finally:
         env.close()
 
 
-def _step_s(env: gymnasium.Env, look: bool) -> float:
-    look_on_demand(env, look)
+def _step_s(env: gymnasium.Env, renders: bool) -> float:
+    look_on_demand(env, renders)
     spent = []
     for _ in range(MEASURED_STEPS):
         started = time.perf_counter()
@@ -90,13 +90,14 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     episodes = run.episodes // config.scaling.num_workers
     decisions = episodes * run.scene.most_decisions(policy.config.n_action_steps)
     steps = decisions * policy.config.n_action_steps
-    simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.look_s
-    busy = min(g.env_actors, episodes)  # a process without an episode is idle
-    simulation_s /= busy
+    simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.render_s
+    processes = min(g.env_actors, episodes)  # a process without an episode is idle
+    simulation_s /= processes
     digits = 0 if simulation_s > 10 else 2
     lines = [
-        f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {busy} processes per worker: a "
-        f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.look_s:.1f} ms (measured here, in one process)"
+        f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {processes} processes per worker: a "
+        f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.render_s:.1f} ms (measured here, in one "
+        "process)"
     ]
     # `flops_per_sample` of "full" is a forward and a backward pass, which is twice the forward.
     forward = cast(int, flops_per_sample(policy.config, policy.cameras, "full", g.flow_steps, policy.prompts[-1])) / 3
@@ -109,15 +110,15 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     acting_s, updating_s = (flops / (SHARE_OF_PEAK * PLANNED[card[0]].flops) for flops in (acting, scoring + updating))
     whole_s = max(simulation_s, acting_s) + updating_s
     if simulation_s > acting_s:
-        enough = math.ceil(busy * simulation_s / acting_s)
-        helps = f"--grpo.env_actors {enough} would be as fast as acting"
+        enough = math.ceil(processes * simulation_s / acting_s)
+        remedy = f"--grpo.env_actors {enough} would be as fast as acting"
         if enough > episodes:
-            helps = f"--grpo.env_actors {episodes}, one for each episode of a worker, would be as fast as it gets"
-        lines.append(f"             it waits for the simulation: {helps}")
-    on = f"{card[0]} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
+            remedy = f"--grpo.env_actors {episodes}, one for each episode of a worker, would be as fast as it gets"
+        lines.append(f"             it waits for the simulation: {remedy}")
+    device = f"{card[0]} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
     return [
         *lines,
-        f"             {counted}: {acting_s:.0f} and {updating_s:.0f} s on a {on}",
+        f"             {counted}: {acting_s:.0f} and {updating_s:.0f} s on a {device}",
         f"             an iteration {whole_s:.0f} s, the run {whole_s * g.iterations / 3600:.1f} h without held-out "
         "episodes, where simulation and acting overlap and every episode lasts as long as it may",
     ]

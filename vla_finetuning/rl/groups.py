@@ -14,7 +14,7 @@ from vla_finetuning.evaluation.intervals import score
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor, DeterministicActor, StochasticActor
-from vla_finetuning.rl.batches import RolloutGroup, alike, gather, group_seed, rank_of
+from vla_finetuning.rl.batches import RolloutGroup, equal_returns, group_seed, merge_ranks, rank_of
 from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rollouts.episodes import Episode, Line, episode_list
 from vla_finetuning.rollouts.scheduler import Scheduler
@@ -33,7 +33,7 @@ def make_rollouts(scene: Scene, options: GrpoOptions, timeouts: Timeouts) -> Sch
 
 
 def play_iteration(
-    options: GrpoOptions, scene: Scene, rollouts: Scheduler, acting: StochasticActor, worker: Worker
+    options: GrpoOptions, scene: Scene, rollouts: Scheduler, explorer: StochasticActor, worker: Worker
 ) -> tuple[RolloutGroup, list[RolloutGroup]]:
     """Return the groups to learn from, and the groups of every round. Every rank must call it.
 
@@ -44,13 +44,13 @@ def play_iteration(
     Raises:
         ValueError: every episode failed.
     """
-    group = play_groups(options, scene, rollouts, acting, worker, range(options.groups))
+    group = play_groups(options, scene, rollouts, explorer, worker, range(options.groups))
     rounds = [group]
-    for again in range(1, options.resample + 1):
-        places = alike(group.returns).nonzero().flatten()
+    for replacement in range(1, options.resample + 1):
+        places = equal_returns(group.returns).nonzero().flatten()
         if not len(places):
             break
-        rounds.append(play_groups(options, scene, rollouts, acting, worker, places.tolist(), again))
+        rounds.append(play_groups(options, scene, rollouts, explorer, worker, places.tolist(), replacement))
         group = group.with_groups(rounds[-1], places)
     check_played([group.lines[number] for number in group.numbers.ravel().tolist()])
     return group, rounds
@@ -60,28 +60,28 @@ def play_groups(
     options: GrpoOptions,
     scene: Scene,
     rollouts: Scheduler,
-    acting: StochasticActor,
+    explorer: StochasticActor,
     worker: Worker,
     groups: Sequence[int],
-    again: int = 0,
+    replacement: int = 0,
 ) -> RolloutGroup:
     """Play this rank's groups, and gather the lines of all ranks. Every rank must call it.
 
     Args:
         groups: numbers of the groups to play.
-        again: how many times these groups have been replaced.
+        replacement: how many times these groups have been replaced.
     """
-    size, count, iteration = options.group_size, options.groups, acting.iteration
-    firsts = (again * count + np.array(groups)) * size
+    size, count, iteration = options.group_size, options.groups, explorer.iteration
+    firsts = (replacement * count + np.array(groups)) * size
     episodes: dict[int, Episode] = {}
     for group, first in zip(groups, firsts.tolist(), strict=True):
         if rank_of(group, worker.world) == worker.rank:
-            nth = (iteration + again) * count + group
-            task, seed = scene.tasks[nth % len(scene.tasks)], group_seed(acting.seed, iteration, first // size)
+            nth = (iteration + replacement) * count + group
+            task, seed = scene.tasks[nth % len(scene.tasks)], group_seed(explorer.seed, iteration, first // size)
             episode = Episode("plain", task, scene.train_number(task, nth // len(scene.tasks)), seed)
             episodes |= dict.fromkeys(range(first, first + size), episode)
-    ended = rollouts.play_here(episodes, acting, bootstraps=options.bootstrap_time_limit)
-    lines = gather({number: line for number, (line, _) in ended.items()})
+    ended = rollouts.play_here(episodes, explorer, bootstraps=options.bootstrap_time_limit)
+    lines = merge_ranks({number: line for number, (line, _) in ended.items()})
     _check_alike(lines, size)
     played = [(line, actions) for line, actions in ended.values() if actions is not None]
     return RolloutGroup(firsts[:, None] + np.arange(size), lines, options.reward, played)
@@ -139,6 +139,6 @@ def held_out(config: GrpoConfig, scene: Scene, rollouts: Scheduler, actor: Actor
     listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
     rank_episodes = {number: episode for number, episode in enumerate(listed) if number % worker.world == worker.rank}
     played = rollouts.play_here(rank_episodes, DeterministicActor(actor, config.seed, rank_episodes))
-    lines = gather({number: line for number, (line, _) in played.items()})
+    lines = merge_ranks({number: line for number, (line, _) in played.items()})
     check_played(list(lines.values()))
     return {f"held_out_{name}": value for name, value in score([lines[number] for number in sorted(lines)]).items()}

@@ -14,7 +14,7 @@ from util import StepResult, TrainableOptimizer, make_trainable_optimizer
 from vla_finetuning.options.grpo import CRITIC
 from vla_finetuning.options.programs import GrpoConfig
 from vla_finetuning.rl.actor import Actor
-from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, alike, everyone
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, equal_returns, stack_ranks
 from vla_finetuning.rl.objectives.base import Objective, sum_means
 from vla_finetuning.rollouts.scheduler import Scheduler
 
@@ -56,7 +56,7 @@ class Times:
     """The seconds of an iteration by phase."""
 
     def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
+        self._start = self._last = time.perf_counter()
         self.spent: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
@@ -69,12 +69,12 @@ class Times:
 
         Means of the phases add up to the iteration; maxima would not, because a fast rank waits in the next phase.
         """
-        self.spent["step"] = time.perf_counter() - self._began
+        self.spent["step"] = time.perf_counter() - self._start
         names = ("play", "score", "update", "held_out", "step")
         simulation_s, rendering_s = rollouts.take_seconds()
         inference_s, actor.busy_s = actor.busy_s, 0.0
         mine = [self.spent.get(name, 0.0) for name in names] + [inference_s, simulation_s, rendering_s]
-        ranks = everyone(torch.tensor(mine, dtype=torch.float64).to(actor.device)).cpu()
+        ranks = stack_ranks(torch.tensor(mine, dtype=torch.float64).to(actor.device)).cpu()
         mean, total = ranks.mean(dim=0).tolist(), ranks.sum(dim=0).tolist()
         seconds = {f"{name}_s": mean[number] for number, name in enumerate(names)}
         seconds |= {"inference_s": mean[5], "simulation_s": total[6], "rendering_s": total[7]}
@@ -95,14 +95,14 @@ def metrics_of(
         played: the groups that the policy learned from.
         rounds: the groups of every round, over which success and costs are counted.
     """
-    means = sum_means(everyone(objective.sums))
+    means = sum_means(stack_ranks(objective.sums))
     success, returns = (torch.cat([getattr(group, name) for group in rounds]) for name in ("success", "returns"))
     norms = [float(result.grad_norm) for result in results]
     return {
         "episodes_failed": sum(group.numbers.size - len(group.played) for group in rounds),
         "success": float(success[success.isfinite()].mean()),
         "return": float(returns[returns.isfinite()].mean()),
-        "mixed_groups": 1.0 - float(alike(played.returns).float().mean()),
+        "mixed_groups": 1.0 - float(equal_returns(played.returns).float().mean()),
         "resampled_groups": sum(len(group.returns) for group in rounds[1:]),
         "decisions": sum(int(group.decisions.sum()) for group in rounds),
         "used": rollouts.rows,

@@ -19,13 +19,13 @@ from util import Batch, StepResult, train_step
 from vla_finetuning.files import append_line
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.actor import Actor, StochasticActor
-from vla_finetuning.rl.batches import RolloutBatch, everyone
-from vla_finetuning.rl.demonstrations import in_tasks
+from vla_finetuning.rl.batches import RolloutBatch, stack_ranks
+from vla_finetuning.rl.demonstrations import task_reader
 from vla_finetuning.rl.groups import check_first, held_out, make_rollouts, play_iteration
 from vla_finetuning.rl.learning import Times, build_grpo_optimizer, check_finite, metrics_of
 from vla_finetuning.rl.objectives import objective_class
 from vla_finetuning.rl.objectives.base import Objective, sum_means
-from vla_finetuning.rl.recording import forget_episodes, is_iteration_recorded, write_episodes
+from vla_finetuning.rl.recording import is_iteration_recorded, remove_episodes, write_episodes
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.rollouts.player import Acting, Player
 from vla_finetuning.rollouts.scheduler import Scheduler
@@ -50,7 +50,7 @@ class GrpoState(LoopState):
         episodes: number of episodes that all ranks have played.
         first_row: number of demonstration rows that all ranks have used.
         times: seconds of this iteration by phase.
-        before: metrics of the policy before the first iteration.
+        initial_metrics: metrics of the policy before the first iteration.
     """
 
     episodes: int = field(default=0, init=False)
@@ -60,7 +60,7 @@ class GrpoState(LoopState):
     objective: Objective = field(init=False)
     model: nn.Module = field(init=False)
     times: Times = field(init=False)
-    before: dict[str, Any] = field(default_factory=dict, init=False)
+    initial_metrics: dict[str, Any] = field(default_factory=dict, init=False)
     _line: dict[str, Any] = field(default_factory=dict, init=False)
     _nonfinite: int = field(default=0, init=False)
 
@@ -91,15 +91,15 @@ class GrpoState(LoopState):
             device=device,
         )
         rows = run.demonstrations
-        self._demonstrations = None if rows is None else in_tasks(rows, policy, job.timeouts.batch)
+        self._demonstrations = None if rows is None else task_reader(rows, policy, job.timeouts.batch)
         self.objective = objective_class(options.method)(loss, run.sde, options, run.config.seed).to(device)
-        self._start = copy.deepcopy(self.objective).requires_grad_(False) if options.kl else None
+        self._start_objective = copy.deepcopy(self.objective).requires_grad_(False) if options.kl else None
         self.model = spread(self.objective, job.scaling.strategy, device, worker.world, autocast=self._autocast)
         self.optimizer = build_grpo_optimizer(run.config, self.objective)
         if self.attempt.checkpoint is not None:
             load_checkpoint(self.attempt.checkpoint, self.optimizer.named(), self.optimizer.state())
         if worker.rank == 0:
-            forget_episodes(job.output_dir, self.step)
+            remove_episodes(job.output_dir, self.step)
 
     @property
     def log_freq(self) -> int:
@@ -114,26 +114,26 @@ class GrpoState(LoopState):
         run, worker, options, iteration = self.run, self.worker, self.run.options, self.step
         gc.collect()  # free the images of the previous iteration before this one's are added
         self.times = Times()
-        acting = StochasticActor(self.actor, run.sde, run.config.seed, iteration)
-        played, rounds = play_iteration(options, run.scene, self.rollouts, acting, worker)
+        explorer = StochasticActor(self.actor, run.sde, run.config.seed, iteration)
+        played, rounds = play_iteration(options, run.scene, self.rollouts, explorer, worker)
         if is_iteration_recorded(run, iteration):
             episodes = [episode for groups in rounds for episode in groups.episodes]
             write_episodes(run.job.output_dir, iteration, worker, episodes)
         self.episodes += sum(groups.numbers.size for groups in rounds)
-        used = self.objective.used(played)
+        used = self.objective.select_episodes(played)
         check_first(options, iteration, played, used)
         self.times.mark("play")
         rollouts = RolloutBatch(
             run.config,
             self.actor,
-            acting,
+            explorer,
             played,
             used,
             worker=worker,
             demonstrations=self._demonstrations,
             first_row=self.first_row,
         )
-        self.objective.prepare(rollouts, played, self._start)
+        self.objective.prepare(rollouts, played, self._start_objective)
         self.times.mark("score")
         results = self._learn(rollouts)
         self.first_row += rollouts.demonstrated
@@ -163,7 +163,7 @@ class GrpoState(LoopState):
                 results.append(result)
                 # The only value of an update that is read from the device. `not <=` also stops at NaN.
                 moved = self.objective.sums - before
-                if options.target_kl and not sum_means(everyone(moved))["kl"] <= options.target_kl:
+                if options.target_kl and not sum_means(stack_ranks(moved))["kl"] <= options.target_kl:
                     return results
         return results
 
@@ -172,7 +172,7 @@ class GrpoState(LoopState):
         for hook in hooks:
             host |= hook.host_metrics(self)
         numbers = torch.tensor(list(host.values()), dtype=torch.float64).to(self.worker.device)
-        self.heed(dict(zip(host, everyone(numbers).T.tolist(), strict=True)))
+        self.heed(dict(zip(host, stack_ranks(numbers).T.tolist(), strict=True)))
         return {"episodes": self.episodes, "lr": self.optimizer.schedule(self.step - 1), **self._line}
 
 
@@ -182,7 +182,7 @@ class HeldOutEpisodes(Callback):
     def on_start(self, state: GrpoState) -> None:
         if state.step == 0:
             state.times = Times()
-            self._play(state, state.before)
+            self._play(state, state.initial_metrics)
             state.times.mark("held_out")
 
     def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class IterationLines(Callback):
             # At step 0, line 0 of an earlier attempt is removed too.
             self._path = keep_metrics(state.run.job.output_dir, state.step or -1)
         if state.step == 0:
-            self._write(state, 0, state.before)
+            self._write(state, 0, state.initial_metrics)
 
     def on_log(self, state: GrpoState, line: dict[str, Any]) -> None:
         self._write(state, state.step, line)

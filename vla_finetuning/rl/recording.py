@@ -29,7 +29,7 @@ def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
     return run.options.record_dataset is not None and iteration % run.options.record_every == 0
 
 
-def forget_episodes(output_dir: Path, first: int) -> None:
+def remove_episodes(output_dir: Path, first: int) -> None:
     """Remove the files of iterations from `first` on. Runs on rank 0, before an iteration is played.
 
     An earlier attempt may have had more processes, whose files would not be replaced.
@@ -56,7 +56,7 @@ def read_episodes(output_dir: Path) -> Iterator[PlayedEpisode]:
             yield line, unpack_actions(line)
 
 
-def dataset_of(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
+def pending_dataset(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder and description of the dataset to write; None if there is none, or it is written already.
 
     Raises:
@@ -87,7 +87,7 @@ def check_episodes(run: GrpoRun, iterations: int) -> None:
 
 def record_rollouts(run: GrpoRun) -> None:
     """Write the dataset, unless it exists. Runs on the driver, connected to the run's cluster."""
-    if (destination := dataset_of(run)) is None:
+    if (destination := pending_dataset(run)) is None:
         return
     check_episodes(run, run.job.steps)
     (root, about), episodes = destination, list(read_episodes(run.job.output_dir))

@@ -44,12 +44,12 @@ class Draws(NamedTuple):
     Attributes:
         start: float32 (B, T, W), standard normal: the start of the walk.
         noise: float32 (B, K, T, A), standard normal.
-        which: int64 (B, S), the random steps of each row, ascending.
+        step_numbers: int64 (B, S), the random steps of each row, ascending.
     """
 
     start: Tensor
     noise: Tensor
-    which: Tensor
+    step_numbers: Tensor
 
 
 class Walk(NamedTuple):
@@ -58,12 +58,12 @@ class Walk(NamedTuple):
     Attributes:
         x: float32 (B, S, T, W), before the step.
         after: float32 (B, S, E, A), the executed positions after the step, which are scored.
-        which: int64 (B, S), the number of the step, from 0.
+        step_numbers: int64 (B, S), the number of the step, from 0.
     """
 
     x: Tensor
     after: Tensor
-    which: Tensor
+    step_numbers: Tensor
 
     def executed(self, steps: int) -> Walk:
         """Return the walk with E = `steps`, to score only the first actions of the chunk."""
@@ -129,14 +129,14 @@ def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Te
         mean, std = sde.transition(x[..., :width], velocity[..., :width], time)
         sampled = mean + std * draws.noise[:, number]
         if sde.one:
-            sampled = torch.where((draws.which == number)[:, :, None], sampled, follows[..., :width])
+            sampled = torch.where((draws.step_numbers == number)[:, :, None], sampled, follows[..., :width])
         before.append(x)
         after.append(sampled)
         x = torch.cat([sampled, follows[..., width:]], dim=-1)
-    step_index = draws.which[:, :, None, None]
+    step_index = draws.step_numbers[:, :, None, None]
     recorded = [torch.stack(part, dim=1) for part in (before, after)]
     recorded = [part.gather(1, step_index.expand(-1, -1, *part.shape[2:])) for part in recorded]
-    return x[..., :width], Walk(recorded[0], recorded[1], draws.which)
+    return x[..., :width], Walk(recorded[0], recorded[1], draws.step_numbers)
 
 
 def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,9 +147,9 @@ def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk, prefix: Any = 
     Args:
         prefix: result of `loss.prefix` for the batch; None to compute it.
     """
-    rows, steps = walk.which.shape
+    rows, steps = walk.step_numbers.shape
     executed, width = walk.after.shape[2:]
-    x, time = walk.x.flatten(0, 1), sde.times(walk.x.device)[walk.which.flatten()]
+    x, time = walk.x.flatten(0, 1), sde.times(walk.x.device)[walk.step_numbers.flatten()]
     velocity = loss.velocity(x, time, prefix or loss.prefix(loss.images(batch))).float()
     mean, std = sde.transition(x[:, :executed, :width], velocity[:, :executed, :width], time)
     log_probs = log_prob(walk.after.flatten(0, 1), mean, std)

@@ -97,7 +97,7 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
             f"{types_that(lambda family: family.flow)} compute of images and language; "
             "give a --policy.path of one of these types"
         )
-    _check_both_outcomes(config, _of_episodes(success, rows.episodes))
+    _check_both_outcomes(config, _select_outcomes(success, rows.episodes))
     if config.eval_steps and not any(map(len, rows.eval_episodes)):
         raise ValueError(
             f"--eval_steps={config.eval_steps}: --dataset.eval_split={config.dataset.eval_split:g} of the episodes of "
@@ -126,7 +126,7 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     return ValueRun(config, training, success, corrected, tasks, returns)
 
 
-def _of_episodes(success: Sequence[np.ndarray], episodes: Sequence[np.ndarray]) -> np.ndarray:
+def _select_outcomes(success: Sequence[np.ndarray], episodes: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate the outcomes of the chosen episodes of each dataset, bool (E,)."""
     return np.concatenate([outcomes[selected] for outcomes, selected in zip(success, episodes, strict=True)])
 
@@ -171,7 +171,7 @@ def _count(policy: PolicySpec, spec: ValueSpec) -> TrainableReport:
 def describe_value(run: ValueRun) -> str:
     """Return the plan as text."""
     rows, v = run.training.rows, run.config.value
-    used, held_out = (_of_episodes(run.success, episodes) for episodes in (rows.episodes, rows.eval_episodes))
+    used, held_out = (_select_outcomes(run.success, episodes) for episodes in (rows.episodes, rows.eval_episodes))
     corrected = sum(int(frames.sum()) for frames in run.corrected)
     columns = sorted({key for key in intervention_columns(run.config.outcome, rows.metas) if key})
     judged = "which it is judged on" if 0 < held_out.sum() < len(held_out) else f"too few: its AUROC is {IN_SAMPLE}"
@@ -202,14 +202,14 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
         for episodes in (rows.episodes, rows.eval_episodes)
     )
     frames, length = np.repeat(in_run, length), length[in_run]
-    of_frames: dict[str, Sequence[np.ndarray]] = {
+    frame_columns: dict[str, Sequence[np.ndarray]] = {
         "intervention": run.corrected,
         "return": run.returns,
         "value": judge_frames(training, checkpoint),
     }
-    of_episodes = {"success": np.concatenate(run.success), "held_out": held_out}
-    columns = {name: np.repeat(column[in_run], length) for name, column in of_episodes.items()}
-    columns |= {name: np.concatenate(parts)[frames] for name, parts in of_frames.items()}
+    episode_columns = {"success": np.concatenate(run.success), "held_out": held_out}
+    columns = {name: np.repeat(column[in_run], length) for name, column in episode_columns.items()}
+    columns |= {name: np.concatenate(parts)[frames] for name, parts in frame_columns.items()}
     if missing := np.isnan(columns["value"]).sum():
         raise RuntimeError(f"{missing} frames of {', '.join(meta.root for meta in rows.metas)} were not judged")
     columns["advantage"] = advantages(columns["return"], columns["value"], length, v.horizon)
@@ -296,7 +296,7 @@ def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon
         for kind, chosen in (("held_out", mask & held_out), ("in_sample", mask & ~held_out)):
             scores[f"{name}_{kind}"] = auroc(-columns[column][chosen], failed[chosen])
         if (score := scores[f"{name}_held_out"]) is not None:
-            numbers = (_episodes_worth(episode[mask & held_out & outcome]) for outcome in (failed, ~failed))
+            numbers = (_effective_episodes(episode[mask & held_out & outcome]) for outcome in (failed, ~failed))
             scores[f"{name}_low"], scores[f"{name}_high"] = auroc_interval(score, *numbers)
     return scores
 
@@ -309,7 +309,7 @@ def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
     return float(mannwhitneyu(positives, negatives).statistic / len(positives) / len(negatives))
 
 
-def _episodes_worth(episode: np.ndarray) -> float:
+def _effective_episodes(episode: np.ndarray) -> float:
     """Return the effective number of episodes (Kish), given the episode of each frame."""
     frames = np.unique(episode, return_counts=True)[1]
     return float(frames.sum() ** 2 / (frames**2).sum())
@@ -321,8 +321,8 @@ def auroc_interval(score: float, positives: float, negatives: float) -> tuple[fl
     As Wilson's, it contains every AUROC from which `score` deviates by no more than the quantile. The quantile is
     Student's, because rows may be few.
     """
-    theta, more = np.append(np.linspace(0, 1, 10_001), score), (positives + negatives) / 2 - 1
-    spread = 1 + more * ((1 - theta) / (2 - theta) + theta / (1 + theta))
+    theta, extra = np.append(np.linspace(0, 1, 10_001), score), (positives + negatives) / 2 - 1
+    spread = 1 + extra * ((1 - theta) / (2 - theta) + theta / (1 + theta))
     quantile = t.ppf((1 + CONFIDENCE) / 2, max(positives + negatives - 2, 0.1))
     deviation = quantile * np.sqrt(theta * (1 - theta) * spread / (positives * negatives))
     inside = theta[np.abs(theta - score) <= deviation]
@@ -331,14 +331,14 @@ def auroc_interval(score: float, positives: float, negatives: float) -> tuple[fl
 
 def labels_text(scores: Mapping[str, Any]) -> str:
     """Return the lines that `value.py` ends with."""
-    told = [_told(scores, name) for name in ("auroc", "auroc_last")]
-    few = "; too few episodes are held out: raise --dataset.eval_split, or add episodes of the rarer outcome"
+    texts = [_format_auroc(scores, name) for name in ("auroc", "auroc_last")]
+    note = "; too few episodes are held out: raise --dataset.eval_split, or add episodes of the rarer outcome"
     lines = [
         f"Positive     {scores['positive']:.1%} of {scores['frames']} frames: "
         f"{scores['positive_of_successes']:.1%} of successful episodes', "
         f"{scores['positive_of_failures']:.1%} of failed ones'",
-        f"AUROC        for failed episodes: {told[0]} of advantages over {scores['horizon']} frames "
-        f"of an episode, {told[1]} of the values of its last frame" + (few if IN_SAMPLE in "".join(told) else ""),
+        f"AUROC        for failed episodes: {texts[0]} of advantages over {scores['horizon']} frames "
+        f"of an episode, {texts[1]} of the values of its last frame" + (note if IN_SAMPLE in "".join(texts) else ""),
     ]
     if (score := scores["auroc_held_out"]) is not None and score < LOW_AUROC:
         remedy = "train it for more --steps, or with --value.backbone true"
@@ -351,7 +351,7 @@ def labels_text(scores: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _told(scores: Mapping[str, Any], name: str) -> str:
+def _format_auroc(scores: Mapping[str, Any], name: str) -> str:
     if (score := scores[f"{name}_held_out"]) is not None:
         return f"{score:.3f} ({scores[f'{name}_low']:.3f} to {scores[f'{name}_high']:.3f}, on held-out episodes)"
     score = scores[f"{name}_in_sample"]

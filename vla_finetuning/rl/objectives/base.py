@@ -29,7 +29,8 @@ SUMS = ("rows", "loss", "kl", "clipped", "ratio_off", "kl_start", "value_loss")
 class Objective(nn.Module):
     """The loss of a micro-batch of decisions, as a sum over its rows.
 
-    A subclass implements `used`, `prepare`, `forward` and `describe`, and is the METHOD of a module of this package.
+    A subclass implements `select_episodes`, `prepare`, `forward` and `describe`, and is the METHOD of a module of this
+    package.
 
     Args:
         loss: the loss of the policy, whose network computes.
@@ -59,7 +60,7 @@ class Objective(nn.Module):
         """Return the plan's line about the objective."""
         raise NotImplementedError
 
-    def used(self, group: RolloutGroup) -> Tensor:
+    def select_episodes(self, group: RolloutGroup) -> Tensor:
         """Return a mask of the episodes to learn from, bool (N, G)."""
         raise NotImplementedError
 
@@ -105,5 +106,5 @@ def sum_means(sums: Tensor) -> dict[str, float]:
     """
     ranks = cast("list[list[float]]", sums.reshape(-1, len(SUMS)).tolist())
     columns = dict(zip(SUMS, zip(*ranks, strict=True), strict=True))
-    rows, off = max(sum(columns.pop("rows")), 1e-9), max(columns["ratio_off"])
-    return {name: sum(column) / rows for name, column in columns.items()} | {"ratio_off": off}
+    rows, ratio_off = max(sum(columns.pop("rows")), 1e-9), max(columns["ratio_off"])
+    return {name: sum(column) / rows for name, column in columns.items()} | {"ratio_off": ratio_off}

@@ -29,12 +29,12 @@ class FilteredImitation(Objective):
         shared = f"; half of each minibatch from {options.demonstrations}" if options.demonstrations else ""
         return f"imitation of the episodes that succeeded; --grpo.target_kl does not stop it{shared}"
 
-    def used(self, group: RolloutGroup) -> Tensor:
+    def select_episodes(self, group: RolloutGroup) -> Tensor:
         """Return a mask of the episodes that succeeded, bool (N, G), whatever their rewards are."""
         return group.success > 0
 
     def prepare(self, rollouts: RolloutBatch, group: RolloutGroup, start: Objective | None) -> None:
-        for name in ("x", "after", "which"):
+        for name in ("x", "after", "step_numbers"):
             rollouts.columns.pop(name, None)
         config: Any = self.loss.policy.config
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from util import Batch
 from vla_finetuning.options.grpo import GrpoOptions
-from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, alike
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, equal_returns
 from vla_finetuning.rl.objectives.base import EPSILON, Objective
 from vla_finetuning.rl.sampler import Walk, score
 
@@ -25,25 +25,25 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
         dual: bound of the loss for A < 0, as -dual A (dual clip, arXiv 1912.09729); None for no bound.
     """
     plain, bounded = -ratio * advantage, -ratio.clamp(1.0 - low, 1.0 + high) * advantage
-    flat = bounded > plain
+    is_clipped = bounded > plain
     loss = torch.maximum(plain, bounded)
     if dual is not None:
-        most = -dual * advantage
-        over = (advantage < 0) & (loss > most)
-        loss, flat = torch.where(over, most, loss), flat | over
-    return loss, flat
+        bound = -dual * advantage
+        is_bounded = (advantage < 0) & (loss > bound)
+        loss, is_clipped = torch.where(is_bounded, bound, loss), is_clipped | is_bounded
+    return loss, is_clipped
 
 
 def comparable(returns: Tensor) -> Tensor:
     """Return a mask of the finite returns (N, G) of groups whose returns differ, bool (N, G)."""
-    return ~alike(returns)[:, None] & returns.isfinite()
+    return ~equal_returns(returns)[:, None] & returns.isfinite()
 
 
 class GRPO(Objective):
     """The clipped loss of each random step, with the advantage of its episode within its group.
 
-    A micro-batch has `x`, `after` and `which` (`sampler.Walk`), `advantage` (B,), and `old` (B, S): log-probabilities
-    before the first update. With `--grpo.kl` it has `start_mean` (B, S, E, A).
+    A micro-batch has `x`, `after` and `step_numbers` (`sampler.Walk`), `advantage` (B,), and `old` (B, S), which are
+    log-probabilities before the first update. With `--grpo.kl` it has `start_mean` (B, S, E, A).
     """
 
     @classmethod
@@ -55,7 +55,7 @@ class GRPO(Objective):
             clip += f", an iteration's updates end at a KL of {options.target_kl:g} per executed dimension"
         return clip
 
-    def used(self, group: RolloutGroup) -> Tensor:
+    def select_episodes(self, group: RolloutGroup) -> Tensor:
         """Return a mask of the played episodes of groups whose returns differ, bool (N, G)."""
         return comparable(group.returns)
 
@@ -64,11 +64,11 @@ class GRPO(Objective):
 
         Failed episodes do not count in their group, and have the advantage 0.
         """
-        worth = self._normalised(returns)
+        advantages = self._normalised(returns)
         for row in returns.isnan().any(dim=1).nonzero().flatten():
             played = returns[row].isfinite()
-            worth[row, played] = self._normalised(returns[row, played][None])[0]
-        return torch.where(comparable(returns), worth, 0.0)
+            advantages[row, played] = self._normalised(returns[row, played][None])[0]
+        return torch.where(comparable(returns), advantages, 0.0)
 
     def _normalised(self, returns: Tensor) -> Tensor:
         centred = returns - returns.mean(dim=1, keepdim=True)
@@ -91,7 +91,7 @@ class GRPO(Objective):
 
     def row_shapes(self, columns: Batch, start: Objective | None) -> dict[str, tuple[int, ...]]:
         """Return the shape of one row of each result of `score_rows`."""
-        shapes = {"old": tuple(columns["which"].shape[1:]) if columns else (0,)}
+        shapes = {"old": tuple(columns["step_numbers"].shape[1:]) if columns else (0,)}
         return shapes | ({"start_mean": tuple(columns["after"].shape[1:])} if start is not None and columns else {})
 
     def score_rows(self, batch: Batch, prefix: Any, start: Objective | None) -> dict[str, Tensor]:
@@ -106,11 +106,11 @@ class GRPO(Objective):
         # Rows of weight zero may have NaN here, and NaN times zero is NaN.
         change = torch.where(weight[:, None] > 0, log_probs - batch["old"], 0.0)
         ratio, advantage = change.exp(), batch["advantage"][:, None]
-        losses, flat = clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
-        away = torch.zeros_like(losses)
+        losses, is_clipped = clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
+        start_kl = torch.zeros_like(losses)
         if options.kl:
-            away = ((mean - batch["start_mean"]) / std[:, :, None, None]).square().sum((2, 3)) / 2.0
-            losses = losses + options.kl * away
+            start_kl = ((mean - batch["start_mean"]) / std[:, :, None, None]).square().sum((2, 3)) / 2.0
+            losses = losses + options.kl * start_kl
         loss = (losses.mean(dim=1) * weight).sum()
         value_loss = self.value_loss(batch, prefix)
         with torch.no_grad():
@@ -124,9 +124,9 @@ class GRPO(Objective):
                 rows=weight.sum(),
                 loss=loss,
                 kl=total(divergence),
-                clipped=total(flat),
+                clipped=total(is_clipped),
                 ratio_off=(ratio - 1.0).abs().max(),
-                kl_start=total(away / dimensions),
+                kl_start=total(start_kl / dimensions),
                 value_loss=value_loss,
             )
         return loss + value_loss
@@ -137,7 +137,7 @@ class GRPO(Objective):
 
     def score(self, batch: Batch, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `sampler.score` of a micro-batch."""
-        return score(self.loss, batch, self.sde, Walk(batch["x"], batch["after"], batch["which"]), prefix)
+        return score(self.loss, batch, self.sde, Walk(batch["x"], batch["after"], batch["step_numbers"]), prefix)
 
 
 METHOD = GRPO

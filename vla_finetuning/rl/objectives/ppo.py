@@ -16,7 +16,7 @@ from util import Batch
 from vla_finetuning.options.grpo import GrpoOptions
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.value import advantages_and_targets, make_value_head
-from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, everyone
+from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup, stack_ranks
 from vla_finetuning.rl.objectives.base import EPSILON, Objective
 from vla_finetuning.rl.objectives.grpo import GRPO
 from vla_finetuning.rl.sampler import FlowSDE
@@ -46,7 +46,7 @@ class PPO(GRPO):
         critic = f"rate {options.value_lr:g}, {moves}gamma {options.gamma:g}, lambda {options.gae_lambda:g}"
         return f"decisions against a critic ({critic}), {super().describe(options)}"
 
-    def used(self, group: RolloutGroup) -> Tensor:
+    def select_episodes(self, group: RolloutGroup) -> Tensor:
         """Return a mask of the played episodes, bool (N, G), or of none where all returns are zero."""
         played = group.returns.isfinite()
         return (played & (group.returns != 0)).any() & played
@@ -88,7 +88,7 @@ class PPO(GRPO):
                 group.rewards(number), values[rows].tolist(), options.gamma, options.gae_lambda, after.get(number, 0.0)
             )
             estimates[:, rows] = torch.stack([*map(torch.tensor, pair), values[rows]])
-        advantage, target, value = everyone(estimates.to(self.sums.device)).sum(dim=0).cpu()
+        advantage, target, value = stack_ranks(estimates.to(self.sums.device)).sum(dim=0).cpu()
         normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + EPSILON)
         rollouts.values |= {"advantage": normalised, "target": target, "value": value}
 
