@@ -79,29 +79,20 @@ class Wanted:
 
 
 @dataclass
-class CachedFrames:
-    """The cached frames of a file: a file of records for each of its episodes."""
-
-    cache: DiskCache
-    folder: Path
-
-    def read(self, w: Wanted) -> list[bool]:
-        """Put each frame that is there to its first place; return which are."""
-        return self.cache.read_records(self.folder / str(w.episode), w.keys, w.first_targets)
-
-    def write(self, w: Wanted) -> None:
-        self.cache.write_records(self.folder / str(w.episode), w.keys, w.first_targets)
-
-
-@dataclass
 class CameraFile:
-    """A file with frames of a camera, and what is wanted of it. `cached`: where its cached frames are."""
+    """A file with frames of a camera, and the frames that are requested of it.
+
+    Attributes:
+        cache: this node's cache of decoded frames; None for no cache.
+        folder: where the cache holds the file's frames, a file of records for each episode; None for nowhere.
+    """
 
     reader: DatasetFiles
     key: str
     file: str
     requests: list[Wanted]
-    cached: CachedFrames | None = None
+    cache: DiskCache | None = None
+    folder: Path | None = None
     remote: RemoteVideo | None = None
 
     @property
@@ -127,10 +118,19 @@ class CameraFile:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.reader.root}: {self.file} is missing; copy it again") from error
 
-    def look(self) -> None:
-        """Fill in the frames that are cached: from now on only those are wanted that are not."""
-        if self.cached is not None:
-            rests = [w.without(self.cached.read(w)) for w in self.requests]
+    def read_cached(self, decoding: Decoding) -> None:
+        """Fill in the frames that this node caches, and drop them from `requests`."""
+        path = self.reader.path(self.file)
+        identity = None if decoding.frame_cache is None else file_identity(self.reader.fs, path)
+        if decoding.frame_cache is None or identity is None:
+            return
+        self.cache = decoding.frame_cache.opened()
+        self.folder = self.cache.content(*frames_place(self.reader, self.key, path, decoding), identity)
+        if self.folder is not None:
+            rests = [
+                w.without(self.cache.read_records(self.folder / str(w.episode), w.keys, w.first_targets))
+                for w in self.requests
+            ]
             self.requests = [rest for rest in rests if rest is not None]
 
     def open(self) -> Any:
@@ -140,9 +140,9 @@ class CameraFile:
     def decode(self, decoding: Decoding) -> None:
         """Fill in the frames that are wanted: the file is walked forward once."""
         (self._decode_video if self.is_video else self._decode_images)(decoding)
-        if self.cached is not None:
+        if self.cache is not None and self.folder is not None:
             for w in self.requests:
-                self.cached.write(w)
+                self.cache.write_records(self.folder / str(w.episode), w.keys, w.first_targets)
 
     def _decode_video(self, decoding: Decoding) -> None:
         height, width = height_width(self.feature)
@@ -202,8 +202,7 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
     with contextlib.ExitStack() as opened:
         for file in files:
             with file.naming():
-                file.cached = cached_frames(file.reader, file.key, file.file, decoding)
-                file.look()
+                file.read_cached(decoding)
                 fs = file.reader.fs
                 if file.requests and file.is_video and isinstance(fs, RemoteFileSystem):
                     file.remote = RemoteVideo(fs, file.reader.path(file.file), file.reader.dataset)
@@ -218,17 +217,6 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
                     file.decode(decoding)
                 if file.remote is not None:
                     file.remote.file.close()
-
-
-def cached_frames(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> CachedFrames | None:
-    """Return this node's cached frames of a file; None where it caches none."""
-    path = reader.path(file)
-    identity = None if decoding.frame_cache is None else file_identity(reader.fs, path)
-    if decoding.frame_cache is None or identity is None:
-        return None
-    cache = decoding.frame_cache.opened()
-    folder = cache.content(*frames_place(reader, key, path, decoding), identity)
-    return None if folder is None else CachedFrames(cache, folder)
 
 
 def frames_place(reader: DatasetFiles, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
