@@ -32,12 +32,12 @@ from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, select_episodes
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.disk_cache import FrameCache
-from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
+from vla_finetuning.data.features import check_image_size, common_features, resolve_delta_indices
 from vla_finetuning.data.metadata import check_readable, key_frame_rows, load_metadata
 from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
 from vla_finetuning.data.plan import StreamPlan, at_blocks, task_bounds, window_and_segment
-from vla_finetuning.data.read_tasks import ReadFunction, drawn_episodes, reads_per_task
-from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
+from vla_finetuning.data.read_tasks import ReadFunction, locate_episodes, reads_per_task
+from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_spec
 from vla_finetuning.data.rows import IS_PAD, ReadContext, column_to_numpy, read_rows, row_dtype
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.shards import Plan, ShardedPlan, divide
@@ -98,7 +98,7 @@ class LeRobotDatasource(Datasource):
             raise ValueError(f"no episode is chosen of any of the {len(self.metas)} datasets")
         for meta, chosen in zip(self.metas, selected, strict=True):
             check_readable(meta, chosen, features.camera_keys, lambda broken: f"choose `episodes` without {broken}")
-        self._image_size = checked_size(features.image_size)
+        self._image_size = check_image_size(features.image_size)
         self._tolerance_s = features.tolerance_s
         self._features = common_features(
             self.metas, features.camera_keys, features.columns, self._image_size, features.padded
@@ -131,7 +131,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
-        drawn, weight = drawn_episodes(self.metas, selected, self._features, selection)
+        drawn, weight = locate_episodes(self.metas, selected, self._features, selection)
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -209,7 +209,7 @@ class LeRobotDatasource(Datasource):
     def _frames(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of a frame of each camera that is read."""
         features = {key: self._features[key] for key in self.columns() if key in self._features}
-        return {key: frame_of(f, self._image_size) for key, f in features.items() if f.dtype in CAMERA_DTYPES}
+        return {key: frame_spec(f, self._image_size) for key, f in features.items() if f.dtype in CAMERA_DTYPES}
 
     def row_bytes(self) -> int:
         """Bytes of one row in the object store."""
@@ -310,7 +310,7 @@ class LeRobotDatasource(Datasource):
         return self._stored_context[1]
 
     def _context(self) -> ReadContext:
-        readers = [DatasetFiles.of(meta, self.columns()) for meta in self.metas]
+        readers = [DatasetFiles.from_metadata(meta, self.columns()) for meta in self.metas]
         return ReadContext(self.plan, readers, self._reading.prepare)
 
     def _reads(self, first: int, last: int, limit: int | None) -> Iterator[list[np.ndarray]]:

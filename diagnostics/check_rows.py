@@ -93,7 +93,7 @@ def check_rows(run: Run) -> list[Epoch]:
         counts += seen[number]
         # The record does not say which rows of an unfinished epoch are due.
         missing, doubled = [], []
-        for rows, least, most in zip(there, *plan.times(min(end, progress.rows)), strict=True):
+        for rows, least, most in zip(there, *plan.occurrences(min(end, progress.rows)), strict=True):
             missing += [row for row in rows if counts[row] < least]
             doubled += [row for row in rows if counts[row] > most]
         unknown, whole = sorted(seen[number].keys() - known), end <= progress.rows

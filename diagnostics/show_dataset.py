@@ -35,7 +35,7 @@ from tqdm import tqdm
 from vla_finetuning.buckets.mirror import as_file
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
-from vla_finetuning.data.frames import frame_ranges_of, movement_keys, table, told_weights
+from vla_finetuning.data.frames import describe_weights, frame_ranges_of, movement_keys, table
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
 from vla_finetuning.options.mixture import read_mixture
@@ -73,7 +73,7 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
     weight = None if weights is None else episode_weights([meta], [meta.root], weights)[0]
     keys, everything = movement_keys(meta), meta.episode_index
     left = frame_ranges_of(meta, everything, keys=keys, skip_idle=skip_idle, weight=weight)
-    return [*([] if weight is None else [told_weights(weight)]), *table(meta, everything, left)]
+    return [*([] if weight is None else [describe_weights(weight)]), *table(meta, everything, left)]
 
 
 def show_mixture(file: str, rename_map: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from tests.datasets import draw_frame, read_frame_number
 from vla_finetuning.data import decode
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image
 from vla_finetuning.data.metadata import Feature
-from vla_finetuning.data.reader import frame_of, height_width
+from vla_finetuning.data.reader import frame_spec, height_width
 from vla_finetuning.envs.writing import writing_videos
 
 FRAMES, FPS, SIZE = 60, 30, (48, 64)
@@ -208,7 +208,7 @@ def test_no_frame_is_decoded_for_nothing(video):
 def test_a_frame_is_as_high_and_wide_as_is_stated(shape):
     """Channels first or last; a video of grey or transparent images is decoded to RGB, as by LeRobot."""
     feature = Feature("observation.images.top", "video", shape, None, False, {})
-    assert height_width(feature) == (48, 64) and frame_of(feature, None)[0] == (48, 64, 3)
+    assert height_width(feature) == (48, 64) and frame_spec(feature, None)[0] == (48, 64, 3)
 
 
 def test_a_video_of_another_size_is_closed(video):

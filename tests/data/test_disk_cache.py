@@ -195,7 +195,7 @@ def test_one_process_at_a_time_makes_a_file(folder):
     inside = []
 
     def make(number):
-        with cache.alone(place(cache)):
+        with cache.locked(place(cache)):
             inside.append(number)
             time.sleep(0.01)
             return inside.pop()
@@ -233,7 +233,7 @@ def test_a_folder_that_fails_costs_a_warning(folder, monkeypatch, caplog, fault)
     content = cache.content("a", "file", "content")
     found = content is not None and cache.read(content / "before", bytearray(len(RECORD)))
     assert found == (fault == "full disk")
-    with cache.alone(before):
+    with cache.locked(before):
         pass
     (warning,) = caplog.records
     assert str(folder) in warning.message and "make room" in warning.message

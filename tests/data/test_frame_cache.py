@@ -141,13 +141,13 @@ def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, d
     elif change == "decoder":
         monkeypatch.setattr(lerobot_videos.av, "__version__", "0.0.0")
     elif change == "rules":
-        monkeypatch.setattr(lerobot_videos, "RULES", 0)
+        monkeypatch.setattr(lerobot_videos, "DECODING_VERSION", 0)
     elif change == "tolerance":
         options["tolerance_s"] = 1e-3
     else:
         # The file is the same, and the frame is asked for a little later.
         keys = property(lambda w: [(frame, at_s + 1e-6) for frame, at_s in zip(w.frame, w.times_s, strict=True)])
-        monkeypatch.setattr(lerobot_videos.Wanted, "keys", keys)
+        monkeypatch.setattr(lerobot_videos.FrameRequest, "keys", keys)
     expected = rows(root, **options)
     reset(decoded)
     found = rows(root, folder, **options)

@@ -5,7 +5,7 @@ import pytest
 
 from tests.datasets import edit_rows, make_dataset
 from vla_finetuning.data.frames import frame_ranges_of, movement_keys, shares, table
-from vla_finetuning.data.idle import STILL, idle_frames, runs_kept
+from vla_finetuning.data.idle import STILL, idle_frames, moving_runs
 from vla_finetuning.data.metadata import load_metadata
 
 FPS = 10
@@ -88,8 +88,8 @@ def meta(tmp_path_factory):
 )
 def test_runs_that_are_left(meta, seconds, kept):
     assert movement_keys(meta) == ["observation.state", "action"]
-    assert runs_kept(meta, np.arange(4), movement_keys(meta), seconds).tolist() == kept
-    assert runs_kept(meta, np.array([1, 3]), movement_keys(meta), seconds).tolist() == [
+    assert moving_runs(meta, np.arange(4), movement_keys(meta), seconds).tolist() == kept
+    assert moving_runs(meta, np.array([1, 3]), movement_keys(meta), seconds).tolist() == [
         run for run in kept if run[0] in (1, 3)
     ]
 
@@ -120,7 +120,7 @@ def test_what_movement_is_measured_by_must_be_known(meta, tmp_path):
     known = load_metadata(root)
     del known.stats["action"]["max"]
     with pytest.raises(ValueError, match="has no min and max of 'action', which movement is measured by"):
-        runs_kept(known, np.arange(2), ["action"], 1.0)
+        moving_runs(known, np.arange(2), ["action"], 1.0)
     edit_rows(root, "action", lambda values, episode, frame: values.__setitem__((episode == 1) & (frame == 3), np.nan))
     with pytest.raises(ValueError, match=f"dataset {root}: .*action of episode 1, frame 3 holds NaN"):
-        runs_kept(load_metadata(root), np.arange(2), ["action"], 1.0)
+        moving_runs(load_metadata(root), np.arange(2), ["action"], 1.0)

@@ -12,7 +12,7 @@ from benchmarks.plan import STAGES, make, measure
 from vla_finetuning.data import plan as data_plan
 from vla_finetuning.data.plan import Episodes, StreamPlan, evenly_spaced, task_bounds, window_and_segment
 from vla_finetuning.data.shards import epoch_ends
-from vla_finetuning.data.shares import Dealer, apportion, fair_share
+from vla_finetuning.data.shares import Interleaver, apportion, fair_share
 
 
 def episodes(*lengths: int, dataset: int = 0) -> Episodes:
@@ -159,9 +159,9 @@ def test_the_sources_of_a_mixture_share_what_is_held(monkeypatch):
             assert sorted(index[first : first + size]) == list(range(size))
     assert sum(len(source._cached[1][0][0]) for source in plan._sources) <= 600 * 1.05
     copy = plan.with_segments(np.array([[0, plan.rows_per_epoch]]))
-    assert [len(source._kept) for source in copy._sources] == [0, 0, 0, 2] and read(copy, 0, 900) == rows[:900]
+    assert [len(source._precut) for source in copy._sources] == [0, 0, 0, 2] and read(copy, 0, 900) == rows[:900]
     few = plan.with_segments(np.array([[0, 900]]))
-    assert sum(len(parts[0][0]) for source in few._sources for parts in source._kept.values()) <= 2 * 600 * 1.05
+    assert sum(len(parts[0][0]) for source in few._sources for parts in source._precut.values()) <= 2 * 600 * 1.05
 
 
 def test_a_fair_share_leaves_the_small_whole():
@@ -324,9 +324,9 @@ def test_a_mixture_read_on_from_anywhere_and_from_another_process(cut, part_segm
 
 @pytest.mark.parametrize("counts", [(3, 2, 1), (7, 7, 7), (2**40 + 1, 2**40, 5), (1, 1000)])
 def test_dealing_is_exact_for_counts_of_any_size(counts):
-    dealer, total = Dealer(counts), sum(counts)
+    dealer, total = Interleaver(counts), sum(counts)
     for position in (1, 2, 5, total // 2, total - 1):
-        dealt = dealer.dealt(position)
+        dealt = dealer.before(position)
         came = max((Fraction(2 * d - 1, n), source) for source, (d, n) in enumerate(zip(dealt, counts, strict=True)))
         to_come = [
             (Fraction(2 * d + 1, n), source) for source, (d, n) in enumerate(zip(dealt, counts, strict=True)) if d < n
@@ -336,10 +336,10 @@ def test_dealing_is_exact_for_counts_of_any_size(counts):
 
 @pytest.mark.parametrize("counts", [(10,), (7, 1), (5, 5, 5), (1, 100, 3, 29), (1,) * 30, (64, 32, 16, 8, 4, 2, 1)])
 def test_dealing_goes_on_by_one_row_and_keeps_to_the_shares(counts):
-    dealer, total = Dealer(counts), sum(counts)
+    dealer, total = Interleaver(counts), sum(counts)
     before = [0] * len(counts)
     for position in range(total + 1):
-        now = dealer.dealt(position)
+        now = dealer.before(position)
         assert sum(now) == position and all(0 <= b - a <= 1 for a, b in zip(before, now, strict=True))
         assert np.abs(np.array(now) - np.array(counts) * position / total).max() < max(1, np.log2(len(counts)))
         before = now
@@ -366,10 +366,10 @@ def test_a_weighted_row_comes_as_often_as_its_weight_says(part_segments):
         rows = read(plan, begin, end)
         assert {e for e, _, _ in rows} == {epoch}
         half = seen + Counter(i for _, _, i in rows[: len(rows) // 2])
-        least, most = plan.times((begin + begin + len(rows)) // 2)
+        least, most = plan.occurrences((begin + begin + len(rows)) // 2)
         assert all(least[e] <= half[i] <= most[e] for i, e in enumerate(of_row))
         seen += Counter(i for _, _, i in rows)
-        exactly, same = plan.times(end)
+        exactly, same = plan.occurrences(end)
         assert (exactly == same).all() and [seen[i] for i in range(len(of_row))] == exactly[of_row].tolist()
         for i, e in enumerate(of_row):
             assert abs(seen[i] - (epoch + 1) * Fraction(WEIGHTS[e])) < 1
@@ -407,7 +407,7 @@ def test_weighted_episodes_in_a_mixture(part_segments):
     rows = read(plan, 0, 9 * plan.rows_per_epoch)
     seen, last = Counter((d, i) for _, d, i in rows), [sum(d == n for _, d, _ in rows) for n in range(3)]
     assert last == [9 * n for n in plan.rows_per_source]
-    least, most = plan.times(9 * plan.rows_per_epoch)
+    least, most = plan.occurrences(9 * plan.rows_per_epoch)
     for e, (d, start, length) in enumerate(zip(drawn.dataset_index, drawn.start, drawn.length, strict=True)):
         counts = {seen[int(d), int(i)] for i in range(start, start + length)}
         assert min(counts) >= least[e] and max(counts) <= most[e]
@@ -423,12 +423,12 @@ def test_how_often_rows_of_a_mixture_came_anywhere_in_a_stream(window):
     plan = StreamPlan(drawn, seed=1, segment_rows=4, window_rows=window, weights=[3, 1])
     rows, seen = read(plan, 0, 4 * plan.rows_per_epoch), Counter()
     for position, (_, dataset, index) in enumerate([*rows, (0, 0, 0)]):
-        least, most = plan.times(position)
+        least, most = plan.occurrences(position)
         assert (most - least <= 2).all()
         for d, start, length, a, b in zip(drawn.dataset_index, drawn.start, drawn.length, least, most, strict=True):
             assert all(a <= seen[int(d), i] <= b for i in range(start, start + length))
         seen[dataset, index] += 1
-    assert not plan.times(0)[1].any()
+    assert not plan.occurrences(0)[1].any()
 
 
 def test_shares_that_cannot_be():

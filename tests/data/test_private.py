@@ -100,5 +100,5 @@ def test_a_disk_that_is_memory_is_told_from_one(tmp_path):
 
 def test_a_cache_of_nothing_is_off(tmp_path, caplog):
     cache = DiskCache(tmp_path / "cache", 0, "")
-    assert cache.content("a dataset", "", "") is None and not cache.takes
+    assert cache.content("a dataset", "", "") is None and not cache.is_writable
     assert not (tmp_path / "cache").exists() and not caplog.records

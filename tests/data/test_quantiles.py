@@ -160,7 +160,7 @@ def still(tmp_path_factory):
         edit_rows(root, key, idling.hold)
     meta = load_metadata(root)
     left = np.concatenate([meta.episode_start[episode] + frames for episode, frames in idling.LEFT.items()])
-    return meta, left, Movement.of(meta, ["observation.state", "action"], 0.5)
+    return meta, left, Movement.from_metadata(meta, ["observation.state", "action"], 0.5)
 
 
 def test_idle_frames_do_not_count(still, root, ways):
@@ -210,7 +210,7 @@ def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, ways):
     assert computed([sources[0], replace(sources[1], weight=3.0)], ["action"])
     assert computed([replace(sources[0], meta=reorder_dimensions(meta, {"action": (1, 0, 2)}, meta))], ["action"])
     assert computed(sources[:1], ["action"], relative=RelativeActions(6, (True,) * 3))
-    moving = [replace(sources[0], movement=Movement.of(meta, ["action"], seconds)) for seconds in (0.2, 0.4)]
+    moving = [replace(sources[0], movement=Movement.from_metadata(meta, ["action"], seconds)) for seconds in (0.2, 0.4)]
     assert all(computed([source], ["action"]) and not computed([source], ["action"]) for source in moving)
 
 

@@ -53,7 +53,7 @@ def test_of_weighted_episodes_and_of_a_mixture_every_row_as_often_as_is_told():
     rows, entries = read(plan, 0, ends[-1]), plan.episodes
     for end in ends:
         found = Counter((dataset, index) for _, dataset, index in rows[:end])
-        least, most = plan.times(end)
+        least, most = plan.occurrences(end)
         assert np.array_equal(least, most)
         for dataset, start, length, times in zip(
             entries.dataset_index, entries.start, entries.length, least, strict=True
@@ -104,7 +104,7 @@ def test_turns_are_of_a_shard_each_but_for_the_ends_of_epochs(turn):
     assert set(own[starts[:-20] - 1] % 10) == {0}
     runs = np.arange(turn, 3000, 4 * turn)[:, None] + [0, turn]
     at_hand = plan.with_segments(runs)
-    assert [len(of_shard._sources[0]._kept) for of_shard in at_hand._shards] == [0, 1, 0, 0]
+    assert [len(of_shard._sources[0]._precut) for of_shard in at_hand._shards] == [0, 1, 0, 0]
     assert read(at_hand, 0, 3000) == read(plan, 0, 3000)
 
 

@@ -73,7 +73,7 @@ def read(source, times_s):
 
 
 def test_the_index_is_what_ffmpeg_makes_of_the_file(store, content, tmp_path):
-    index, _ = video_index._index_of(opened(store).file)
+    index, _ = video_index._read_index(opened(store).file)
     (tmp_path / "file.mp4").write_bytes(content)
     with av.open(str(tmp_path / "file.mp4")) as container:
         stream = container.streams.video[0]
@@ -108,13 +108,13 @@ def test_what_is_asked_for_beforehand_is_what_is_read(store, content, tmp_path):
 
 def test_a_node_reads_the_index_once(store, content):
     video = opened(store)
-    index, ranges = video_index._index_of(video.file)
+    index, ranges = video_index._read_index(video.file)
     video.ask(np.array([1.0]), FPS)
     settle(video)
     store.fetched.clear()
     disk_cache.disk_cache.cache_clear()  # as another process
     video = opened(store)
-    assert video_index._index_of(video.file)[0].offset.tolist() == index.offset.tolist()
+    assert video_index._read_index(video.file)[0].offset.tolist() == index.offset.tolist()
     assert not store.fetched
     video.file.close()
     # What the disk lost is read again. Frames are not cached there.
@@ -124,7 +124,7 @@ def test_a_node_reads_the_index_once(store, content):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     disk_cache.disk_cache.cache_clear()
     video = opened(store)
-    assert video_index._index_of(video.file)[1] == ranges and store.fetched
+    assert video_index._read_index(video.file)[1] == ranges and store.fetched
 
 
 def test_an_index_that_makes_no_sense_is_left_to_ffmpeg(content):
@@ -149,7 +149,7 @@ def test_an_index_that_makes_no_sense_is_left_to_ffmpeg(content):
         data = bytearray(content)
         for _ in range(rng.choice([1, 4])):
             data[rng.randrange(start, min(end, start + 700))] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
-        index, _ = video_index._index_of(File(bytes(data)[: rng.choice([len(data), end - 5])]))
+        index, _ = video_index._read_index(File(bytes(data)[: rng.choice([len(data), end - 5])]))
         left += index is None
         if index is not None:
             index.ranges(np.arange(5) / FPS, FPS)

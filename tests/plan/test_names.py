@@ -16,7 +16,7 @@ from tests.datasets import make_dataset
 from tests.in_process import resolved, train
 from tests.tiny import make_base
 from vla_finetuning.data.frames import movement_keys
-from vla_finetuning.data.idle import runs_kept
+from vla_finetuning.data.idle import moving_runs
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.quantiles import Source, exact_stats, sample_rows
 from vla_finetuning.data.statistics import STATISTICS, complete_stats, digest, episode_arrays, files_of
@@ -258,7 +258,7 @@ def test_a_joined_state_is_summed_up_looked_at_and_moved_as_one(settings, split)
         yield from (exact[key][name] for name in STATISTICS)
         yield from (as_lerobot[key][name] for name in STATISTICS)
         yield sample_rows(meta, everything, [key])[0][key]
-        yield runs_kept(meta, everything, movement_keys(meta), 0.3)
+        yield moving_runs(meta, everything, movement_keys(meta), 0.3)
         for file in files_of(meta, everything):
             yield from (arrays[key] for _, arrays in episode_arrays(meta.fs, features=[meta.features[key]], **file))
 

@@ -26,7 +26,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "TIFF", "WEBP", "BMP")
 # How a PNG begins. Width, height, bits of a value (8) and kind of pixels (2: RGB) follow.
 _PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 # Chunks of a PNG that may say how it is to be turned: EXIF, also as text, and XMP.
-_TURNING = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+_ORIENTATION_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 # FFmpeg's name of its reader of mp4 and mov.
 VIDEO_FORMAT = "mp4"
 # Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
@@ -104,7 +104,7 @@ class VideoReader:
             self._container = av.open(source, format=VIDEO_FORMAT, options=options)
             self._stream = self._container.streams.video[0]
         except (av.FFmpegError, IndexError) as error:
-            _raise_of_disk(error, name)
+            _raise_disk_error(error, name)
             raise ValueError(
                 f"{name}: not a readable video, mp4 or mov ({error}); it may be truncated: copy it again"
             ) from error
@@ -119,8 +119,8 @@ class VideoReader:
         self._half_tick_s = float(self._stream.time_base) / 2
         self._frames: Any = None
         self._current: _TimedFrame | None = None
-        self._wanted_s = 0.0  # when `_current` was found
-        self._ahead: _TimedFrame | None = None  # decoded, but later than `_current`
+        self._requested_s = 0.0  # when `_current` was found
+        self._lookahead: _TimedFrame | None = None  # decoded, but later than `_current`
         self.frames_decoded = 0
 
     def __enter__(self) -> VideoReader:
@@ -142,68 +142,68 @@ class VideoReader:
             OSError: the disk or the object store does not give the file.
         """
         try:
-            for i, wanted_s in enumerate(timestamps_s):
-                sink(i, self._pixels(self._frame_at(float(wanted_s))))
+            for i, requested_s in enumerate(timestamps_s):
+                sink(i, self._pixels(self._frame_at(float(requested_s))))
         except av.FFmpegError as error:
-            _raise_of_disk(error, self.name)
+            _raise_disk_error(error, self.name)
             raise ValueError(
-                f"{self.name}: decoding failed near {wanted_s:.3f} s ({error}); the file is damaged, truncated or "
+                f"{self.name}: decoding failed near {requested_s:.3f} s ({error}); the file is damaged, truncated or "
                 f"holds frames larger than {self.shape[0]}x{self.shape[1]}: copy it again, or leave its episodes out "
                 "with --dataset.episodes"
             ) from error
 
-    def _frame_at(self, wanted_s: float) -> av.VideoFrame:
+    def _frame_at(self, requested_s: float) -> av.VideoFrame:
         # Timestamps are float32 in data files, hours into a video farther apart than the tolerance.
-        rounded_s = float(np.spacing(np.float32(wanted_s))) / 2
+        rounded_s = float(np.spacing(np.float32(requested_s))) / 2
         # A frame that is as near as this is the nearest, at whatever times the others are.
-        equal_s = rounded_s + self._half_tick_s
-        near = self._current
+        tie_s = rounded_s + self._half_tick_s
+        nearest = self._current
         # A frame that was the nearest to an earlier time stays the nearest until its own time.
-        is_ahead = near is not None and near[0] > wanted_s + equal_s and wanted_s < self._wanted_s
-        if near is None or is_ahead or wanted_s - near[0] > SEEK_AFTER_FRAMES / self._fps:
-            near = self._seek(wanted_s, equal_s)
+        is_ahead = nearest is not None and nearest[0] > requested_s + tie_s and requested_s < self._requested_s
+        if nearest is None or is_ahead or requested_s - nearest[0] > SEEK_AFTER_FRAMES / self._fps:
+            nearest = self._seek(requested_s, tie_s)
         end = False
-        while near[0] < wanted_s - equal_s:
+        while nearest[0] < requested_s - tie_s:
             later = self._next()
             if later is None:
                 end = True
                 break
-            if later[0] - wanted_s >= wanted_s - near[0]:
-                self._ahead = later
+            if later[0] - requested_s >= requested_s - nearest[0]:
+                self._lookahead = later
                 break
-            near = later
-        self._current, self._wanted_s = near, wanted_s
-        if abs(wanted_s - near[0]) <= self._tolerance_s + rounded_s:
-            return near[1]
+            nearest = later
+        self._current, self._requested_s = nearest, requested_s
+        if abs(requested_s - nearest[0]) <= self._tolerance_s + rounded_s:
+            return nearest[1]
         if end:
             raise ValueError(
-                f"{self.name}: no frame at {wanted_s:.4f} s; the video ends at {near[0]:.4f} s, before the "
+                f"{self.name}: no frame at {requested_s:.4f} s; the video ends at {nearest[0]:.4f} s, before the "
                 "metadata says: it is truncated or the metadata is wrong; copy the file again or repair the dataset"
             )
         raise ValueError(
-            f"{self.name}: no frame at {wanted_s:.4f} s; the nearest is at {near[0]:.4f} s, farther than the tolerance "
-            f"of {self._tolerance_s} s: the timestamps in the data and in the video disagree; repair the dataset, or "
-            "raise --tolerance_s if a nearby frame will do"
+            f"{self.name}: no frame at {requested_s:.4f} s; the nearest is at {nearest[0]:.4f} s, farther than the "
+            f"tolerance of {self._tolerance_s} s: the timestamps in the data and in the video disagree; repair the "
+            "dataset, or raise --tolerance_s if a nearby frame will do"
         )
 
-    def _seek(self, wanted_s: float, equal_s: float) -> _TimedFrame:
-        """The frame at a key frame before `wanted_s`, or equal to it; where there is none, the video's first."""
+    def _seek(self, requested_s: float, tie_s: float) -> _TimedFrame:
+        """The frame at a key frame before `requested_s`, or equal to it; where there is none, the video's first."""
         # Key frames are found by the time they are decoded at: with B-frames, one may be shown after the frame wanted.
         for back_s in (0.0, 1.0, 10.0, np.inf):
-            target_s = max(0.0, wanted_s + equal_s - back_s)
+            target_s = max(0.0, requested_s + tie_s - back_s)
             offset = int(target_s / self._stream.time_base)
             self._container.seek(offset, backward=True, any_frame=False, stream=self._stream)
-            self._frames, self._ahead = self._container.decode(self._stream), None
+            self._frames, self._lookahead = self._container.decode(self._stream), None
             frame = self._next()
-            if target_s == 0 or (frame is not None and frame[0] <= wanted_s + equal_s):
+            if target_s == 0 or (frame is not None and frame[0] <= requested_s + tie_s):
                 break
         if frame is None:
             raise ValueError(f"{self.name}: holds no frames; it is truncated: copy it again")
         return frame
 
     def _next(self) -> _TimedFrame | None:
-        if self._ahead is not None:
-            frame, self._ahead = self._ahead, None
+        if self._lookahead is not None:
+            frame, self._lookahead = self._lookahead, None
             return frame
         for frame in self._frames:
             self.frames_decoded += 1
@@ -229,7 +229,7 @@ class VideoReader:
             )
 
 
-def _raise_of_disk(error: Exception, name: str) -> None:
+def _raise_disk_error(error: Exception, name: str) -> None:
     """Raise an error that is the disk's (a network drive that is gone), which says nothing of what is on it."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         raise OSError(error.errno, f"{name}: {error.strerror}") from error
@@ -281,7 +281,7 @@ def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> n
         ValueError: missing or damaged bytes, or another size than (height, width).
     """
     plain = data is not None and data[:26] == _PNG + struct.pack(">IIBB", width, height, 8, 2)
-    if data is not None and plain and not any(chunk_type in _TURNING for chunk_type in _png_chunks(data)):
+    if data is not None and plain and not any(chunk_type in _ORIENTATION_CHUNKS for chunk_type in _png_chunks(data)):
         # In a third of Pillow's time. What it refuses, as for a wrong checksum, Pillow reads, or says why not.
         with contextlib.suppress(Exception):
             return decode_image_png_u8(data, (height, width), "rgb")

@@ -41,7 +41,7 @@ FULLEST_DISK = 0.9
 # What is meant to fit may take this share of what is left below that.
 SPACE_SHARE = 0.8
 # A process that found no space, or an error, asks again after this time.
-ASK_AGAIN_S = 60.0
+RETRY_S = 60.0
 # A dataset that no process has read for so long may be dropped for space; processes that read it say so this often.
 IDLE_S, TOUCH_S = 3600.0, 600.0
 # Capacity that a process takes at once.
@@ -108,7 +108,7 @@ class DiskCache:
     read longest ago first; and of each file all but its newest content. Threads may share it; no method raises OSError.
 
     Attributes:
-        works: whether to read; False for a minute after an error of the disk.
+        is_readable: whether to read; False for a minute after an error of the disk.
     """
 
     def __init__(self, folder: Path, limit_bytes: int, remedy: str):
@@ -116,18 +116,18 @@ class DiskCache:
         self._broken_until = self._full_until = -float("inf")
         self._touched: dict[Path, float] = {}
         self._prefix = len(os.fsencode(folder))
-        self._room = 0
+        self._capacity = 0
         self._lock = threading.Lock()
         self._warned = False
 
     @property
-    def works(self) -> bool:
+    def is_readable(self) -> bool:
         return bool(self.limit_bytes) and time.monotonic() >= self._broken_until
 
     @property
-    def takes(self) -> bool:
+    def is_writable(self) -> bool:
         """Return whether it is worth to make something for it: False for a while after an error, or without space."""
-        return self.works and time.monotonic() >= self._full_until
+        return self.is_readable and time.monotonic() >= self._full_until
 
     def content(self, dataset: str, file: str, identity: str) -> Path | None:
         """Return the folder for what is made of a file's content, which need not be there; None if the cache fails.
@@ -135,17 +135,17 @@ class DiskCache:
         Args:
             dataset, file: tell it from others. identity: tells this content from other contents of the file.
         """
-        with self.doing_without():
-            if self.works:
+        with self.tolerating_errors():
+            if self.is_readable:
                 place = self.folder / short_hash(dataset)
                 if time.monotonic() - self._touched.get(place, -float("inf")) > TOUCH_S:
-                    self._touch(place)
+                    self._mark_read(place)
                 return place / short_hash(file) / short_hash(identity)
         return None
 
     def read(self, path: Path, out: Any) -> bool:
         """Fill a buffer with a file that has just its size; False if it is not there."""
-        with self.doing_without(), self.opened(path) as descriptor:
+        with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             tail, out = bytearray(_CHECKSUM_BYTES + 1), memoryview(out).cast("B")
             size = os.preadv(descriptor, [out, tail], 0)
             return size == len(out) + _CHECKSUM_BYTES and tail[:-1] == self.checksum(path, out)
@@ -153,7 +153,7 @@ class DiskCache:
 
     def map(self, path: Path) -> pa.Buffer | None:
         """Return a file's bytes, mapped, after all of them were read and checked; None if it is not there."""
-        with self.doing_without(), self.opened(path) as descriptor:
+        with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             content_bytes = os.fstat(descriptor).st_size - _CHECKSUM_BYTES
             with open(descriptor, "rb", buffering=0, closefd=False) as file:
                 parts = iter(lambda: file.read(max(0, min(_READ_BYTES, content_bytes - file.tell()))), b"")
@@ -164,19 +164,19 @@ class DiskCache:
 
     def read_records(self, path: Path, keys: Sequence[Key], out: Sequence[Any]) -> list[bool]:
         """Fill buffers of one size with the records of a file; return which of them are there."""
-        is_there = [False] * len(keys)
-        with self.doing_without(), self.opened(path) as descriptor:
+        is_present = [False] * len(keys)
+        with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             for nth, key in enumerate(keys):
                 record, checksum = memoryview(out[nth]).cast("B"), bytearray(_CHECKSUM_BYTES)
                 size = os.preadv(descriptor, [record, checksum], key[0] * _stride(len(record)))
                 is_whole = size == len(record) + _CHECKSUM_BYTES
-                is_there[nth] = is_whole and checksum == self._record_checksum(path, key, record)
-        return is_there
+                is_present[nth] = is_whole and checksum == self._record_checksum(path, key, record)
+        return is_present
 
     def write_records(self, path: Path, keys: Sequence[Key], records: Sequence[Any]) -> None:
         """Store records of one size, each at its place in a file of a folder from `content`, if there is space."""
-        with self.doing_without():
-            if not self.takes or not self.reserve(sum(_stride(memoryview(record).nbytes) for record in records)):
+        with self.tolerating_errors():
+            if not self.is_writable or not self.reserve(sum(_stride(memoryview(record).nbytes) for record in records)):
                 return
             descriptor = self._open_to_write(path, os.O_WRONLY | os.O_CREAT)
             with open(descriptor, "wb", buffering=0) as file:
@@ -188,8 +188,8 @@ class DiskCache:
     def write(self, path: Path, data: Any) -> None:
         """Store a buffer as a file of a folder from `content`, if there is space."""
         data = memoryview(data).cast("B")
-        with self.doing_without():
-            if not self.takes or not self.reserve(len(data) + _CHECKSUM_BYTES):
+        with self.tolerating_errors():
+            if not self.is_writable or not self.reserve(len(data) + _CHECKSUM_BYTES):
                 return
             partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
             descriptor = self._open_to_write(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -203,11 +203,11 @@ class DiskCache:
                 raise
 
     @contextlib.contextmanager
-    def alone(self, path: Path) -> Iterator[None]:
+    def locked(self, path: Path) -> Iterator[None]:
         """Keep other processes and threads that do the same for `path` waiting meanwhile."""
         descriptor = None
-        with self.doing_without():
-            self.make(path.parent)
+        with self.tolerating_errors():
+            self.make_folder(path.parent)
             descriptor = open_own(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
@@ -220,12 +220,12 @@ class DiskCache:
         try:
             return open_own(path, flags)
         except FileNotFoundError:
-            self.make(path.parent)
+            self.make_folder(path.parent)
             return open_own(path, flags)
 
     @contextlib.contextmanager
-    def opened(self, path: Path) -> Iterator[int]:
-        if not self.works:
+    def _open_to_read(self, path: Path) -> Iterator[int]:
+        if not self.is_readable:
             raise FileNotFoundError
         descriptor = open_own(path, os.O_RDONLY)
         try:
@@ -242,7 +242,7 @@ class DiskCache:
     def _record_checksum(self, path: Path, key: Key, record: Any) -> bytes:
         return self.checksum(path, struct.pack("<qd", *key), record)
 
-    def _touch(self, place: Path) -> None:
+    def _mark_read(self, place: Path) -> None:
         """Make the folder of a dataset, for this user alone, and note that the dataset is read."""
         make_private(place)
         if (info := place.lstat()).st_uid != os.geteuid() or info.st_mode & 0o022:
@@ -250,10 +250,10 @@ class DiskCache:
         os.utime(place)
         self._touched[place] = time.monotonic()
 
-    def make(self, content: Path) -> None:
+    def make_folder(self, content: Path) -> None:
         """Make the folder of a content, and delete what was made of other contents of the file."""
         if not content.exists():
-            self._touch(content.parents[1])
+            self._mark_read(content.parents[1])
             for folder in (content.parent, content):
                 folder.mkdir(exist_ok=True, mode=0o700)
             for entry in os.scandir(content.parent):
@@ -263,24 +263,24 @@ class DiskCache:
     def reserve(self, size: int) -> bool:
         """Return whether `size` more bytes may be stored; they count as stored from now on."""
         with self._lock:
-            if size > self._room:
-                self._room = self._take(size)
-            if fits := size <= self._room:
-                self._room -= size
+            if size > self._capacity:
+                self._capacity = self._take_capacity(size)
+            if fits := size <= self._capacity:
+                self._capacity -= size
         return fits
 
-    def _take(self, size: int) -> int:
+    def _take_capacity(self, size: int) -> int:
         """Take capacity, `size` or more, out of the ledger; 0 where there is none."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, before = open_own(self.folder / LEDGER, os.O_RDWR | os.O_CREAT), time.monotonic()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             ledger = os.pread(descriptor, 20, 0)
-            stored = int(ledger) if ledger.isdigit() else self._drop(float("inf"))
+            stored = int(ledger) if ledger.isdigit() else self._evict(float("inf"))
             if stored + size > self.limit_bytes:
-                stored = self._drop(self.limit_bytes - size)
+                stored = self._evict(self.limit_bytes - size)
             if self._disk_is_full(size):
-                stored = self._drop(0)
+                stored = self._evict(0)
             fits = stored + size <= self.limit_bytes and not self._disk_is_full(size)
             capacity = max(size, min(SLICE_BYTES, (self.limit_bytes - stored) // 16)) if fits else 0
             os.pwrite(descriptor, b"%020d" % (stored + capacity), 0)
@@ -288,11 +288,11 @@ class DiskCache:
             os.close(descriptor)  # lets go of the lock, as the end of the process would
         if not fits:
             # To count the files of a large folder takes seconds.
-            self._full_until = time.monotonic() + max(ASK_AGAIN_S, 50 * (time.monotonic() - before))
+            self._full_until = time.monotonic() + max(RETRY_S, 50 * (time.monotonic() - before))
             self._warn("is full")
         return capacity
 
-    def _drop(self, goal_bytes: float) -> int:
+    def _evict(self, goal_bytes: float) -> int:
         """Drop datasets that no process reads until `goal_bytes` are left; return the bytes left. Under the lock."""
         names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
         places = [self.folder / name for name in names if len(name) == _NAME_LENGTH]  # others' folders stay
@@ -309,7 +309,7 @@ class DiskCache:
         return used + size > most
 
     @contextlib.contextmanager
-    def doing_without(self) -> Iterator[None]:
+    def tolerating_errors(self) -> Iterator[None]:
         """An OSError inside ends the block, and the use of the folder, with a warning: the first of the process.
 
         After one about space or permissions, cached content is still read. A missing file ends the block only.
@@ -319,7 +319,7 @@ class DiskCache:
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._full_until = time.monotonic() + ASK_AGAIN_S
+            self._full_until = time.monotonic() + RETRY_S
             if error.errno not in _NO_WRITING:
                 self._broken_until = self._full_until
             self._warn(f"fails ({error})")
@@ -346,7 +346,7 @@ class CacheFolder:
     gb: float
     remedy: ClassVar[str] = ""
 
-    def opened(self) -> DiskCache:
+    def open(self) -> DiskCache:
         return disk_cache(Path(self.folder), int(self.gb * 1e9), self.remedy)
 
 

@@ -17,7 +17,7 @@ from vla_finetuning.data.dataset import DatasetMetadata
 from vla_finetuning.data.disk_cache import CacheFolder, Key, short_hash
 from vla_finetuning.data.reader import DatasetFiles, Decoding
 from vla_finetuning.data.storage import file_identity
-from vla_finetuning.data.videos import frames_place
+from vla_finetuning.data.videos import frame_cache_key
 
 
 class FeatureCache(CacheFolder):
@@ -52,9 +52,9 @@ class FeatureStore:
         dtype: np.dtype,
         made_by: str,
     ):
-        self._cache = cache.opened()
+        self._cache = cache.open()
         self._metas = tuple(metas)
-        self._readers = [DatasetFiles.of(meta, set(cameras.values())) for meta in metas]
+        self._readers = [DatasetFiles.from_metadata(meta, set(cameras.values())) for meta in metas]
         self._cameras, self._decoding, self._made_by = dict(cameras), decoding, made_by
         self.shapes, self.dtype = dict(shapes), dtype
         self._contents: dict[tuple[str, int, int], tuple[str, str, str] | None] = {}
@@ -109,7 +109,7 @@ class FeatureStore:
                 numbers.append(meta.episode_video_start_s[key][episode])
             paths = [reader.path(file) for file in files]
             identities = [file_identity(reader.fs, path) for path in paths]
-            frames, file = frames_place(reader, key, "\0".join(paths), self._decoding)
+            frames, file = frame_cache_key(reader, key, "\0".join(paths), self._decoding)
             made = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
             identity = "\0".join(map(str, [*identities, *(number.item() for number in numbers)]))
             # Short, for there is one of each episode of each camera.

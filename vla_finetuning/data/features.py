@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vla_finetuning.data.dataset import CAMERA_DTYPES, DatasetMetadata, Feature
-from vla_finetuning.data.reader import frame_of
+from vla_finetuning.data.reader import frame_spec
 from vla_finetuning.data.rows import BOOKKEEPING, row_kind
 
 
@@ -36,7 +36,7 @@ def resolve_delta_indices(
     return indices
 
 
-def checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
+def check_image_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
     if image_size is None:
         return None
     if len(image_size) != 2 or any(int(n) != n or n < 1 for n in image_size):
@@ -44,12 +44,12 @@ def checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
     return int(image_size[0]), int(image_size[1])
 
 
-def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
+def _layout(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
     """Return what columns of several datasets must agree in to be one."""
-    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, row_kind(feature))
+    return frame_spec(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, row_kind(feature))
 
 
-def _padded(
+def _padded_alike(
     chosen: Mapping[str, Feature], other: Mapping[str, Feature], image_size: tuple[int, int] | None
 ) -> tuple[dict[str, Feature], dict[str, Feature]]:
     """Both with the cameras that either has, and vectors as long as the longer of the two."""
@@ -90,7 +90,7 @@ def common_features(
             if selected is None or key in selected or key in BOOKKEEPING:
                 features[key] = feature
         if padded and chosen:
-            chosen, features = _padded(chosen, features, image_size)
+            chosen, features = _padded_alike(chosen, features, image_size)
         if not chosen:
             chosen = features
         differing = sorted(
@@ -98,7 +98,7 @@ def common_features(
             for k in chosen.keys() | features.keys()
             if k not in chosen
             or k not in features
-            or _array_of(chosen[k], image_size) != _array_of(features[k], image_size)
+            or _layout(chosen[k], image_size) != _layout(features[k], image_size)
         )
         if differing:
             raise ValueError(

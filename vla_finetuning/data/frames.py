@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vla_finetuning.data.dataset import NUMERIC_DTYPES, DatasetMetadata
-from vla_finetuning.data.idle import runs_kept
+from vla_finetuning.data.idle import moving_runs
 from vla_finetuning.data.options import FrameRanges
 from vla_finetuning.data.relative_actions import ACTION, STATE
 
@@ -39,12 +39,12 @@ def frame_ranges_of(
             `data.idle`); None: all are.
         weight: float64, of all episodes of the dataset, at least 0.
     Raises:
-        ValueError, FileNotFoundError: as `idle.runs_kept`.
+        ValueError, FileNotFoundError: as `idle.moving_runs`.
     """
     if skip_idle is None:
         stretches = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
     else:
-        stretches = runs_kept(meta, episodes, keys, skip_idle)
+        stretches = moving_runs(meta, episodes, keys, skip_idle)
     episode, first, frames = stretches.T
     moving, frames = frames, np.minimum(frames, meta.episode_length[episode] - dropped - first)
     used = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
@@ -109,7 +109,7 @@ def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> l
     return lines
 
 
-def told_weights(weight: np.ndarray) -> str:
+def describe_weights(weight: np.ndarray) -> str:
     """The weights of episodes in a line, float64 (E,)."""
     values, counts = np.unique(weight, return_counts=True)
     if len(values) > 6:

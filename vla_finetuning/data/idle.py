@@ -30,7 +30,7 @@ def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves
     span; and the episode's last frame, where it is the last of those.
 
     Args:
-        values: features of the episode, (L, D) each. spans: their ranges, (D,) each, as of `span_of`.
+        values: features of the episode, (L, D) each. spans: their ranges, (D,) each, as of `value_span`.
     Returns:
         bool (L,).
     """
@@ -60,15 +60,15 @@ def _sliding(values: np.ndarray, width: int, extreme: Callable[..., np.ndarray])
     return values
 
 
-def span_of(meta: DatasetMetadata, key: str) -> np.ndarray:
+def value_span(meta: DatasetMetadata, key: str) -> np.ndarray:
     """Return how far each dimension of a feature reaches in the dataset, float64 (D,); of one that never moves,
     infinity.
     """
-    low, high = reach_of(meta, key)
+    low, high = value_range(meta, key)
     return np.where(high > low, high - low, np.inf)
 
 
-def reach_of(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
+def value_range(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return where a feature's values begin and end in the whole dataset, float64 (D,) each, in the
     order of its files.
     """
@@ -86,7 +86,7 @@ class Movement:
     """What movement in a dataset is measured by, and for how many frames it may be absent.
 
     Attributes:
-        features: vectors, of state and action. spans: their ranges, as of `span_of`. moves: as of `idle_frames`.
+        features: vectors, of state and action. spans: their ranges, as of `value_span`. moves: as of `idle_frames`.
     """
 
     features: tuple[Feature, ...]
@@ -94,7 +94,7 @@ class Movement:
     moves: int
 
     @classmethod
-    def of(cls, meta: DatasetMetadata, keys: Sequence[str], seconds: float) -> Movement:
+    def from_metadata(cls, meta: DatasetMetadata, keys: Sequence[str], seconds: float) -> Movement:
         """Frames in which the vectors `keys` stay the same for longer than so many seconds are idle.
 
         Raises:
@@ -102,7 +102,7 @@ class Movement:
         """
         if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
             raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
-        features, spans = (meta.features[key] for key in keys), (span_of(meta, key) for key in keys)
+        features, spans = (meta.features[key] for key in keys), (value_span(meta, key) for key in keys)
         return cls(tuple(features), tuple(spans), math.floor(seconds * meta.fps + 1e-6) + 1)
 
     def idle(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -115,7 +115,7 @@ class Movement:
         return {"spans": spans, "moves": self.moves}
 
 
-def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float) -> np.ndarray:
+def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float) -> np.ndarray:
     """The runs of frames of some episodes that are left without those where nothing moves for longer than so long.
 
     Runs on the driver, without Ray: reads the columns of `keys` alone, each file once, as many at a time as there are
@@ -129,7 +129,7 @@ def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], 
         ValueError: `keys` that are no vectors or have no range in meta/stats.json; data that contradicts the metadata
             or holds NaN. FileNotFoundError: a data file is missing.
     """
-    movement = Movement.of(meta, keys, seconds)
+    movement = Movement.from_metadata(meta, keys, seconds)
 
     def of_file(file: dict[str, Any]) -> np.ndarray:
         runs = [np.empty((0, 3), np.int64)]

@@ -173,10 +173,10 @@ def _copied(
     if path not in _mapped:
         copy = cache.map(path)
         if copy is None:
-            if unpack is None or not cache.takes:
+            if unpack is None or not cache.is_writable:
                 return None
             # Other readers of this file wait: they would unpack the same.
-            with cache.alone(path):
+            with cache.locked(path):
                 copy = cache.map(path)
                 if copy is None:
                     try:

@@ -19,9 +19,9 @@ single rows, each epoch is one permutation of all rows, which is for frames that
 
 A *mixture* gives datasets weights. Each dataset is then a source of its own: endless epochs of its own rows, each
 another permutation of its segments. An epoch of the mixture is as many rows as the datasets hold together, and every
-source contributes its share of them by weight, always the next rows of its own stream, spread evenly (`Dealer`). So a
-source with twice its natural share is seen twice per epoch of the mixture, one with half of it every other; within each
-of a source's own epochs, every row comes exactly once.
+source contributes its share of them by weight, always the next rows of its own stream, spread evenly (`Interleaver`).
+So a source with twice its natural share is seen twice per epoch of the mixture, one with half of it every other; within
+each of a source's own epochs, every row comes exactly once.
 
 *Episode weights* say how often the rows of an episode come in an epoch (of the source that they are of), on average:
 `Repetitions` makes whole numbers of them. Epochs then differ in length, by a little, and ``rows_per_epoch`` is their
@@ -42,12 +42,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from vla_finetuning.data.shares import Dealer, Repetitions, apportion, fair_share, mean_rows
+from vla_finetuning.data.shares import Interleaver, Repetitions, apportion, fair_share, mean_rows
 
 # Segments of all sources that are held at once: 32 bytes each to keep, three times that while they are cut, 0.3 s.
 PART_SEGMENTS = 2**21
 # Of a source, so many parts of epochs are cut once for all tasks. Where they read of more, each cuts them.
-PARTS_AT_HAND = 2
+MAX_PRECUT_PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class WindowSlice:
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows in output order: (part number, `index` in the dataset), both int64 (hi - lo,)."""
         length = self.end - self.start
-        part = np.repeat(np.arange(len(length)), length)
-        offset = np.arange(len(part)) - np.repeat(np.cumsum(length) - length, length)
-        index = self.start[part] + offset
+        run = np.repeat(np.arange(len(length)), length)
+        offset = np.arange(len(run)) - np.repeat(np.cumsum(length) - length, length)
+        index = self.start[run] + offset
         if self.shuffle_key is not None:
-            order = np.random.default_rng(self.shuffle_key).permutation(len(part))[self.lo : self.hi]
+            order = np.random.default_rng(self.shuffle_key).permutation(len(run))[self.lo : self.hi]
         else:
             order = np.arange(self.lo, self.hi, dtype=np.int64)
-        return part[order], index[order]
+        return run[order], index[order]
 
 
 def evenly_spaced(count: int, limit: int) -> np.ndarray:
@@ -116,7 +116,7 @@ def evenly_spaced(count: int, limit: int) -> np.ndarray:
 
 
 # Episode, start and end of consecutive runs of rows, all int64 (P,).
-Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
+Runs = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class StreamPlan:
@@ -170,29 +170,29 @@ class StreamPlan:
         if episode_weights is not None:
             self.rows_per_epoch = mean_rows(episodes.length, episode_weights)
         if weights is None:
-            source_of, self._dealer = np.zeros(len(episodes), np.int32), Dealer([self.rows_per_epoch])
+            source_of, self._interleaver = np.zeros(len(episodes), np.int32), Interleaver([self.rows_per_epoch])
         else:
             if len(weights) != episodes.dataset_index.max() + 1:
                 raise ValueError(f"{len(weights)} weights for {episodes.dataset_index.max() + 1} datasets")
-            source_of, self._dealer = episodes.dataset_index, Dealer(apportion(self.rows_per_epoch, weights))
-        members = [np.flatnonzero(source_of == number) for number in range(len(self._dealer.counts))]
+            source_of, self._interleaver = episodes.dataset_index, Interleaver(apportion(self.rows_per_epoch, weights))
+        members = [np.flatnonzero(source_of == number) for number in range(len(self._interleaver.counts))]
 
         def sources(rows: int, cut_at: int) -> list[_Source]:
             built = [_Source(episodes, ids, seed, n, rows, cut_at, episode_weights) for n, ids in enumerate(members)]
-            most = fair_share([source.segments for source in built], PART_SEGMENTS)
+            max_segments = fair_share([source.segments for source in built], PART_SEGMENTS)
             for source in built:
-                source.divide(most)
+                source.split_epochs(max_segments)
             return built
 
         self._sources = sources(segment_rows, self.cut_at)
         if later_segment_rows is not None:
-            for source, later in zip(self._sources, sources(later_segment_rows, 1), strict=True):
-                source.later = later
+            for source, later_source in zip(self._sources, sources(later_segment_rows, 1), strict=True):
+                source.later_source = later_source
 
     @property
     def rows_per_source(self) -> list[int]:
         """Return the rows of an epoch from each dataset of a mixture; without weights, of the only source."""
-        return self._dealer.counts
+        return self._interleaver.counts
 
     def identity(self) -> dict[str, Any]:
         """Return what must stay equal for a position in the stream to keep its meaning."""
@@ -214,7 +214,7 @@ class StreamPlan:
         if self.episode_weights is not None:
             identity["episode_weights"] = hashlib.sha256(self.episode_weights.astype(np.float64)).hexdigest()
         if self.later_segment_rows is not None:
-            parts = [source.of_epoch(1).parts_of_epoch for source in self._sources]
+            parts = [source.cutter(1).parts_of_epoch for source in self._sources]
             identity["later_epochs"] = {"segment_rows": self.later_segment_rows, "parts_of_epoch": parts}
         return identity
 
@@ -229,7 +229,7 @@ class StreamPlan:
         epoch = position // self.rows_per_epoch
         return epoch, self.begin(epoch), self.begin(epoch + 1)
 
-    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def occurrences(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return how often the rows of each entry of `episodes` occur among the first `position` of the stream.
 
         Returns:
@@ -239,8 +239,9 @@ class StreamPlan:
         # Within a window any of its rows may have come: those of two epochs of a source, too.
         _, first, last = self._window(position)
         last = first if first == position else last
-        for source, certain, possible in zip(self._sources, self._taken(first), self._taken(last), strict=True):
-            least[source.members], most[source.members] = source.times(certain)[0], source.times(possible)[1]
+        for source, certain, possible in zip(self._sources, self._split(first), self._split(last), strict=True):
+            least[source.members] = source.occurrences(certain)[0]
+            most[source.members] = source.occurrences(possible)[1]
         return least, most
 
     def _window(self, position: int) -> tuple[int, int, int]:
@@ -250,21 +251,22 @@ class StreamPlan:
         # A window that straddles two epochs is two windows: no row of an epoch overtakes the one before it.
         return epoch, max(begin, first), min(begin + self.window_rows, last)
 
-    def _taken(self, position: int) -> list[int]:
+    def _split(self, position: int) -> list[int]:
         """Rows of each source among the first `position` of the stream."""
         if len(self._sources) == 1:
             return [position]
         epoch, offset = divmod(position, self.rows_per_epoch)
-        return [epoch * n + dealt for n, dealt in zip(self._dealer.counts, self._dealer.dealt(offset), strict=True)]
+        before = self._interleaver.before(offset)
+        return [epoch * n + rows for n, rows in zip(self._interleaver.counts, before, strict=True)]
 
     def with_segments(self, runs: np.ndarray) -> StreamPlan:
         """Return a copy that holds, also in its pickle, the segments of runs of stream positions, int64 (N, 2).
 
-        A source with more than `PARTS_AT_HAND` parts there holds none: it cuts them on demand, a part at a time.
+        A source with more than `MAX_PRECUT_PARTS` parts there holds none: it cuts them on demand, a part at a time.
         """
         if not len(runs):
             return self
-        positions = zip(self._sources, self._taken(int(runs[0, 0])), self._taken(int(runs[-1, 1])), strict=True)
+        positions = zip(self._sources, self._split(int(runs[0, 0])), self._split(int(runs[-1, 1])), strict=True)
         plan = copy.copy(self)
         plan._sources = [source.with_segments(a, b) for source, a, b in positions]
         return plan
@@ -279,7 +281,7 @@ class StreamPlan:
             epoch, begin, end = self._window(first)
             until = min(last, end)
             key = None if self.seed is None else (self.seed, 1, epoch, first // self.window_rows)
-            yield WindowSlice(epoch, *self._parts(begin, end), key, first - begin, until - begin)
+            yield WindowSlice(epoch, *self._runs(begin, end), key, first - begin, until - begin)
             first = until
 
     def slices_of(self, runs: np.ndarray) -> Iterator[WindowSlice]:
@@ -287,16 +289,16 @@ class StreamPlan:
         for first, last in runs.tolist():
             yield from self.slices(first, last)
 
-    def _parts(self, first: int, last: int) -> Parts:
+    def _runs(self, first: int, last: int) -> Runs:
         """The runs of rows in a window, source by source."""
-        rows = zip(self._sources, self._taken(first), self._taken(last), strict=True)
-        parts = [part for source, *span in rows for part in source.parts(*span)]
-        episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
+        rows = zip(self._sources, self._split(first), self._split(last), strict=True)
+        runs = [run for source, *span in rows for run in source.runs(*span)]
+        episode, start, end = (np.concatenate(column) for column in zip(*runs, strict=True))
         return episode, start, end
 
 
 # The segments of a part in stream order, and where each begins in the part, int64 (S + 1,).
-Segments = tuple[Parts, np.ndarray]
+Segments = tuple[Runs, np.ndarray]
 
 
 class _Source:
@@ -317,79 +319,79 @@ class _Source:
         weight: np.ndarray | None = None,
     ):
         self.members = members
-        self._start, self.length = episodes.start[members], episodes.length[members]
+        self._starts, self.length = episodes.start[members], episodes.length[members]
         self._key = None if seed is None else (seed, 0, number)
         self._segment_rows, self._cut_at = segment_rows, cut_at
         self.rows, copies = int(self.length.sum()), float(len(members))
-        self._repeated: Repetitions | None = None
+        self._repetitions: Repetitions | None = None
         if weight is not None and seed is not None:
-            self._repeated = Repetitions(weight[members], (seed, 2, number))
+            self._repetitions = Repetitions(weight[members], (seed, 2, number))
             self.rows, copies = mean_rows(self.length, weight[members]), float(weight[members].sum())
         # Of an epoch, about; how many there are depends on where episodes are cut.
         self.segments = len(members) if seed is None else self.rows // segment_rows + math.ceil(copies)
         self.parts_of_epoch = 1
-        self.later: _Source | None = None  # cuts and permutes its epochs after the first
+        self.later_source: _Source | None = None  # cuts and permutes its epochs after the first
         self._cached: tuple[tuple[int, int], Segments] | None = None
-        self._kept: dict[tuple[int, int], Segments] = {}
+        self._precut: dict[tuple[int, int], Segments] = {}
         self._bounds: tuple[int, np.ndarray] | None = None
-        self._epoch = (0, 0, 0)  # the one that was asked for last: number, begin, end
+        self._last_epoch = (0, 0, 0)  # the one that was asked for last: number, begin, end
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
 
-    def divide(self, most: int) -> None:
+    def split_epochs(self, max_segments: int) -> None:
         """Let its epochs go by in parts of about `most` segments. In stored order they stay whole."""
-        self.parts_of_epoch = 1 if self._key is None else -(-self.segments // most)
+        self.parts_of_epoch = 1 if self._key is None else -(-self.segments // max_segments)
 
     def with_segments(self, first: int, last: int) -> _Source:
         """The same, keeping the segments that positions [first, last) of its own stream are of, if they are few."""
         places: list[tuple[int, int]] = []
-        while first < last and len(places) <= PARTS_AT_HAND:
+        while first < last and len(places) <= MAX_PRECUT_PARTS:
             epoch, part, _, end = self._part_at(first)
             places.append((epoch, part))
             first = end
         source = copy.copy(self)
-        if len(places) <= PARTS_AT_HAND:
-            source._kept = {place: self.of_epoch(place[0])._cut_and_permute(*place) for place in dict.fromkeys(places)}
+        if len(places) <= MAX_PRECUT_PARTS:
+            source._precut = {place: self.cutter(place[0])._cut_and_permute(*place) for place in dict.fromkeys(places)}
         return source
 
-    def of_epoch(self, epoch: int) -> _Source:
+    def cutter(self, epoch: int) -> _Source:
         """Return who cuts and permutes an epoch of it."""
-        return self if self.later is None or epoch == 0 else self.later
+        return self if self.later_source is None or epoch == 0 else self.later_source
 
     def begin(self, epoch: int) -> int:
         """Return where an epoch of its own begins in its own stream."""
-        return epoch * self.rows if self._repeated is None else int(self._repeated.before(epoch) @ self.length)
+        return epoch * self.rows if self._repetitions is None else int(self._repetitions.before(epoch) @ self.length)
 
     def epoch_at(self, position: int) -> tuple[int, int, int]:
         """The epoch of its own that a position of its own stream is in, and where that begins and ends."""
-        if self._repeated is None:
+        if self._repetitions is None:
             epoch = position // self.rows
             return epoch, epoch * self.rows, (epoch + 1) * self.rows
-        if not self._epoch[1] <= position < self._epoch[2]:
+        if not self._last_epoch[1] <= position < self._last_epoch[2]:
             # No episode has come one time more, or less, than its weight says.
-            mean, spread = float(self._repeated.weight @ self.length), int(self.length.sum())
+            mean, spread = float(self._repetitions.weight @ self.length), int(self.length.sum())
             near = range(max(0, int((position - spread) / mean) - 1), int((position + spread) / mean) + 2)
             epoch = near[bisect.bisect_right(near, position, key=self.begin) - 1]
-            self._epoch = epoch, self.begin(epoch), self.begin(epoch + 1)
-        return self._epoch
+            self._last_epoch = epoch, self.begin(epoch), self.begin(epoch + 1)
+        return self._last_epoch
 
-    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def occurrences(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Return `StreamPlan.times` of its own stream; int64 (E,), or () for all alike."""
         epoch, begin, _ = self.epoch_at(position)
         epochs_begun = epoch + (position > begin)
-        if self._repeated is None:
+        if self._repetitions is None:
             return np.array(epoch), np.array(epochs_begun)
-        return self._repeated.before(epoch), self._repeated.before(epochs_begun)
+        return self._repetitions.before(epoch), self._repetitions.before(epochs_begun)
 
-    def _copies(self, epoch: int) -> tuple[np.ndarray, ...]:
+    def _epoch_episodes(self, epoch: int) -> tuple[np.ndarray, ...]:
         """Return what an epoch is cut of: positions in `episodes`, starts and lengths, each episode as often as it
         comes.
         """
-        columns = self.members, self._start, self.length
-        if self._repeated is None:
+        columns = self.members, self._starts, self.length
+        if self._repetitions is None:
             return columns
-        times = self._repeated.before(epoch + 1) - self._repeated.before(epoch)
+        times = self._repetitions.before(epoch + 1) - self._repetitions.before(epoch)
         return tuple(np.repeat(column, times) for column in columns)
 
     def _part_at(self, position: int) -> tuple[int, int, int, int]:
@@ -400,12 +402,12 @@ class _Source:
         epoch, begin, end = self.epoch_at(position)
         if self._key is None:
             return 0, 0, begin, end
-        cut = self.of_epoch(epoch)
+        cut = self.cutter(epoch)
         bounds = begin + cut._part_bounds(epoch) if cut.parts_of_epoch > 1 else np.array([begin, end])
         part = int(np.searchsorted(bounds, position, side="right")) - 1
         return epoch, part, int(bounds[part]), int(bounds[part + 1])
 
-    def parts(self, first: int, last: int) -> Iterator[Parts]:
+    def runs(self, first: int, last: int) -> Iterator[Runs]:
         """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
         while first < last:
             epoch, part, begin, end_of_part = self._part_at(first)
@@ -420,14 +422,14 @@ class _Source:
             first += until - offset
 
     def _segments_of(self, epoch: int, part: int) -> Segments:
-        if (epoch, part) in self._kept:
-            return self._kept[epoch, part]
+        if (epoch, part) in self._precut:
+            return self._precut[epoch, part]
         if self._cached is None or self._cached[0] != (epoch, part):
             self._cached = None  # before there are two
-            self._cached = ((epoch, part), self.of_epoch(epoch)._cut_and_permute(epoch, part))
+            self._cached = ((epoch, part), self.cutter(epoch)._cut_and_permute(epoch, part))
         return self._cached[1]
 
-    def _cut(self, epoch: int, length: np.ndarray) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
+    def _cuts(self, epoch: int, length: np.ndarray) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
         """Return where the E episodes of an epoch are cut, which have these lengths.
 
         Returns the epoch's generator, drawn from as far as this, and int64 (E,): rows of the first segment (all others
@@ -447,25 +449,25 @@ class _Source:
         """Return where the P parts of an epoch begin, in its rows, and where the last ends: int64 (P + 1,)."""
         parts, full = self.parts_of_epoch, self._segment_rows
         if self._bounds is None or self._bounds[0] != epoch:
-            _, _, length = self._copies(epoch)
-            _, first_cut, count, first_part = self._cut(epoch, length)
+            _, _, length = self._epoch_episodes(epoch)
+            _, first_cut, count, first_part = self._cuts(epoch, length)
             # An episode goes round all parts so often, and then part of the way.
             begins = np.bincount(first_part, minlength=2 * parts)
             ends = np.bincount(first_part + count % parts, minlength=2 * parts)
             segments = (count // parts).sum() + np.cumsum(begins - ends).reshape(2, parts).sum(axis=0)
             # Its first segment and its last are short.
             last_rows = length - first_cut - (count - 2) * full
-            lacking = np.bincount(first_part, full - first_cut, parts)
-            lacking += np.bincount((first_part + count - 1) % parts, np.where(count > 1, full - last_rows, 0), parts)
-            self._bounds = epoch, np.concatenate([[0], np.cumsum(segments * full - lacking.astype(np.int64))])
+            missing = np.bincount(first_part, full - first_cut, parts)
+            missing += np.bincount((first_part + count - 1) % parts, np.where(count > 1, full - last_rows, 0), parts)
+            self._bounds = epoch, np.concatenate([[0], np.cumsum(segments * full - missing.astype(np.int64))])
         return self._bounds[1]
 
     def _cut_and_permute(self, epoch: int, part: int) -> Segments:
-        members, start_of, length = self._copies(epoch)
+        members, start_of, length = self._epoch_episodes(epoch)
         if self._key is None:
             position = np.concatenate([[0], np.cumsum(length)])
             return (members, start_of, start_of + length), position
-        rng, first_cut, count, first_part = self._cut(epoch, length)
+        rng, first_cut, count, first_part = self._cuts(epoch, length)
         parts = self.parts_of_epoch
         if parts > 1:
             rng = np.random.default_rng((*self._key, epoch, part))
@@ -493,21 +495,22 @@ class _Source:
 
 
 def window_and_segment(
-    requested: int, fitting: int, longest: int, segments: int | None, cut_at: int = 1
+    requested_rows: int, fitting_rows: int, max_segment_rows: int, segments: int | None, cut_at: int = 1
 ) -> tuple[int, int]:
     """Return how many rows are shuffled among themselves, and how many of them are consecutive at most: (window,
     segment).
 
     Args:
-        requested: the window that is wanted. fitting: rows that memory is meant for; more only for `segments`.
-        longest: of a segment; windows longer than that are multiples of it, so that whole blocks fill them.
-        segments: in a window at least, as far as it has rows; None: segments are `longest`, however few that makes.
+        requested_rows: rows of the requested window.
+        fitting_rows: rows that fit the memory budget; only `segments` may demand more.
+        max_segment_rows: of a segment; windows longer than that are multiples of it, so that whole blocks fill them.
+        segments: least number of segments in a window that has the rows; None: segments of `max_segment_rows`.
         cut_at: segments that long or longer are a multiple of it.
     """
-    window = max(1, min(requested, max(fitting, segments or 1)))
-    if window > longest:
-        window -= window % longest
-    segment = longest if segments is None else max(1, min(longest, window // segments))
+    window = max(1, min(requested_rows, max(fitting_rows, segments or 1)))
+    if window > max_segment_rows:
+        window -= window % max_segment_rows
+    segment = max_segment_rows if segments is None else max(1, min(max_segment_rows, window // segments))
     return window, segment - segment % cut_at if segment > cut_at else segment
 
 

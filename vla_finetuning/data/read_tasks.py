@@ -41,7 +41,7 @@ class BlockShare:
         return starts[:, None] + np.array([self.first, self.last]) * block_rows
 
 
-def drawn_episodes(
+def locate_episodes(
     metas: Sequence[DatasetMetadata],
     selected: Sequence[np.ndarray],
     features: Collection[str],
@@ -54,11 +54,11 @@ def drawn_episodes(
     """
     videos = [key for key in features if any(key in meta.video_files for meta in metas)]
 
-    def together(columns: Iterable[np.ndarray | None]) -> np.ndarray:
+    def concatenate(columns: Iterable[np.ndarray | None]) -> np.ndarray:
         pairs = zip(columns, selected, strict=True)
         return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
 
-    start, frames = together(m.episode_start for m in metas), together(m.episode_length for m in metas)
+    start, frames = concatenate(m.episode_start for m in metas), concatenate(m.episode_length for m in metas)
     episodes = LocatedEpisodes(
         dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
         episode_index=np.concatenate(selected),
@@ -66,10 +66,10 @@ def drawn_episodes(
         length=frames - selection.drop_n_last_frames,
         first_index=start,
         frames=frames,
-        data_file=together(m.episode_data_file for m in metas),
-        data_row=together(m.episode_data_row for m in metas),
-        video_file={key: together(m.episode_video_file.get(key) for m in metas) for key in videos},
-        video_start_s={key: together(m.episode_video_start_s.get(key) for m in metas) for key in videos},
+        data_file=concatenate(m.episode_data_file for m in metas),
+        data_row=concatenate(m.episode_data_row for m in metas),
+        video_file={key: concatenate(m.episode_video_file.get(key) for m in metas) for key in videos},
+        video_start_s={key: concatenate(m.episode_video_start_s.get(key) for m in metas) for key in videos},
     )
     frame_ranges = selection.frame_ranges
     if frame_ranges is None:
@@ -83,17 +83,17 @@ def drawn_episodes(
     return stretches, np.concatenate([np.ones(len(r.episode)) if r.weight is None else r.weight for r in frame_ranges])
 
 
-_newest: dict[str, ReadContext] = {}
+_context_by_id: dict[str, ReadContext] = {}
 
 
-def _opened(context: Any) -> ReadContext:
+def _get_context(context: Any) -> ReadContext:
     """A context, opened once in a process: its plan remembers which part of an epoch it has cut, for the next task."""
     if not isinstance(context, ray.ObjectRef):
         return context
-    if context.hex() not in _newest:
-        _newest.clear()
-        _newest[context.hex()] = ray.get(context)
-    return _newest[context.hex()]
+    if context.hex() not in _context_by_id:
+        _context_by_id.clear()
+        _context_by_id[context.hex()] = ray.get(context)
+    return _context_by_id[context.hex()]
 
 
 class ReadFunction:
@@ -119,7 +119,7 @@ class ReadFunction:
         return int(np.diff(self._runs).sum())
 
     def __call__(self) -> Iterator[pa.Table]:
-        context = _opened(self.context)
+        context = _get_context(self.context)
         for runs in self.reads:
             yield from read_rows(context, runs, self.options)
 

@@ -29,7 +29,7 @@ class DatasetFiles:
     depth_mm: dict[str, np.ndarray]  # of depth videos: millimetres by code
 
     @classmethod
-    def of(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> DatasetFiles:
+    def from_metadata(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> DatasetFiles:
         """`columns`: those that will be read; None for all."""
         depth_mm = {
             key: depth_table(feature.info, name=f"{meta.root}: camera {key}")
@@ -86,7 +86,7 @@ class ReadOptions(Decoding):
         return tuple(step * delta for delta in self.delta_indices[key])
 
 
-def frame_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], np.dtype]:
+def frame_spec(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], np.dtype]:
     """A camera's frame in a row: uint8 (H, W, 3), fitted into `image_size` if given; a depth map float32 (H, W, 1)."""
     if feature.is_depth:
         return (*height_width(feature), 1), np.dtype(np.float32)

@@ -1,7 +1,7 @@
 """Arrays in memory that was used before.
 
 Frames of a read task go where those of the one before it in this process were: pages fresh from the operating system
-cost several times as much as what is copied into them.
+cost several times as much as what is copy_reusing into them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return array.reshape(shape)
 
 
-def copied(values: np.ndarray) -> np.ndarray:
+def copy_reusing(values: np.ndarray) -> np.ndarray:
     copy = empty(values.shape, values.dtype)
     copy[...] = values
     return copy

@@ -25,11 +25,11 @@ from vla_finetuning.columns import IS_SKIPPED
 from vla_finetuning.data.dataset import CAMERA_DTYPES, NUMERIC_DTYPES, Feature, naming_file
 from vla_finetuning.data.parquet_columns import Column, DataFile, Span, numbers, read_numbers, read_values
 from vla_finetuning.data.plan import Episodes
-from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
-from vla_finetuning.data.reused_memory import copied, empty
+from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_spec
+from vla_finetuning.data.reused_memory import copy_reusing, empty
 from vla_finetuning.data.shards import Plan
 from vla_finetuning.data.storage import check_still_there, file_identity
-from vla_finetuning.data.videos import CameraFile, Wanted, read_frames
+from vla_finetuning.data.videos import CameraFile, FrameRequest, read_frames
 from vla_finetuning.files import append_line
 
 logger = logging.getLogger(__name__)
@@ -117,14 +117,14 @@ class _Episode:
     frame: np.ndarray  # int64 (n,), its frame_index
     first: int = 0  # frames [first, last) are read from parquet
     last: int = 0
-    number_row: int = 0  # where frame 0 lies in the numbers read (negative when it was not read)
+    numbers_offset: int = 0  # where frame 0 lies in the numbers read (negative when it was not read)
     timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,), of those frames
 
-    def frames_in(self, camera_key: str) -> tuple[str, float]:
+    def camera_file(self, camera_key: str) -> tuple[str, float]:
         """The file with a camera's frames, and where the episode starts in it: seconds of a video, rows of images."""
         return self.videos.get(camera_key) or (self.data_file, float(self.data_row))
 
-    def windowed(self, key: str, options: ReadOptions) -> tuple[np.ndarray, np.ndarray]:
+    def window_frames(self, key: str, options: ReadOptions) -> tuple[np.ndarray, np.ndarray]:
         """Frames at each offset of a column, clamped to the episode, and which were: int64 and bool (n, T).
 
         Same rule as LeRobot's `DatasetReader._get_query_indices`.
@@ -132,9 +132,9 @@ class _Episode:
         target = self.frame[:, None] + np.asarray(options.deltas(key, self.dataset_index), np.int64)
         return np.clip(target, 0, self.length - 1), (target < 0) | (target >= self.length)
 
-    def frames_of(self, key: str, options: ReadOptions) -> np.ndarray:
+    def row_frames(self, key: str, options: ReadOptions) -> np.ndarray:
         """The frames that the rows have of a column: int64 (n,), or (n, T) in windows."""
-        return self.windowed(key, options)[0] if key in options.delta_indices else self.frame
+        return self.window_frames(key, options)[0] if key in options.delta_indices else self.frame
 
 
 class _Output:
@@ -164,14 +164,14 @@ def read_rows(context: ReadContext, runs: np.ndarray, options: ReadOptions) -> I
     if options.blank is None:
         columns = _decode(episodes, total, options)
     else:
-        columns = _decode_what_can_be_read(episodes, positions, options, options.blank)
+        columns = _decode_or_skip(episodes, positions, options, options.blank)
     if "position" in options.columns:
         columns["position"] = positions
     for first in range(0, total, options.block_rows):
         last = min(first + options.block_rows, total)
         if last == total:
             # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
-            columns = {key: copied(values[first:last]) for key, values in columns.items()}
+            columns = {key: copy_reusing(values[first:last]) for key, values in columns.items()}
             first, last = 0, last - first
         block = {key: columns[key][first:last] for key in options.columns}
         yield to_table(block if context.prepare is None else context.prepare(block))
@@ -182,13 +182,13 @@ def _decode(episodes: Sequence[_Episode], total: int, options: ReadOptions) -> d
     out = _Output(total, options)
     _read_tabular(episodes, out)
     read_frames([file for key in options.columns for file in _camera_files(key, episodes, out)], options)
-    _fill_absent(episodes, out)
+    _fill_missing_cameras(episodes, out)
     if IS_SKIPPED in options.columns:
         out.columns[IS_SKIPPED] = np.zeros(total, bool)
     return out.columns
 
 
-def _decode_what_can_be_read(
+def _decode_or_skip(
     episodes: Sequence[_Episode], positions: np.ndarray, options: ReadOptions, blank: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Decode as `_decode`, with blank rows of a damaged episode, which are `is_skipped`.
@@ -208,7 +208,7 @@ def _decode_what_can_be_read(
         except (ValueError, FileNotFoundError) as error:
             files = [e.data_file, *(file for file, _ in e.videos.values())]
             check_still_there(e.reader.fs, e.reader.root, [e.reader.path(file) for file in files])
-            index = e.start + e.frames_of("index", options)
+            index = e.start + e.row_frames("index", options)
             decoded = {"index": index, "dataset_index": e.dataset_index, IS_SKIPPED: True}
             _log_skipped(e, positions[e.position], error, options.skip_log)
         for key in columns.keys() & decoded.keys():
@@ -234,9 +234,9 @@ def _group_by_episode(context: ReadContext, runs: np.ndarray) -> list[_Episode]:
     rows: dict[tuple[int, int], list[tuple[int, np.ndarray, np.ndarray]]] = {}
     offset = 0
     for window in context.plan.slices_of(runs):
-        part, index = window.rows()
-        order = np.argsort(part, kind="stable")
-        bounds = np.searchsorted(part[order], np.arange(len(window.episode) + 1))
+        run, index = window.rows()
+        order = np.argsort(run, kind="stable")
+        bounds = np.searchsorted(run[order], np.arange(len(window.episode) + 1))
         for number, (first, last) in zip(window.episode.tolist(), itertools.pairwise(bounds), strict=True):
             if first < last:
                 chosen = order[first:last]
@@ -284,10 +284,10 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
     arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans, identity), strict=True))
     begin = np.cumsum([0, *map(len, spans)])
     for e, at in zip(members, begin.tolist(), strict=False):
-        e.number_row = at - e.first
+        e.numbers_offset = at - e.first
     bookkeeping = {key: arrays[needed["", key]] for key in BOOKKEEPING if ("", key) in needed}
     for e in members:
-        row = np.arange(e.number_row + e.first, e.number_row + e.last)
+        row = np.arange(e.numbers_offset + e.first, e.numbers_offset + e.last)
         _check_rows(e, bookkeeping, row)
         e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
     frame = np.concatenate([np.arange(e.first, e.last) for e in members])
@@ -309,13 +309,13 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
             _fill_texts(data_file, key, feature, members, out, identity)
     for e in members:
         if "task" in options.columns:
-            task_index = bookkeeping["task_index"][e.number_row + e.frame]
+            task_index = bookkeeping["task_index"][e.numbers_offset + e.frame]
             out.column("task", (), object)[e.position] = _task_names(e, task_index)
         if "dataset_index" in options.columns:
             out.column("dataset_index", (), np.int32)[e.position] = e.dataset_index
         for key in options.delta_indices:
             if key + IS_PAD in options.columns:
-                pad = e.windowed(key, options)[1]
+                pad = e.window_frames(key, options)[1]
                 out.column(key + IS_PAD, pad.shape[1:], bool)[e.position] = pad
 
 
@@ -380,14 +380,14 @@ def row_kind(feature: Feature) -> np.dtype | str:
 
 def _fill_numbers(key: str, values: np.ndarray, e: _Episode, out: _Output) -> None:
     """Scatter an episode's rows of one column to their places in the output."""
-    frames = e.frames_of(key, out.options)
+    frames = e.row_frames(key, out.options)
     padded = out.options.padded
     row = padded[key].shape if key in padded and values.ndim > 1 else values.shape[1:]
     column = out.column(key, frames.shape[1:] + row, values.dtype)
     if row != values.shape[1:]:
         column[e.position] = 0
         column = column[..., : values.shape[1]]
-    column[e.position] = values[e.number_row + frames]
+    column[e.position] = values[e.numbers_offset + frames]
 
 
 def _fill_texts(
@@ -401,7 +401,7 @@ def _fill_texts(
         if feature.texts:
             picked = [feature.texts.get(n, "") for n in numbers(column, np.int64, (1,), label).ravel().tolist()]
         elif feature.style:
-            picked = [_active(*row, feature.style) for row in zip(column.to_pylist(), seconds[inside], strict=True)]
+            picked = [_text_at(*row, feature.style) for row in zip(column.to_pylist(), seconds[inside], strict=True)]
         else:
             values = _texts(column, feature, label)
             picked = values.to_pylist()
@@ -411,7 +411,7 @@ def _fill_texts(
         out.column(key, (), object)[position[inside]] = picked
 
 
-def _active(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: str) -> str:
+def _text_at(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: str) -> str:
     """Return the newest text of a style that is not after a time, as LeRobot's `active_at`; empty: there is none."""
     begun = [line for line in annotations or () if line["style"] == style and line["timestamp"] <= at_s]
     return (max(begun, key=lambda line: line["timestamp"])["content"] or "") if begun else ""
@@ -419,35 +419,35 @@ def _active(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: st
 
 def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[CameraFile]:
     """The files with frames of a camera, with what is wanted of each."""
-    having = [e for e in episodes if key in e.reader.camera_keys]
-    having.sort(key=lambda e: (e.dataset_index, *e.frames_in(key)))
+    members = [e for e in episodes if key in e.reader.camera_keys]
+    members.sort(key=lambda e: (e.dataset_index, *e.camera_file(key)))
     files = []
-    for (_, file), group in itertools.groupby(having, key=lambda e: (e.dataset_index, e.frames_in(key)[0])):
-        members = list(group)
-        files.append(CameraFile(members[0].reader, key, file, [_wanted(key, e, out) for e in members]))
+    for (_, file), group in itertools.groupby(members, key=lambda e: (e.dataset_index, e.camera_file(key)[0])):
+        in_file = list(group)
+        files.append(CameraFile(in_file[0].reader, key, file, [_frame_request(key, e, out) for e in in_file]))
     return files
 
 
-def _fill_absent(episodes: Sequence[_Episode], out: _Output) -> None:
+def _fill_missing_cameras(episodes: Sequence[_Episode], out: _Output) -> None:
     """Fill in black frames for rows of datasets that lack a camera."""
     options = out.options
     for key, feature in options.padded.items():
         if feature.dtype in CAMERA_DTYPES and key in options.columns:
-            shape, dtype = frame_of(feature, options.image_size)
+            shape, dtype = frame_spec(feature, options.image_size)
             for e in episodes:
                 if key not in e.reader.features:
-                    window = e.frames_of(key, options).shape[1:]
+                    window = e.row_frames(key, options).shape[1:]
                     out.column(key, (*window, *shape), dtype)[e.position] = 0
 
 
-def _wanted(key: str, e: _Episode, out: _Output) -> Wanted:
+def _frame_request(key: str, e: _Episode, out: _Output) -> FrameRequest:
     """Return what an episode's rows want of a file."""
     feature = e.reader.features[key]
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     positions = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
-    frames = e.frames_of(key, out.options)
-    times_s = e.frames_in(key)[1] + positions[frames - e.first]
-    shape, dtype = frame_of(feature, out.options.image_size)
+    frames = e.row_frames(key, out.options)
+    times_s = e.camera_file(key)[1] + positions[frames - e.first]
+    shape, dtype = frame_spec(feature, out.options.image_size)
     column = out.column(key, (*frames.shape[1:], *shape), dtype)
     # Each once, to all its places.
     distinct, at_first, inverse = np.unique(times_s.ravel(), return_index=True, return_inverse=True)
@@ -456,7 +456,7 @@ def _wanted(key: str, e: _Episode, out: _Output) -> Wanted:
     places = ((row, *inside) for row in e.position.tolist() for inside in window)
     for at, i in zip(places, inverse.tolist(), strict=True):
         target[i].append(at)
-    return Wanted(distinct, frames.ravel()[at_first], target, column, e.episode_index)
+    return FrameRequest(distinct, frames.ravel()[at_first], target, column, e.episode_index)
 
 
 def to_table(columns: dict[str, np.ndarray]) -> pa.Table:

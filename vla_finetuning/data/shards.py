@@ -7,7 +7,7 @@ The run's stream takes ``turn_rows`` rows of each in turn::
     0       G        2G                NG                       stream positions, G = turn_rows
 
 so that every batch has as many rows of one shard as of another, and every N-th turn is one shard's. An epoch
-is an epoch of every shard. As it may begin and end within a turn, and shards are equal but for a few rows, its last two
+is an epoch of every shard. As it may begin and end offset a turn, and shards are equal but for a few rows, its last two
 rounds of turns go to shards that have rows left.
 
 Like `data.plan`: pure, and without Ray, files or frames.
@@ -74,16 +74,16 @@ def divide(
         ValueError: a shard would have no rows of a dataset.
     """
     bounds = np.concatenate([[0], np.cumsum(length)])
-    counted = np.concatenate([[0.0], np.cumsum(length if weight is None else length * weight)])
+    cumulative = np.concatenate([[0.0], np.cumsum(length if weight is None else length * weight)])
     starts, shard_of = [], []
     for dataset in np.unique(dataset_index):
         members = np.flatnonzero(dataset_index == dataset)
         first, last = members[0], members[-1] + 1
-        targets = counted[first] + (counted[last] - counted[first]) * np.arange(1, shards) / shards
-        episode = np.searchsorted(counted, targets, side="right") - 1
-        within = (targets - counted[episode]) / (counted[episode + 1] - counted[episode]) * length[episode]
-        within = np.minimum(np.rint(within / cut_at).astype(np.int64) * cut_at, length[episode])
-        cuts = np.concatenate([[bounds[first]], bounds[episode] + within])
+        targets = cumulative[first] + (cumulative[last] - cumulative[first]) * np.arange(1, shards) / shards
+        episode = np.searchsorted(cumulative, targets, side="right") - 1
+        offset = (targets - cumulative[episode]) / (cumulative[episode + 1] - cumulative[episode]) * length[episode]
+        offset = np.minimum(np.rint(offset / cut_at).astype(np.int64) * cut_at, length[episode])
+        cuts = np.concatenate([[bounds[first]], bounds[episode] + offset])
         if not (np.diff(np.append(cuts, bounds[last])) > 0).all():
             apart = "" if cut_at == 1 else f", cut at key frames, every {cut_at} rows,"
             raise ValueError(
@@ -113,8 +113,8 @@ class _Epoch:
     begin: int
     tail: int
     end: int
-    first: np.ndarray
-    rest: list[tuple[int, int, int]]
+    shard_begins: np.ndarray
+    tail_runs: list[tuple[int, int, int]]
 
 
 class ShardedPlan:
@@ -155,7 +155,7 @@ class ShardedPlan:
         self.segment_rows, self.window_rows, self.cut_at = first.segment_rows, first.window_rows, first.cut_at
         self.later_segment_rows = first.later_segment_rows
         self.rows_per_epoch = sum(shard.rows_per_epoch for shard in self._shards)
-        self._newest: _Epoch | None = None
+        self._last_epoch: _Epoch | None = None
 
     @property
     def rows_per_source(self) -> list[int]:
@@ -181,32 +181,32 @@ class ShardedPlan:
         return epoch.number, epoch.begin, epoch.end
 
     def _epoch_at(self, position: int) -> _Epoch:
-        if self._newest is None or not self._newest.begin <= position < self._newest.end:
+        if self._last_epoch is None or not self._last_epoch.begin <= position < self._last_epoch.end:
             number = position // self.rows_per_epoch
             while self.begin(number) > position:
                 number -= 1
             while self.begin(number + 1) <= position:
                 number += 1
-            self._newest = self._in_turns(number)
-        return self._newest
+            self._last_epoch = self._lay_out(number)
+        return self._last_epoch
 
-    def _in_turns(self, number: int) -> _Epoch:
+    def _lay_out(self, number: int) -> _Epoch:
         turns, shards = self.sharding, self._shards
         first, last = (np.array([shard.begin(n) for shard in shards]) for n in (number, number + 1))
         begin, end = int(first.sum()), int(last.sum())
         before = turns.before(begin)
         # As many whole rounds as every shard has rows for.
         tail = max(begin, int(((last - first + before) // turns.turn_rows).min()) * turns.turn_rows * turns.count)
-        next_row, rest, position = first + turns.before(tail) - before, [], tail
+        next_row, tail_runs, position = first + turns.before(tail) - before, [], tail
         while position < end:
             shard, until = turns.turn(position)
             if next_row[shard] == last[shard]:
                 shard = int(np.argmax(last - next_row))
             rows = min(until - position, int(last[shard] - next_row[shard]))
-            rest.append((position, shard, int(next_row[shard])))
+            tail_runs.append((position, shard, int(next_row[shard])))
             next_row[shard] += rows
             position += rows
-        return _Epoch(number, begin, tail, end, first, rest)
+        return _Epoch(number, begin, tail, end, first, tail_runs)
 
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Stream positions [first, last) run by run: shard, and where the run begins and ends in its own stream."""
@@ -215,30 +215,30 @@ class ShardedPlan:
             if first < epoch.tail:
                 shard, end = self.sharding.turn(first)
                 end = min(end, epoch.tail)
-                row = int(self._turned(epoch, first)[shard])
+                row = int(self._split_turns(epoch, first)[shard])
             else:
-                at = bisect.bisect_right(epoch.rest, first, key=lambda run: run[0]) - 1
-                begin, shard, row = epoch.rest[at]
+                at = bisect.bisect_right(epoch.tail_runs, first, key=lambda run: run[0]) - 1
+                begin, shard, row = epoch.tail_runs[at]
                 row += first - begin
-                end = epoch.rest[at + 1][0] if at + 1 < len(epoch.rest) else epoch.end
+                end = epoch.tail_runs[at + 1][0] if at + 1 < len(epoch.tail_runs) else epoch.end
             end = min(end, last)
             yield shard, row, row + end - first
             first = end
 
-    def _turned(self, epoch: _Epoch, position: int) -> np.ndarray:
+    def _split_turns(self, epoch: _Epoch, position: int) -> np.ndarray:
         """Rows of each shard among the first `position` of the stream, were the epoch nothing but turns so far."""
-        return epoch.first + self.sharding.before(position) - self.sharding.before(epoch.begin)
+        return epoch.shard_begins + self.sharding.before(position) - self.sharding.before(epoch.begin)
 
-    def _taken(self, position: int) -> list[int]:
+    def _split(self, position: int) -> list[int]:
         """Rows of each shard among the first `position` of the stream."""
         epoch = self._epoch_at(position)
-        rows = self._turned(epoch, min(position, epoch.tail))
+        rows = self._split_turns(epoch, min(position, epoch.tail))
         for shard, _, end in self._runs(epoch.tail, position):
             rows[shard] = end
         return rows.tolist()
 
-    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        pairs = (shard.times(rows) for shard, rows in zip(self._shards, self._taken(position), strict=True))
+    def occurrences(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        pairs = (shard.occurrences(rows) for shard, rows in zip(self._shards, self._split(position), strict=True))
         least, most = (np.concatenate(column) for column in zip(*pairs, strict=True))
         return least, most
 
@@ -248,7 +248,11 @@ class ShardedPlan:
         turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
         # A node reads turns of its own shard, but for the ends of epochs.
         read = np.unique(turn % self.sharding.count) if (turn == end).all() else np.arange(self.sharding.count)
-        plan, first, last = copy.copy(self), self._taken(int(runs[0, 0])), self._taken(int(runs[-1, 1]))
+        plan, first, last = (
+            copy.copy(self),
+            self._split(int(runs[0, 0])),
+            self._split(int(runs[-1, 1])),
+        )
         plan._shards = list(self._shards)
         for shard in read.tolist():
             plan._shards[shard] = self._shards[shard].with_segments(np.array([[first[shard], last[shard]]]))
@@ -256,9 +260,9 @@ class ShardedPlan:
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
         for run in self._runs(first, last):
-            yield from self._slices(*run)
+            yield from self._shard_slices(*run)
 
-    def _slices(self, shard: int, first: int, last: int) -> Iterator[WindowSlice]:
+    def _shard_slices(self, shard: int, first: int, last: int) -> Iterator[WindowSlice]:
         """Yield the slices of a shard's own stream."""
         for window in self._shards[shard].slices(first, last):
             yield replace(window, episode=window.episode + self._bounds[shard])
@@ -266,11 +270,11 @@ class ShardedPlan:
     def slices_of(self, runs: np.ndarray) -> Iterator[WindowSlice]:
         first, last = int(runs[0, 0]), int(runs[-1, 1])
         epoch, shard = self._epoch_at(first), self.sharding.turn(first)[0]
-        bounds = [int(self._turned(epoch, position)[shard]) for position in (first, last)]
+        bounds = [int(self._split_turns(epoch, position)[shard]) for position in (first, last)]
         turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
         contiguous = last <= epoch.tail and bool(((turn % self.sharding.count == shard) & (turn == end)).all())
         if contiguous and bounds[1] - bounds[0] == int((runs[:, 1] - runs[:, 0]).sum()):
-            yield from self._slices(shard, *bounds)  # all its turns there: one after the other in its own stream
+            yield from self._shard_slices(shard, *bounds)  # all its turns there: one after the other in its own stream
         else:
             for first, last in runs.tolist():
                 yield from self.slices(first, last)
@@ -285,9 +289,9 @@ class ShardedPlan:
         while first < last:
             epoch = self._epoch_at(first)
             end = min(epoch.end, last)
-            a, b = (int(self._turned(epoch, position)[shard]) // self.window_rows for position in (first, end))
+            a, b = (int(self._split_turns(epoch, position)[shard]) // self.window_rows for position in (first, end))
             # Counted in a stream of nothing but turns.
-            offsets = np.arange(a + 1, b + 1) * self.window_rows - self._turned(epoch, 0)[shard]
+            offsets = np.arange(a + 1, b + 1) * self.window_rows - self._split_turns(epoch, 0)[shard]
             candidates += [self.sharding.position(shard, offsets), np.array([epoch.tail, epoch.end])]
             first = end
         starts = np.unique(np.concatenate(candidates))

@@ -40,19 +40,19 @@ class Repetitions:
         return np.floor(epoch * self.weight + self._phase).astype(np.int64)
 
 
-def fair_share(demands: Sequence[int], most: int) -> int:
+def fair_share(demands: Sequence[int], total: int) -> int:
     """Return what each may have where several want a number of things, and there are at most `most` of them in all.
 
     Those that want no more than this have what they want; the others this much, so that together they have `most`. At
     least one.
     """
-    remaining = most
-    for served, number in enumerate(sorted(demands)):
+    remaining = total
+    for served, demand in enumerate(sorted(demands)):
         share = remaining // (len(demands) - served)
-        if number > share:
+        if demand > share:
             return max(1, share)
-        remaining -= number
-    return most
+        remaining -= demand
+    return total
 
 
 def mean_rows(length: np.ndarray, weight: np.ndarray) -> int:
@@ -60,7 +60,7 @@ def mean_rows(length: np.ndarray, weight: np.ndarray) -> int:
     return max(1, round(float(weight @ length)))
 
 
-class Dealer:
+class Interleaver:
     """Spreads the rows of several sources evenly over an epoch.
 
     The i-th of a source's n rows is due at (2i + 1) / 2n of the epoch; rows come in the order in which they are due,
@@ -71,7 +71,7 @@ class Dealer:
     def __init__(self, counts: Sequence[int]):
         self.counts = list(counts)
 
-    def dealt(self, position: int) -> list[int]:
+    def before(self, position: int) -> list[int]:
         """Rows of each source among the first `position` of the epoch, found without walking there."""
         position, total, sources = int(position), sum(self.counts), len(self.counts)
         if position >= total:
@@ -79,18 +79,18 @@ class Dealer:
         if sources == 1:
             return [position]
         # All that is due by (position - sources) / total of the epoch: at most `position` rows, and nearly as many.
-        dealt = [max(0, (2 * n * (position - sources) + total) // (2 * total)) for n in self.counts]
+        counts = [max(0, (2 * n * (position - sources) + total) // (2 * total)) for n in self.counts]
         # Two unequal times a/n and b/m differ by 1/nm or more: so many binary digits tell them apart.
         digits = 2 * max(self.counts).bit_length()
         due = [
-            ((2 * d + 1 << digits) // n, source) for source, (d, n) in enumerate(zip(dealt, self.counts, strict=True))
+            ((2 * d + 1 << digits) // n, source) for source, (d, n) in enumerate(zip(counts, self.counts, strict=True))
         ]
         heapq.heapify(due)
-        for _ in range(position - sum(dealt)):
+        for _ in range(position - sum(counts)):
             source = due[0][1]
-            dealt[source] += 1
-            heapq.heapreplace(due, ((2 * dealt[source] + 1 << digits) // self.counts[source], source))
-        return dealt
+            counts[source] += 1
+            heapq.heapreplace(due, ((2 * counts[source] + 1 << digits) // self.counts[source], source))
+        return counts
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:

@@ -46,14 +46,14 @@ class VideoIndex:
     def ranges(self, times_s: np.ndarray, fps: float) -> list[tuple[int, int]]:
         """The bytes [start, end) that `VideoReader.read` will want for the frames at `times_s` (float64, ascending)."""
         display_order = np.argsort(self.shown_s, kind="stable")
-        place = np.searchsorted(self.shown_s[display_order], times_s - 0.5 / fps)
-        frames = display_order[np.minimum(place, len(display_order) - 1)]
+        nearest = np.searchsorted(self.shown_s[display_order], times_s - 0.5 / fps)
+        frames = display_order[np.minimum(nearest, len(display_order) - 1)]
         first = self.key[np.maximum(np.searchsorted(self.key, frames, "right") - 1, 0)]
-        walked = np.diff(times_s, prepend=-np.inf) <= SEEK_AFTER_FRAMES / fps
+        is_near = np.diff(times_s, prepend=-np.inf) <= SEEK_AFTER_FRAMES / fps
         last = np.minimum(frames + 1 + LATER_FRAMES, len(display_order))
         runs: list[list[int]] = []
-        for a, b, on in zip(first.tolist(), last.tolist(), walked.tolist(), strict=True):
-            if on and runs:
+        for a, b, continues in zip(first.tolist(), last.tolist(), is_near.tolist(), strict=True):
+            if continues and runs:
                 runs[-1] = [min(a, runs[-1][0]), max(b, runs[-1][1])]
             else:
                 runs.append([a, b])
@@ -89,14 +89,14 @@ class RemoteVideo:
 
     def ask(self, times_s: np.ndarray, fps: float) -> None:
         """Have the frames at `times_s` (float64, ascending) fetched, while other things are done."""
-        index, ranges = _index_of(self.file)
+        index, ranges = _read_index(self.file)
         self.file.ask(ranges)
         self.file.cached_blocks = self._blocks
         if index is not None:
             self.file.ask(index.ranges(times_s, fps))
 
 
-def _index_of(file: Any) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
+def _read_index(file: Any) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
     """The index, and the bytes that opening the file reads. None of what is no mp4 with frames, as far as is known."""
     moov = next((box for box in boxes(file, 0, file.size) if box[0] == b"moov"), None)
     if moov is None or moov[2] - moov[1] > min(MAX_INDEX_BYTES, file.size - moov[1]):
@@ -104,14 +104,14 @@ def _index_of(file: Any) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
     _, start, end = moov
     file.seek(start)
     try:
-        index = _parsed(file.read(end - start))
+        index = _parse_moov(file.read(end - start))
     except (struct.error, ValueError, IndexError, OverflowError):
         return None, []  # FFmpeg opens it, and says what is wrong
     head = int(index.offset[0])
     return index, [(0, 1), (start - 16, end), (head, head + FIRST_BYTES)]
 
 
-def _inner(data: bytes, box: Box | None, *kinds: bytes) -> Box | None:
+def _find_box(data: bytes, box: Box | None, *kinds: bytes) -> Box | None:
     """The first box of a kind inside another, and so on inwards."""
     return None if box is None else next(inner_boxes(io.BytesIO(data), *box[1:], *kinds), None)
 
@@ -126,14 +126,14 @@ def _table(data: bytes, box: Box | None, columns: int, dtype: str = ">i4", skip:
     )
 
 
-def _spread(runs: np.ndarray, total: int) -> np.ndarray:
+def _expand_runs(runs: np.ndarray, total: int) -> np.ndarray:
     """Runs (how many, value) as values, (total,)."""
     if (runs[:, 0] < 0).any() or runs[:, 0].sum() != total:
         raise ValueError("tables of different lengths")
     return np.repeat(runs[:, 1], runs[:, 0])
 
 
-def _scale(data: bytes, box: Box | None) -> int:
+def _timescale(data: bytes, box: Box | None) -> int:
     """Units per second, which mvhd and mdhd have in the same place."""
     if box is None:
         raise ValueError("a header is missing")
@@ -143,17 +143,17 @@ def _scale(data: bytes, box: Box | None) -> int:
     return scale
 
 
-def _parsed(data: bytes) -> VideoIndex:
+def _parse_moov(data: bytes) -> VideoIndex:
     """Return the index of a moov box's content. Raises ValueError, IndexError, struct.error for what makes no sense."""
     moov = b"moov", 0, len(data)
     tracks = inner_boxes(io.BytesIO(data), 0, len(data), b"trak")
-    handlers = ((track, _inner(data, track, b"mdia", b"hdlr")) for track in tracks)
+    handlers = ((track, _find_box(data, track, b"mdia", b"hdlr")) for track in tracks)
     track = next((t for t, h in handlers if h and data[h[1] + 8 : h[1] + 12] == b"vide"), None)
-    stbl = _inner(data, track, b"mdia", b"minf", b"stbl")
+    stbl = _find_box(data, track, b"mdia", b"minf", b"stbl")
     if track is None or stbl is None:
         raise ValueError("no table of frames")
 
-    sizes = _inner(data, stbl, b"stsz")
+    sizes = _find_box(data, stbl, b"stsz")
     if sizes is None:
         raise ValueError("no sizes of frames")
     uniform_size, count = struct.unpack_from(">II", data, sizes[1] + 4)
@@ -161,32 +161,32 @@ def _parsed(data: bytes) -> VideoIndex:
         raise ValueError("frames of one size")  # no compressed video has them
     size = _table(data, sizes, 1, skip=8)[:, 0]
 
-    chunks = _inner(data, stbl, b"stco")
-    chunk_offset = _table(data, chunks, 1, ">u4") if chunks else _table(data, _inner(data, stbl, b"co64"), 1, ">i8")
-    per_chunk = _table(data, _inner(data, stbl, b"stsc"), 3)
+    chunks = _find_box(data, stbl, b"stco")
+    chunk_offset = _table(data, chunks, 1, ">u4") if chunks else _table(data, _find_box(data, stbl, b"co64"), 1, ">i8")
+    per_chunk = _table(data, _find_box(data, stbl, b"stsc"), 3)
     until = np.append(per_chunk[1:, 0], len(chunk_offset) + 1)
-    in_chunk = _spread(np.stack([until - per_chunk[:, 0], per_chunk[:, 1]], 1), len(chunk_offset))
-    chunk = _spread(np.stack([in_chunk, np.arange(len(in_chunk))], 1), count)
+    in_chunk = _expand_runs(np.stack([until - per_chunk[:, 0], per_chunk[:, 1]], 1), len(chunk_offset))
+    chunk = _expand_runs(np.stack([in_chunk, np.arange(len(in_chunk))], 1), count)
     before = np.cumsum(size) - size
     offset = chunk_offset[chunk, 0] + before - before[(np.cumsum(in_chunk) - in_chunk)[chunk]]
 
-    lasting = _spread(_table(data, _inner(data, stbl, b"stts"), 2), count)
-    ticks = np.cumsum(lasting) - lasting
-    if later := _inner(data, stbl, b"ctts"):
-        ticks = ticks + _spread(_table(data, later, 2), count)
-    shown_s = ticks / _scale(data, _inner(data, track, b"mdia", b"mdhd"))
-    keys = _inner(data, stbl, b"stss")
+    durations = _expand_runs(_table(data, _find_box(data, stbl, b"stts"), 2), count)
+    ticks = np.cumsum(durations) - durations
+    if later := _find_box(data, stbl, b"ctts"):
+        ticks = ticks + _expand_runs(_table(data, later, 2), count)
+    shown_s = ticks / _timescale(data, _find_box(data, track, b"mdia", b"mdhd"))
+    keys = _find_box(data, stbl, b"stss")
     key = _table(data, keys, 1)[:, 0] - 1 if keys else np.arange(count)
     if not count or not len(key) or (offset < 0).any() or (size < 0).any():
         raise ValueError("no frames, or none that decoding may start at")
     if key[0] < 0 or key[-1] >= count or (np.diff(key) <= 0).any():
         raise ValueError("no frames, or none that decoding may start at")
-    return VideoIndex(offset, size, shown_s - _edited_s(data, moov, track), key)
+    return VideoIndex(offset, size, shown_s - _edit_shift_s(data, moov, track), key)
 
 
-def _edited_s(data: bytes, moov: Box, track: Box) -> float:
+def _edit_shift_s(data: bytes, moov: Box, track: Box) -> float:
     """Return how much earlier frames are shown than the tables say."""
-    edits = _inner(data, track, b"edts", b"elst")
+    edits = _find_box(data, track, b"edts", b"elst")
     if edits is None:
         return 0.0
     if data[edits[1]]:
@@ -197,5 +197,8 @@ def _edited_s(data: bytes, moov: Box, track: Box) -> float:
     begin = next((i for i, (_, at) in enumerate(entries.tolist()) if at >= 0), None)
     if begin is None:
         return 0.0
-    scale, movie_scale = _scale(data, _inner(data, track, b"mdia", b"mdhd")), _scale(data, _inner(data, moov, b"mvhd"))
+    scale, movie_scale = (
+        _timescale(data, _find_box(data, track, b"mdia", b"mdhd")),
+        _timescale(data, _find_box(data, moov, b"mvhd")),
+    )
     return float(entries[begin, 1] / scale - entries[:begin, 0].sum() / movie_scale)

@@ -24,16 +24,16 @@ from vla_finetuning.data.disk_cache import DiskCache, Key
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.parquet_columns import DataFile, read_images
 from vla_finetuning.data.paths import read_whole
-from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
+from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_spec, height_width
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
 
 # To be raised with every change of what `decode` makes of a file, and of how its frames are cached.
-RULES = 4
+DECODING_VERSION = 4
 
 
 @dataclass
-class Wanted:
+class FrameRequest:
     """Frames of a file that are wanted.
 
     Attributes:
@@ -51,12 +51,12 @@ class Wanted:
 
     @property
     def keys(self) -> list[Key]:
-        """Return what cached frames are found by: their exact times too, as one near a time may be another frame."""
+        """Return the keys of cached frames, with exact times: the frame nearest to another time may be another one."""
         return list(zip(self.frame.tolist(), self.times_s.tolist(), strict=True))
 
-    @property
-    def first_targets(self) -> list[np.ndarray]:
-        return [self.out[target[0]] for target in self.target]
+    def records(self, folder: Path) -> tuple[Path, list[Key], list[np.ndarray]]:
+        """Return the arguments by which `DiskCache` reads and writes the frames: file, keys, views of `out`."""
+        return folder / str(self.episode), self.keys, [self.out[target[0]] for target in self.target]
 
     def put(self, n: int, pixels: np.ndarray) -> None:
         """Put the n-th decoded frame where it belongs, at the output's size."""
@@ -66,12 +66,12 @@ class Wanted:
         for at in self.target[n]:
             self.out[at] = pixels
 
-    def without(self, is_there: Sequence[bool]) -> Wanted | None:
-        """Copy the frames that are there to all their places; return what is left to be decoded."""
-        for (first, *copies), there in zip(self.target, is_there, strict=True):
-            for at in copies if there else ():
+    def remaining(self, is_cached: Sequence[bool]) -> FrameRequest | None:
+        """Copy the frames that are cached to all their places; return what is left to be decoded."""
+        for (first, *copies), cached in zip(self.target, is_cached, strict=True):
+            for at in copies if cached else ():
                 self.out[at] = self.out[first]
-        missing = np.flatnonzero(~np.array(is_there))
+        missing = np.flatnonzero(~np.array(is_cached))
         target = [self.target[i] for i in missing]
         if not target:
             return None
@@ -90,7 +90,7 @@ class CameraFile:
     reader: DatasetFiles
     key: str
     file: str
-    requests: list[Wanted]
+    requests: list[FrameRequest]
     cache: DiskCache | None = None
     folder: Path | None = None
     remote: RemoteVideo | None = None
@@ -111,7 +111,7 @@ class CameraFile:
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
         """Errors of a store name the file; those of data files do so by themselves."""
-        name = self.name(*(w.episode for w in self.requests))
+        name = self.name(*(request.episode for request in self.requests))
         try:
             with naming_file(name) if self.is_video else contextlib.nullcontext():
                 yield
@@ -124,13 +124,10 @@ class CameraFile:
         identity = None if decoding.frame_cache is None else file_identity(self.reader.fs, path)
         if decoding.frame_cache is None or identity is None:
             return
-        self.cache = decoding.frame_cache.opened()
-        self.folder = self.cache.content(*frames_place(self.reader, self.key, path, decoding), identity)
+        self.cache = decoding.frame_cache.open()
+        self.folder = self.cache.content(*frame_cache_key(self.reader, self.key, path, decoding), identity)
         if self.folder is not None:
-            rests = [
-                w.without(self.cache.read_records(self.folder / str(w.episode), w.keys, w.first_targets))
-                for w in self.requests
-            ]
+            rests = [r.remaining(self.cache.read_records(*r.records(self.folder))) for r in self.requests]
             self.requests = [rest for rest in rests if rest is not None]
 
     def open(self) -> Any:
@@ -141,14 +138,14 @@ class CameraFile:
         """Fill in the frames that are wanted: the file is walked forward once."""
         (self._decode_video if self.is_video else self._decode_images)(decoding)
         if self.cache is not None and self.folder is not None:
-            for w in self.requests:
-                self.cache.write_records(self.folder / str(w.episode), w.keys, w.first_targets)
+            for request in self.requests:
+                self.cache.write_records(*request.records(self.folder))
 
     def _decode_video(self, decoding: Decoding) -> None:
         height, width = height_width(self.feature)
         with VideoReader(
             self.open(),
-            name=self.name(*(w.episode for w in self.requests)),
+            name=self.name(*(request.episode for request in self.requests)),
             height=height,
             width=width,
             fps=self.reader.fps,
@@ -156,9 +153,9 @@ class CameraFile:
             threads=decoding.threads,
             depth_mm=self.reader.depth_mm.get(self.key),
         ) as video:
-            for w in self.requests:
-                video.name = self.name(w.episode)
-                video.read(w.times_s, w.put)
+            for request in self.requests:
+                video.name = self.name(request.episode)
+                video.read(request.times_s, request.put)
 
     def _decode_images(self, decoding: Decoding) -> None:
         feature, path = self.feature, self.reader.path(self.file)
@@ -166,18 +163,18 @@ class CameraFile:
         file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset)
         # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
         most_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
-        rows = np.concatenate([w.times_s for w in self.requests]).astype(np.int64)
-        places = [(w, n) for w in self.requests for n in range(len(w.times_s))]
+        rows = np.concatenate([request.times_s for request in self.requests]).astype(np.int64)
+        places = [(request, n) for request in self.requests for n in range(len(request.times_s))]
         for i, data in read_images(file, feature.key, rows, file_identity(self.reader.fs, path)):
-            w, n = places[i]
-            name = f"{self.name(w.episode)}, row {rows[i]}"
+            request, n = places[i]
+            name = f"{self.name(request.episode)}, row {rows[i]}"
             if isinstance(data, str):
                 data = self._read_image(data, most_bytes, name)
             if feature.is_depth:
                 unit = feature.info.get("depth_unit")
-                w.put(n, decode_depth_image(data, unit, name=name, height=height, width=width))
+                request.put(n, decode_depth_image(data, unit, name=name, height=height, width=width))
             else:
-                w.put(n, decode_image(data, name=name, height=height, width=width))
+                request.put(n, decode_image(data, name=name, height=height, width=width))
 
     def _read_image(self, path: str, most_bytes: int, name: str) -> bytes:
         """Read an image that the data file names: below the dataset's folder, or beside the data file."""
@@ -210,7 +207,7 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
         for file in files:
             if file.remote is not None:
                 with file.naming():
-                    file.remote.ask(np.concatenate([w.times_s for w in file.requests]), file.reader.fps)
+                    file.remote.ask(np.concatenate([request.times_s for request in file.requests]), file.reader.fps)
         for file in files:
             if file.requests:
                 with file.naming():
@@ -219,21 +216,21 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
                     file.remote.file.close()
 
 
-def frames_place(reader: DatasetFiles, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
+def frame_cache_key(reader: DatasetFiles, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
     """Return what tells the frames of a camera's file from others of the same content, as `DiskCache.content` takes it.
 
     That is the dataset, with all that may change a pixel, and the file: one of data holds images of several cameras.
     """
     feature = reader.features[key]
-    shape, dtype = frame_of(feature, decoding.image_size)
+    shape, dtype = frame_spec(feature, decoding.image_size)
     resizing = cv2.__version__ if shape[:2] != height_width(feature) else None
     decoder: tuple[Any, ...]
     if feature.dtype == "video":
         depth = reader.depth_mm.get(key)
         depth_digest = None if depth is None else hashlib.sha256(depth.tobytes()).hexdigest()
         libraries = sorted(av.library_versions.items())
-        decoder = RULES, av.__version__, libraries, resizing, reader.fps, decoding.tolerance_s, depth_digest
+        decoder = DECODING_VERSION, av.__version__, libraries, resizing, reader.fps, decoding.tolerance_s, depth_digest
     else:
         path = f"{path}\0{feature.key}"
-        decoder = RULES, PIL.__version__, resizing, feature.info.get("depth_unit")
+        decoder = DECODING_VERSION, PIL.__version__, resizing, feature.info.get("depth_unit")
     return f"{reader.dataset}\0{shape}\0{dtype}\0{decoder!r}", path

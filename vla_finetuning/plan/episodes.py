@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from vla_finetuning.data.frames import FrameRanges, frame_ranges_of, movement_keys, table, told_weights
+from vla_finetuning.data.frames import FrameRanges, describe_weights, frame_ranges_of, movement_keys, table
 from vla_finetuning.data.metadata import DatasetMetadata, check_readable, episode_ranges
 from vla_finetuning.data.selection import choose_episodes
 from vla_finetuning.options.programs import PRESETS, Config
@@ -91,7 +91,9 @@ def select(
         if idle := len(chosen) - len(ranges.episodes):
             notes.append(f"{meta.root}: {idle} episodes are left out whole by --dataset.skip_idle")
         frames.append(ranges)
-        described.append((*([] if weight is None else [told_weights(weight[chosen])]), *table(meta, chosen, ranges)))
+        described.append(
+            (*([] if weight is None else [describe_weights(weight[chosen])]), *table(meta, chosen, ranges))
+        )
     train = tuple(ranges.episodes for ranges in frames)
     return ChosenEpisodes(train, held_out, tuple(notes), tuple(frames), tuple(described))
 

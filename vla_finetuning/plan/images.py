@@ -10,7 +10,7 @@ from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features
-from vla_finetuning.data.reader import frame_of
+from vla_finetuning.data.reader import frame_spec
 from vla_finetuning.options.programs import Config
 from vla_finetuning.policies.augment import make_augmentation
 from vla_finetuning.policies.processors import normalization_mode
@@ -45,7 +45,7 @@ def with_image_size(
         return *stored, None
     fitted = sized(size)
     sizes = [
-        {frame_of(meta.features[key], None)[0] for meta in metas if key in meta.features}
+        {frame_spec(meta.features[key], None)[0] for meta in metas if key in meta.features}
         for key in features.camera_keys or ()
     ]
     if any(len(camera_sizes) > 1 for camera_sizes in sizes):

@@ -14,7 +14,8 @@ from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.plan import evenly_spaced
-from vla_finetuning.data.reader import Decoding, frame_of
+from vla_finetuning.data.reader import Decoding, frame_spec
+from vla_finetuning.plan.shuffle_quality import Mixing
 
 Columns = dict[str, np.ndarray]
 
@@ -175,7 +176,7 @@ class Rows:
     def frames(self) -> list[tuple[int, int]]:
         """Return (height, width) of each camera's frames as they reach a training process."""
         features = {key: feature for meta in reversed(self.metas) for key, feature in meta.features.items()}
-        shapes = [frame_of(features[key], self.image_size)[0] for key in self.camera_keys]
+        shapes = [frame_spec(features[key], self.image_size)[0] for key in self.camera_keys]
         return [(height, width) for height, width, _ in shapes]
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vla_finetuning.data.idle import STILL, idle_frames, reach_of, span_of
+from vla_finetuning.data.idle import STILL, idle_frames, value_range, value_span
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.report.dataset_look import ACTION, MOMENTS, STATE, camera_findings, looking_source, vector_keys
 
@@ -59,8 +59,8 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
     keys = [key for key in vector_keys(meta) if key in (STATE, ACTION)]
     if ACTION not in keys:
         raise ValueError(f"{meta.root}: episodes are scored by their actions, and it has no vector 'action'")
-    low, high = reach_of(meta, ACTION)
-    edge, span = STILL * (high - low), {key: span_of(meta, key) for key in keys}
+    low, high = value_range(meta, ACTION)
+    edge, span = STILL * (high - low), {key: value_span(meta, key) for key in keys}
     names = [meta.features[key].names for key in keys]
     alike = len(keys) == 2 and bool(names[0]) and names[0] == names[1]
     cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
