@@ -1,33 +1,27 @@
-"""Which rows, in which order: decided before any I/O, from metadata and a seed alone.
+"""Decide which rows a run reads and in which order, from metadata and a seed alone.
 
-The rows of a run form one endless *stream* of epochs. Position ``p`` of the stream belongs to epoch
-``p // rows_per_epoch``. The stream is a pure function of (episodes, seed, segment_rows, cut_at, window_rows, weights,
-episode_weights, later_segment_rows), so a run that has trained ``p`` rows is resumed by reading on from ``p``, with any
-number of workers, and no row of an epoch is missed or repeated.
+The rows of a run form one endless *stream* of epochs, a pure function of the arguments of `StreamPlan`. A run that has
+trained ``p`` rows resumes at position ``p``, with any number of workers, and no row of an epoch is missed or repeated.
 
 Order within an epoch::
 
-    episodes  ──cut──►  segments (contiguous rows one decoder walks through)
-              ──permute──►  laid end to end, filling positions eN .. (e+1)N
-              ──window──►  positions [k·W, (k+1)·W) form a window; its rows are permuted among themselves
+    episodes  ──cut──►  segments: contiguous rows that one decoder reads forward
+              ──permute──►  laid end to end at positions eN .. (e+1)N
+              ──window──►  positions [k·W, (k+1)·W) form a window, whose rows are permuted
 
-so a window mixes at least ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
-An epoch of more than `PART_SEGMENTS` segments goes by in parts, each with about the same number of segments of every
-episode, so that only a part is ever cut, permuted and held; the sources of a mixture share that number. In stored
-order, an episode is one segment. Epochs after the first may have segments of their own (`later_segment_rows`): of
-single rows, each epoch is one permutation of all rows, which is for frames that need no decoder any more.
+A window mixes at least ``window_rows / segment_rows`` places of the dataset, while every video is still read forward.
+An epoch of more than `PART_SEGMENTS` segments is cut and permuted in parts, to bound memory; each part has about the
+same number of segments of every episode. Without a seed, an episode is one segment. `later_segment_rows` sets the
+segment length of later epochs: 1 permutes single rows, for frames that are cached and need no decoder.
 
-A *mixture* gives datasets weights. Each dataset is then a source of its own: endless epochs of its own rows, each
-another permutation of its segments. An epoch of the mixture is as many rows as the datasets hold together, and every
-source contributes its share of them by weight, always the next rows of its own stream, spread evenly (`Interleaver`).
-So a source with twice its natural share is seen twice per epoch of the mixture, one with half of it every other; within
-each of a source's own epochs, every row comes exactly once.
+A *mixture* gives datasets weights. Each dataset is then a *source* with endless epochs of its own. An epoch of the
+mixture has as many rows as the datasets hold together, apportioned to the sources by weight. A source supplies the next
+rows of its own stream, spread evenly by `Interleaver`, so each of its own epochs still has every row exactly once.
 
-*Episode weights* say how often the rows of an episode come in an epoch (of the source that they are of), on average:
-`Repetitions` makes whole numbers of them. Epochs then differ in length, by a little, and ``rows_per_epoch`` is their
-mean; each copy of an episode is cut and permuted for itself.
+*Episode weights* are mean numbers of repetitions per epoch, which `Repetitions` rounds to whole numbers. Epochs then
+differ slightly in length, and ``rows_per_epoch`` is their mean. Each copy of an episode is cut and permuted separately.
 
-Nothing here knows Ray, files or frames; it is tested without any of them.
+The module does not import Ray and does not read files.
 """
 
 from __future__ import annotations
@@ -44,19 +38,23 @@ import numpy as np
 
 from vla_finetuning.data.shares import Interleaver, Repetitions, apportion, fair_share, mean_rows
 
-# Segments of all sources that are held at once: 32 bytes each to keep, three times that while they are cut, 0.3 s.
+# Maximum number of segments in memory, over all sources: 32 bytes each, 96 while they are cut, in 0.3 s.
 PART_SEGMENTS = 2**21
-# Of a source, so many parts of epochs are cut once for all tasks. Where they read of more, each cuts them.
+# Maximum number of parts of a source that the driver cuts for all tasks. Of more parts, each task cuts its own.
 MAX_PRECUT_PARTS = 2
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """The episodes a plan draws from, possibly of several datasets. All arrays have shape (E,).
+    """The episodes of a plan, possibly of several datasets. All arrays have shape (E,).
 
-    dataset_index: int32, which dataset; episode_index: int64, its number there; start: int64, the `index` of its
-    first frame in its dataset; length: int64, frames (> 0). Where only stretches of an episode are rows, each is an
-    entry of its own, one after the other.
+    Attributes:
+        dataset_index: number of the dataset, int32.
+        episode_index: number of the episode in its dataset, int64.
+        start: `index` of the entry's first frame in its dataset, int64.
+        length: number of frames, int64, positive.
+
+    An episode of which only some ranges are rows has one entry per range, in order.
     """
 
     dataset_index: np.ndarray
@@ -68,21 +66,23 @@ class Episodes:
         return len(self.start)
 
     def take(self, at: Any) -> Episodes:
-        """Return the rows at some positions (anything that indexes an array)."""
+        """Return the entries at `at`, anything that indexes an array."""
         return Episodes(self.dataset_index[at], self.episode_index[at], self.start[at], self.length[at])
 
     def cut(self, first: np.ndarray, length: np.ndarray) -> Self:
-        """Return the stretches of so many frames, int64 (E,), that begin `first` frames after `start`."""
+        """Return ranges of the entries: `length` frames, int64 (E,), from `first` frames after `start`."""
         return replace(self, start=self.start + first, length=length)
 
 
 @dataclass(frozen=True)
 class WindowSlice:
-    """Rows ``[lo, hi)`` of one shuffled window: what a read task produces, in output order.
+    """Rows ``[lo, hi)`` of one window, in output order: the rows that a read task produces.
 
-    The parts are contiguous runs of rows, in stored order: part ``i`` is rows ``[start[i], end[i])`` of its dataset,
-    all inside episode ``episode[i]`` (a position in `Episodes`). ``shuffle_key`` seeds the permutation; None keeps
-    stored order.
+    Attributes:
+        epoch: number of the epoch.
+        episode: position in `Episodes` of each run of consecutive rows, int64 (P,).
+        start, end: rows [start, end) of the dataset that form each run, int64 (P,).
+        shuffle_key: seed of the window's permutation; None for stored order.
     """
 
     epoch: int
@@ -94,7 +94,7 @@ class WindowSlice:
     hi: int
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in output order: (part number, `index` in the dataset), both int64 (hi - lo,)."""
+        """Return the run number and the `index` in the dataset of each row, in output order: int64 (hi - lo,) each."""
         length = self.end - self.start
         run = np.repeat(np.arange(len(length)), length)
         offset = np.arange(len(run)) - np.repeat(np.cumsum(length) - length, length)
@@ -107,7 +107,7 @@ class WindowSlice:
 
 
 def evenly_spaced(count: int, limit: int) -> np.ndarray:
-    """At most `limit` of `count` indices, int64, evenly spaced over the whole range and without repeats."""
+    """Return at most `limit` of `count` indices, int64, evenly spaced over the whole range and without repeats."""
     if count < 0 or limit < 1:
         raise ValueError(f"at most {limit} of {count} frames: there is nothing to choose")
     return (
@@ -115,26 +115,24 @@ def evenly_spaced(count: int, limit: int) -> np.ndarray:
     )
 
 
-# Episode, start and end of consecutive runs of rows, all int64 (P,).
+# Episode, start and end of runs of consecutive rows, int64 (P,) each.
 Runs = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class StreamPlan:
-    """A stream of rows that are all drawn alike.
+    """A stream of rows of one dataset or of a mixture.
 
     Args:
-        episodes: what to draw from; at least one.
-        seed: None for stored order (every epoch alike); otherwise every epoch differs.
-        segment_rows: longest run of consecutive rows that stay together, which the decoder needs.
-        cut_at: how many frames a video's key frames are apart. If `segment_rows` is a multiple, segments begin at key
-            frames, and what comes before them need not be decoded.
-        window_rows: rows shuffled among themselves.
-        weights: of the datasets, in the order of `dataset_index`, positive: their shares of every epoch. None: every
-            row once per epoch, datasets taken together as one.
-        episode_weights: float64 (E,), positive: how often the rows of each entry of `episodes` come in an epoch, on
-            average. None: once.
-        later_segment_rows: stands in for `segment_rows` in epochs after the first (of each source its own). None: none
-            does.
+        episodes: episodes to read, at least one.
+        seed: seed of every permutation; None for stored order, in which all epochs are equal.
+        segment_rows: maximum number of consecutive rows that stay together for the decoder.
+        window_rows: number of rows that are shuffled together.
+        cut_at: number of frames between key frames. Segments begin at key frames if it divides `segment_rows`; frames
+            before a segment then need not be decoded.
+        weights: positive shares of the datasets in every epoch, in the order of `dataset_index`; None reads every row
+            once per epoch, with all datasets as one source.
+        episode_weights: mean number of repetitions of each entry of `episodes` per epoch, float64 (E,), positive.
+        later_segment_rows: `segment_rows` of the epochs of a source after its first; None for `segment_rows`.
     """
 
     def __init__(
@@ -236,7 +234,7 @@ class StreamPlan:
             The least and the most, int64 (E,) each. They are equal at the end of a source's epoch.
         """
         least, most = np.empty((2, len(self.episodes)), np.int64)
-        # Within a window any of its rows may have come: those of two epochs of a source, too.
+        # Rows of a window that was begun may or may not have occurred, even rows of two epochs of a source.
         _, first, last = self._window(position)
         last = first if first == position else last
         for source, certain, possible in zip(self._sources, self._split(first), self._split(last), strict=True):
@@ -245,14 +243,14 @@ class StreamPlan:
         return least, most
 
     def _window(self, position: int) -> tuple[int, int, int]:
-        """The epoch of a stream position, and where the window begins and ends that it is in."""
+        """Return the epoch of a stream position, and the start and end of its window."""
         epoch, first, last = self.epoch_at(position)
         begin = position - position % self.window_rows
         # A window that straddles two epochs is two windows: no row of an epoch overtakes the one before it.
         return epoch, max(begin, first), min(begin + self.window_rows, last)
 
     def _split(self, position: int) -> list[int]:
-        """Rows of each source among the first `position` of the stream."""
+        """Return the number of rows of each source before a stream position."""
         if len(self._sources) == 1:
             return [position]
         epoch, offset = divmod(position, self.rows_per_epoch)
@@ -260,9 +258,9 @@ class StreamPlan:
         return [epoch * n + rows for n, rows in zip(self._interleaver.counts, before, strict=True)]
 
     def with_segments(self, runs: np.ndarray) -> StreamPlan:
-        """Return a copy that holds, also in its pickle, the segments of runs of stream positions, int64 (N, 2).
+        """Return a copy that holds the segments of `runs` of stream positions, int64 (N, 2), and pickles them.
 
-        A source with more than `MAX_PRECUT_PARTS` parts there holds none: it cuts them on demand, a part at a time.
+        A source with more than `MAX_PRECUT_PARTS` parts in `runs` holds none, and cuts each part on demand.
         """
         if not len(runs):
             return self
@@ -272,7 +270,7 @@ class StreamPlan:
         return plan
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Return about where windows begin after `first` and before `last`, int64 (N,), as cuts between reads."""
+        """Return approximate starts of windows after `first` and before `last`, int64 (N,), for read boundaries."""
         return np.arange((first // self.window_rows + 1) * self.window_rows, last, self.window_rows, dtype=np.int64)
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
@@ -290,7 +288,7 @@ class StreamPlan:
             yield from self.slices(first, last)
 
     def _runs(self, first: int, last: int) -> Runs:
-        """The runs of rows in a window, source by source."""
+        """Return the runs of rows in a window, source by source."""
         rows = zip(self._sources, self._split(first), self._split(last), strict=True)
         runs = [run for source, *span in rows for run in source.runs(*span)]
         episode, start, end = (np.concatenate(column) for column in zip(*runs, strict=True))
@@ -302,10 +300,16 @@ Segments = tuple[Runs, np.ndarray]
 
 
 class _Source:
-    """The rows of some episodes, epoch after epoch, each another permutation of their segments.
+    """Endless epochs of some episodes, each another permutation of their segments.
 
-    `members` are positions in `episodes`, and in `weight` if there is one; `number` tells sources of one plan apart.
-    `rows` are those of an epoch, with weights on average.
+    Args:
+        members: positions of the source's episodes in `episodes` and `weight`, int64 (E,).
+        number: number of the source in its plan, which seeds its permutations.
+
+    Attributes:
+        rows: rows of an epoch; the mean if episodes have weights.
+        segments: approximate number of segments in an epoch.
+        later_source: source that cuts the epochs after the first; None for the source itself.
     """
 
     def __init__(
@@ -327,24 +331,24 @@ class _Source:
         if weight is not None and seed is not None:
             self._repetitions = Repetitions(weight[members], (seed, 2, number))
             self.rows, copies = mean_rows(self.length, weight[members]), float(weight[members].sum())
-        # Of an epoch, about; how many there are depends on where episodes are cut.
+        # An estimate: the exact number depends on where episodes are cut.
         self.segments = len(members) if seed is None else self.rows // segment_rows + math.ceil(copies)
         self.parts_of_epoch = 1
-        self.later_source: _Source | None = None  # cuts and permutes its epochs after the first
+        self.later_source: _Source | None = None
         self._cached: tuple[tuple[int, int], Segments] | None = None
         self._precut: dict[tuple[int, int], Segments] = {}
         self._bounds: tuple[int, np.ndarray] | None = None
-        self._last_epoch = (0, 0, 0)  # the one that was asked for last: number, begin, end
+        self._last_epoch = (0, 0, 0)  # the last result of epoch_at: number, begin, end
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
 
     def split_epochs(self, max_segments: int) -> None:
-        """Let its epochs go by in parts of about `most` segments. In stored order they stay whole."""
+        """Cut each epoch in parts of about `max_segments` segments; stored order stays whole."""
         self.parts_of_epoch = 1 if self._key is None else -(-self.segments // max_segments)
 
     def with_segments(self, first: int, last: int) -> _Source:
-        """The same, keeping the segments that positions [first, last) of its own stream are of, if they are few."""
+        """Return a copy that holds the segments of positions [first, last) of the source's stream, if few."""
         places: list[tuple[int, int]] = []
         while first < last and len(places) <= MAX_PRECUT_PARTS:
             epoch, part, _, end = self._part_at(first)
@@ -356,20 +360,20 @@ class _Source:
         return source
 
     def cutter(self, epoch: int) -> _Source:
-        """Return who cuts and permutes an epoch of it."""
+        """Return the source that cuts and permutes an epoch: this one, or `later_source`."""
         return self if self.later_source is None or epoch == 0 else self.later_source
 
     def begin(self, epoch: int) -> int:
-        """Return where an epoch of its own begins in its own stream."""
+        """Return the position in the source's stream at which its epoch begins."""
         return epoch * self.rows if self._repetitions is None else int(self._repetitions.before(epoch) @ self.length)
 
     def epoch_at(self, position: int) -> tuple[int, int, int]:
-        """The epoch of its own that a position of its own stream is in, and where that begins and ends."""
+        """Return the source's epoch at a position of its stream, and the positions at which it begins and ends."""
         if self._repetitions is None:
             epoch = position // self.rows
             return epoch, epoch * self.rows, (epoch + 1) * self.rows
         if not self._last_epoch[1] <= position < self._last_epoch[2]:
-            # No episode has come one time more, or less, than its weight says.
+            # Each episode occurs less than once more or less than its weight says, which bounds the epoch.
             mean, spread = float(self._repetitions.weight @ self.length), int(self.length.sum())
             near = range(max(0, int((position - spread) / mean) - 1), int((position + spread) / mean) + 2)
             epoch = near[bisect.bisect_right(near, position, key=self.begin) - 1]
@@ -377,7 +381,7 @@ class _Source:
         return self._last_epoch
 
     def occurrences(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `StreamPlan.times` of its own stream; int64 (E,), or () for all alike."""
+        """Return the bounds of `StreamPlan.occurrences` in the source's stream: int64 (E,), or () if all are equal."""
         epoch, begin, _ = self.epoch_at(position)
         epochs_begun = epoch + (position > begin)
         if self._repetitions is None:
@@ -385,9 +389,7 @@ class _Source:
         return self._repetitions.before(epoch), self._repetitions.before(epochs_begun)
 
     def _epoch_episodes(self, epoch: int) -> tuple[np.ndarray, ...]:
-        """Return what an epoch is cut of: positions in `episodes`, starts and lengths, each episode as often as it
-        comes.
-        """
+        """Return the episodes of an epoch, repeated by weight: positions in `episodes`, starts and lengths."""
         columns = self.members, self._starts, self.length
         if self._repetitions is None:
             return columns
@@ -395,9 +397,9 @@ class _Source:
         return tuple(np.repeat(column, times) for column in columns)
 
     def _part_at(self, position: int) -> tuple[int, int, int, int]:
-        """The epoch and the part that a position of the source's own stream is in, and where the part begins and ends.
+        """Return the epoch and part at a position of the source's stream, and where the part begins and ends.
 
-        In stored order all epochs are the first.
+        In stored order all epochs are epoch 0.
         """
         epoch, begin, end = self.epoch_at(position)
         if self._key is None:
@@ -408,7 +410,7 @@ class _Source:
         return epoch, part, int(bounds[part]), int(bounds[part + 1])
 
     def runs(self, first: int, last: int) -> Iterator[Runs]:
-        """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
+        """Yield the segments at positions [first, last) of the source's stream, the outer two clipped."""
         while first < last:
             epoch, part, begin, end_of_part = self._part_at(first)
             offset, until = first - begin, min(last, end_of_part) - begin
@@ -425,19 +427,21 @@ class _Source:
         if (epoch, part) in self._precut:
             return self._precut[epoch, part]
         if self._cached is None or self._cached[0] != (epoch, part):
-            self._cached = None  # before there are two
+            self._cached = None  # free memory first
             self._cached = ((epoch, part), self.cutter(epoch)._cut_and_permute(epoch, part))
         return self._cached[1]
 
     def _cuts(self, epoch: int, length: np.ndarray) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
-        """Return where the E episodes of an epoch are cut, which have these lengths.
+        """Draw where the E episodes of an epoch, of `length` rows each, are cut.
 
-        Returns the epoch's generator, drawn from as far as this, and int64 (E,): rows of the first segment (all others
-        but the last have `segment_rows`), how many there are, and the part that the first is in. The next segment is in
-        the next part, and after the last part comes the first again.
+        Segment i of an episode belongs to part (first part + i) modulo the number of parts.
+
+        Returns:
+            The epoch's generator after these draws, and int64 (E,) each: rows of the first segment (later ones but the
+            last have `segment_rows`), number of segments, and part of the first segment.
         """
         rng, episodes = np.random.default_rng((*(self._key or ()), epoch)), len(length)
-        # Where an episode is first cut differs from epoch to epoch, so that the same rows are not always together.
+        # The first cut differs from epoch to epoch, so that segments do not always hold the same rows.
         first_cut = rng.integers(1, self._segment_rows // self._cut_at + 1, episodes) * self._cut_at
         first_cut = np.minimum(first_cut, length)
         count = 1 + -(-(length - first_cut) // self._segment_rows)
@@ -446,16 +450,16 @@ class _Source:
         return rng, first_cut, count, rng.integers(0, self.parts_of_epoch, episodes)
 
     def _part_bounds(self, epoch: int) -> np.ndarray:
-        """Return where the P parts of an epoch begin, in its rows, and where the last ends: int64 (P + 1,)."""
+        """Return the bounds of the P parts of an epoch, in rows from its start: int64 (P + 1,)."""
         parts, full = self.parts_of_epoch, self._segment_rows
         if self._bounds is None or self._bounds[0] != epoch:
             _, _, length = self._epoch_episodes(epoch)
             _, first_cut, count, first_part = self._cuts(epoch, length)
-            # An episode goes round all parts so often, and then part of the way.
+            # Each episode has count // parts segments in every part, and one more in the next count % parts parts.
             begins = np.bincount(first_part, minlength=2 * parts)
             ends = np.bincount(first_part + count % parts, minlength=2 * parts)
             segments = (count // parts).sum() + np.cumsum(begins - ends).reshape(2, parts).sum(axis=0)
-            # Its first segment and its last are short.
+            # The first and the last segment of an episode may be short.
             last_rows = length - first_cut - (count - 2) * full
             missing = np.bincount(first_part, full - first_cut, parts)
             missing += np.bincount((first_part + count - 1) % parts, np.where(count > 1, full - last_rows, 0), parts)
@@ -471,12 +475,12 @@ class _Source:
         parts = self.parts_of_epoch
         if parts > 1:
             rng = np.random.default_rng((*self._key, epoch, part))
-        # Of each episode every `parts`-th segment, from this one.
+        # The part holds every `parts`-th segment of an episode, starting at `first`.
         first = (part - first_part) % parts
         count = np.maximum(0, -(-(count - first) // parts))
         order = rng.permutation(int(count.sum()))
         episode: np.ndarray = np.repeat(np.arange(len(count)), count)
-        # Each segment's number among its episode's, less one; then where it would begin, were the first a whole one.
+        # In place: the number of each segment in its episode, less one, then the row at which it begins.
         begin: np.ndarray = np.arange(len(episode))
         begin -= np.repeat(np.cumsum(count) - count, count)
         begin *= parts
@@ -497,15 +501,14 @@ class _Source:
 def window_and_segment(
     requested_rows: int, fitting_rows: int, max_segment_rows: int, segments: int | None, cut_at: int = 1
 ) -> tuple[int, int]:
-    """Return how many rows are shuffled among themselves, and how many of them are consecutive at most: (window,
-    segment).
+    """Return the rows of a shuffle window, and the most consecutive rows in it: (window, segment).
 
     Args:
         requested_rows: rows of the requested window.
-        fitting_rows: rows that fit the memory budget; only `segments` may demand more.
-        max_segment_rows: of a segment; windows longer than that are multiples of it, so that whole blocks fill them.
-        segments: least number of segments in a window that has the rows; None: segments of `max_segment_rows`.
-        cut_at: segments that long or longer are a multiple of it.
+        fitting_rows: rows that fit the memory budget, exceeded only to hold `segments` rows.
+        max_segment_rows: maximum rows of a segment. Larger windows are a multiple of it, to be filled by whole blocks.
+        segments: least number of segments in a window that has the rows; None for segments of `max_segment_rows`.
+        cut_at: number that divides segments that are longer.
     """
     window = max(1, min(requested_rows, max(fitting_rows, segments or 1)))
     if window > max_segment_rows:
@@ -515,12 +518,10 @@ def window_and_segment(
 
 
 def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.ndarray:
-    """Cut stream positions [first, last) into read tasks.
+    """Cut stream positions [first, last) into read tasks of about `task_rows` rows.
 
-    Cuts fall near multiples of `task_rows` (windows, so that few are shared by two tasks) and at whole blocks counted
-    from `first`, so that every block but the very last has `block_rows` rows whatever task it comes from.
-
-    Returns int64 (tasks + 1,).
+    Cuts lie near multiples of `task_rows`, so that two tasks share few windows, and at whole blocks from `first`, so
+    that all blocks but the last have `block_rows` rows. Returns int64 (tasks + 1,).
     """
     if last <= first:
         return np.array([first], dtype=np.int64)
@@ -529,6 +530,6 @@ def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.nd
 
 
 def at_blocks(first: int, cuts: np.ndarray, last: int, block_rows: int) -> np.ndarray:
-    """`first`, `last`, and between them the whole blocks after `first` that are nearest to `cuts`: int64, each once."""
+    """Return `first`, `last` and the block boundaries nearest to `cuts` between them: int64, sorted, distinct."""
     aligned = first + np.rint((cuts - first) / block_rows).astype(np.int64) * block_rows
     return np.unique(np.concatenate([[first], aligned[(aligned > first) & (aligned < last)], [last]]))

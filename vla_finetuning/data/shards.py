@@ -1,16 +1,16 @@
-"""A plan whose rows are divided into shards, so that each node may read, and keep, one of them.
+"""Divide the rows of a plan into shards, so that each node can read and cache one of them.
 
 A shard is an equal part of every dataset, consecutive in stored order, and has a stream of its own (`StreamPlan`).
-The run's stream takes ``turn_rows`` rows of each in turn::
+The run's stream takes ``turn_rows`` rows of each shard in turn::
 
     shard 0 │ shard 1 │ … │ shard N-1 │ shard 0 │ shard 1 │ …
     0       G        2G                NG                       stream positions, G = turn_rows
 
-so that every batch has as many rows of one shard as of another, and every N-th turn is one shard's. An epoch
-is an epoch of every shard. As it may begin and end offset a turn, and shards are equal but for a few rows, its last two
-rounds of turns go to shards that have rows left.
+Every batch has as many rows of one shard as of another, and every N-th turn belongs to one shard. An epoch consists of
+one epoch of every shard. Epochs may begin and end within a turn, and shards differ by a few rows, so the last two
+rounds of an epoch are filled from the shards that have rows left.
 
-Like `data.plan`: pure, and without Ray, files or frames.
+Like `data.plan`, the module does not import Ray and does not read files.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice
 
 @dataclass(frozen=True)
 class Sharding:
-    """How many shards there are, and how many rows of each come in turn."""
+    """The number of shards, and the rows of a turn."""
 
     count: int
     turn_rows: int
 
     def before(self, position: int) -> np.ndarray:
-        """Count the rows of each shard among the first `position` of a stream of nothing but turns: int64 (count,)."""
+        """Return the rows of each shard among the first `position` rows of endless turns, int64 (count,)."""
         rounds, rest = divmod(position, self.count * self.turn_rows)
         partial_rows = np.clip(rest - np.arange(self.count) * self.turn_rows, 0, self.turn_rows)
         return rounds * self.turn_rows + partial_rows
 
     def turn(self, position: int) -> tuple[int, int]:
-        """Whose turn a stream position is of, and where the next one begins."""
+        """Return the shard at a stream position, and the position at which the next turn begins."""
         number = position // self.turn_rows
         return number % self.count, (number + 1) * self.turn_rows
 
     def position(self, shard: int, nth: np.ndarray) -> np.ndarray:
-        """Return where a shard's `nth` rows are in a stream of nothing but turns, int64 (N,)."""
+        """Return the positions of the `nth` rows of a shard in endless turns, int64 (N,)."""
         rounds, rest = np.divmod(nth, self.turn_rows)
         return (rounds * self.count + shard) * self.turn_rows + rest
 
@@ -60,15 +60,17 @@ def divide(
     cut_at: int,
     roots: Sequence[str],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide the rows of E episodes, those of each dataset by themselves, into shards of equally many.
+    """Divide the rows of E episodes into shards of equal size, each dataset separately.
 
     Args:
-        dataset_index, length: int (E,), in stored order; as `Episodes`. weight: float64 (E,), how often each comes.
-        cut_at: episodes are cut at multiples of so many rows.
-        roots: of the datasets, for errors.
+        dataset_index, length: int (E,), in stored order, as in `Episodes`.
+        weight: mean repetitions of each episode per epoch, float64 (E,); None for 1.
+        shards: number of shards.
+        cut_at: number whose multiples are the rows at which an episode may be cut.
+        roots: names of the datasets, for errors.
 
-    Returns int64 (P,) each, shard by shard: the episode that a piece is of, the row of it that the piece begins with,
-    rows, and shard.
+    Returns:
+        For each piece, ordered by shard, int64 (P,) each: episode, first row in the episode, number of rows, shard.
 
     Raises:
         ValueError: a shard would have no rows of a dataset.
@@ -103,10 +105,11 @@ def divide(
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch of the stream: positions [begin, end); [begin, tail) are whole turns.
+    """An epoch of the stream: positions [begin, end), of which [begin, tail) are whole turns.
 
-    first: where each shard's own epoch begins in its own stream, int64 (shards,). rest: what follows, in order: where
-    a run of rows begins in the stream, its shard, and where it begins in that shard's own stream.
+    Attributes:
+        shard_begins: position in each shard's stream at which the shard's epoch begins, int64 (shards,).
+        tail_runs: runs of rows after `tail`, in order: position in the stream, shard, position in the shard's stream.
     """
 
     number: int
@@ -118,16 +121,17 @@ class _Epoch:
 
 
 class ShardedPlan:
-    """The run's stream of rows, taken from shards in turn.
+    """The run's stream of rows, taken from shards in turn. Methods are those of `StreamPlan`.
 
     Args:
-        episodes: what to draw from, shard by shard: pieces as `divide` gives them. shard: of each, int64 (E,).
-        sharding: how many shards there are, and how long a turn is.
-        seed: as of a `StreamPlan`; one is needed.
-        plan: makes a shard's own plan: `StreamPlan` with everything but episodes, seed and episode_weights.
-        episode_weights: float64 (E,), as of a `StreamPlan`.
+        episodes: episodes to read, ordered by shard, as `divide` cuts them.
+        shard: shard of each entry of `episodes`, int64 (E,).
+        sharding: number of shards, and rows of a turn.
+        seed: seed of every permutation, required.
+        plan: function that makes a shard's plan: `StreamPlan` but for episodes, seed and episode_weights.
+        episode_weights: float64 (E,), as in `StreamPlan`.
 
-    `window_rows` are those of a shard's windows.
+    `window_rows` is the size of a shard's windows.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class ShardedPlan:
             members = slice(self._bounds[number], self._bounds[number + 1])
             shard_seed = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
             weights = None if episode_weights is None else episode_weights[members]
-            drawn = Episodes.take(episodes, members)  # without where they lie, which `episodes` says once
+            drawn = Episodes.take(episodes, members)  # drops the file locations, which `episodes` holds already
             self._shards.append(plan(drawn, seed=shard_seed, episode_weights=weights))
         first = self._shards[0]
         self.segment_rows, self.window_rows, self.cut_at = first.segment_rows, first.window_rows, first.cut_at
@@ -195,7 +199,7 @@ class ShardedPlan:
         first, last = (np.array([shard.begin(n) for shard in shards]) for n in (number, number + 1))
         begin, end = int(first.sum()), int(last.sum())
         before = turns.before(begin)
-        # As many whole rounds as every shard has rows for.
+        # Whole rounds for which every shard has rows.
         tail = max(begin, int(((last - first + before) // turns.turn_rows).min()) * turns.turn_rows * turns.count)
         next_row, tail_runs, position = first + turns.before(tail) - before, [], tail
         while position < end:
@@ -209,7 +213,7 @@ class ShardedPlan:
         return _Epoch(number, begin, tail, end, first, tail_runs)
 
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Stream positions [first, last) run by run: shard, and where the run begins and ends in its own stream."""
+        """Yield the runs of stream positions [first, last): shard, and start and end in the shard's stream."""
         while first < last:
             epoch = self._epoch_at(first)
             if first < epoch.tail:
@@ -226,11 +230,11 @@ class ShardedPlan:
             first = end
 
     def _split_turns(self, epoch: _Epoch, position: int) -> np.ndarray:
-        """Rows of each shard among the first `position` of the stream, were the epoch nothing but turns so far."""
+        """Return the rows of each shard before a position, if the epoch were nothing but turns until there."""
         return epoch.shard_begins + self.sharding.before(position) - self.sharding.before(epoch.begin)
 
     def _split(self, position: int) -> list[int]:
-        """Rows of each shard among the first `position` of the stream."""
+        """Return the number of rows of each shard before a stream position."""
         epoch = self._epoch_at(position)
         rows = self._split_turns(epoch, min(position, epoch.tail))
         for shard, _, end in self._runs(epoch.tail, position):
@@ -246,7 +250,7 @@ class ShardedPlan:
         if not len(runs):
             return self
         turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
-        # A node reads turns of its own shard, but for the ends of epochs.
+        # A node reads turns of its own shard, except at the ends of epochs.
         read = np.unique(turn % self.sharding.count) if (turn == end).all() else np.arange(self.sharding.count)
         plan, first, last = (
             copy.copy(self),
@@ -263,7 +267,7 @@ class ShardedPlan:
             yield from self._shard_slices(*run)
 
     def _shard_slices(self, shard: int, first: int, last: int) -> Iterator[WindowSlice]:
-        """Yield the slices of a shard's own stream."""
+        """Yield the slices of a shard's stream."""
         for window in self._shards[shard].slices(first, last):
             yield replace(window, episode=window.episode + self._bounds[shard])
 
@@ -274,15 +278,18 @@ class ShardedPlan:
         turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
         contiguous = last <= epoch.tail and bool(((turn % self.sharding.count == shard) & (turn == end)).all())
         if contiguous and bounds[1] - bounds[0] == int((runs[:, 1] - runs[:, 0]).sum()):
-            yield from self._shard_slices(shard, *bounds)  # all its turns there: one after the other in its own stream
+            yield from self._shard_slices(
+                shard, *bounds
+            )  # consecutive turns of one shard are consecutive in its stream
         else:
             for first, last in runs.tolist():
                 yield from self.slices(first, last)
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Return those of the shard whose turn `first` is; those of others begin at about the same places.
+        """Return the window starts of the shard whose turn is at `first`, and the ends of epochs and of their whole turns.
 
-        And where turns end, and epochs: what lies between two is one after the other in the shard's own stream.
+        Other shards' windows begin at about the same places. Reads between two starts are consecutive in a shard's
+        stream.
         """
         shard, begin = self.sharding.turn(first)[0], first
         candidates: list[Any] = [np.empty(0, np.int64)]
@@ -290,7 +297,7 @@ class ShardedPlan:
             epoch = self._epoch_at(first)
             end = min(epoch.end, last)
             a, b = (int(self._split_turns(epoch, position)[shard]) // self.window_rows for position in (first, end))
-            # Counted in a stream of nothing but turns.
+            # Row numbers in a stream of endless turns.
             offsets = np.arange(a + 1, b + 1) * self.window_rows - self._split_turns(epoch, 0)[shard]
             candidates += [self.sharding.position(shard, offsets), np.array([epoch.tail, epoch.end])]
             first = end

@@ -1,6 +1,6 @@
-"""How often things come: episodes in an epoch by weights, and the rows of several sources among each other.
+"""Repeat episodes by weight, and interleave the rows of several sources.
 
-Pure arithmetic on whole numbers, exact however long a stream is.
+The arithmetic is exact for streams of any length.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from fractions import Fraction
 
 import numpy as np
 
-# Its multiples divide an interval of 1 more evenly than any other number's.
+# Its multiples modulo 1 are spread more evenly than those of any other number.
 GOLDEN = (5**0.5 - 1) / 2
 
 
 class Repetitions:
-    """How often each of E episodes comes in every epoch, by weights that need not be whole numbers.
+    """How often each of E episodes occurs in every epoch, by weights that need not be whole numbers.
 
-    By the end of its n-th epoch an episode of weight w has come floor(n w + phase) times, with a phase of its own in
-    [0, 1): never one off n w, and in each epoch as often as the whole number below w or above it. Among episodes of the
-    same weight phases are spread evenly, so that in every epoch about as many of them come.
+    After n epochs, an episode of weight w has occurred floor(n w + phase) times, with a fixed phase in [0, 1). So every
+    epoch has floor(w) or ceil(w) copies of it. Phases of episodes with equal weights are spread evenly, so that each
+    epoch has about the same number of copies.
 
     Args:
-        weight: float64 (E,), positive. key: seeds the phases.
+        weight: float64 (E,), positive.
+        key: seed of the phases.
     """
 
     def __init__(self, weight: np.ndarray, key: tuple[int, ...]):
@@ -33,18 +34,17 @@ class Repetitions:
         by_weight = np.lexsort((rng.permutation(len(weight)), weight))
         spread = (rng.random() + np.arange(len(weight)) * GOLDEN) % 1
         self._phase = np.empty(len(weight))
-        self._phase[by_weight] = np.floor(spread * 2**32) / 2**32  # short enough for sums with them to stay below 1
+        self._phase[by_weight] = np.floor(spread * 2**32) / 2**32  # few bits, so that sums stay below 1
 
     def before(self, epoch: int) -> np.ndarray:
-        """Return how often each has come before an epoch, int64 (E,)."""
+        """Return how often each episode occurs before an epoch, int64 (E,)."""
         return np.floor(epoch * self.weight + self._phase).astype(np.int64)
 
 
 def fair_share(demands: Sequence[int], total: int) -> int:
-    """Return what each may have where several want a number of things, and there are at most `most` of them in all.
+    """Return the most that each of several consumers may have of `total` items, by max-min fairness.
 
-    Those that want no more than this have what they want; the others this much, so that together they have `most`. At
-    least one.
+    A consumer whose demand is at most the result gets its demand; the others get the result, at least one.
     """
     remaining = total
     for served, demand in enumerate(sorted(demands)):
@@ -56,31 +56,33 @@ def fair_share(demands: Sequence[int], total: int) -> int:
 
 
 def mean_rows(length: np.ndarray, weight: np.ndarray) -> int:
-    """Rows of an epoch of episodes with weights, on average; at least one."""
+    """Return the mean rows of an epoch of episodes with weights, at least one."""
     return max(1, round(float(weight @ length)))
 
 
 class Interleaver:
     """Spreads the rows of several sources evenly over an epoch.
 
-    The i-th of a source's n rows is due at (2i + 1) / 2n of the epoch; rows come in the order in which they are due,
-    the earlier source first when two are due at once. So no stretch of the epoch has many rows more, or less, of a
-    source than its share.
+    Row i of a source with n rows is due at (2i + 1) / 2n of the epoch. Rows are ordered by due time, ties by source. So
+    every stretch of the epoch holds each source's share, within a few rows.
+
+    Args:
+        counts: rows of each source in an epoch.
     """
 
     def __init__(self, counts: Sequence[int]):
         self.counts = list(counts)
 
     def before(self, position: int) -> list[int]:
-        """Rows of each source among the first `position` of the epoch, found without walking there."""
+        """Return the rows of each source among the first `position` of the epoch, without iterating over them."""
         position, total, sources = int(position), sum(self.counts), len(self.counts)
         if position >= total:
             return list(self.counts)
         if sources == 1:
             return [position]
-        # All that is due by (position - sources) / total of the epoch: at most `position` rows, and nearly as many.
+        # Rows due by (position - sources) / total of the epoch: at most `position`, and nearly as many.
         counts = [max(0, (2 * n * (position - sources) + total) // (2 * total)) for n in self.counts]
-        # Two unequal times a/n and b/m differ by 1/nm or more: so many binary digits tell them apart.
+        # Two unequal due times a/n and b/m differ by at least 1/nm, so this many binary digits tell them apart.
         digits = 2 * max(self.counts).bit_length()
         due = [
             ((2 * d + 1 << digits) // n, source) for source, (d, n) in enumerate(zip(counts, self.counts, strict=True))
@@ -94,10 +96,10 @@ class Interleaver:
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
-    """Split `rows` in proportion to `weights`, whole rows, by largest remainder.
+    """Split `rows` into whole numbers in proportion to `weights`, by largest remainder.
 
     Raises:
-        ValueError: weights that are not positive numbers, or so small that no row falls to one.
+        ValueError: weights that are not positive numbers, or so small that one gets no row.
     """
     if not all(math.isfinite(w) and w > 0 for w in weights):
         raise ValueError(
