@@ -286,7 +286,7 @@ class ShardedPlan:
                 yield from self.slices(first, last)
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Return the window starts of the shard whose turn is at `first`, and the ends of epochs and of their whole turns.
+        """Return window starts of the shard whose turn is at `first`, and the ends of epochs and of their whole turns.
 
         Other shards' windows begin at about the same places. Reads between two starts are consecutive in a shard's
         stream.

@@ -70,9 +70,7 @@ def find_base(config: Config, path: str | None) -> tuple[Config, Base]:
     base = Base(*resolve_policy(config, path))
     policy_type, family = base.config.type, family_of(base.config)
     if (source := code_source(base.config)) and not config.policy_trust_remote_code:
-        raise RemoteCodeError(
-            f"{base.name}: a '{policy_type}' runs code that comes with {source}: {HOW_TO_TRUST}"
-        )
+        raise RemoteCodeError(f"{base.name}: a '{policy_type}' runs code that comes with {source}: {HOW_TO_TRUST}")
     if config.dataset.on_error == "skip" and not family.row_losses:
         raise ValueError(
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "

@@ -15,7 +15,6 @@ from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_spec
-from vla_finetuning.plan.shuffle_quality import Mixing
 
 Columns = dict[str, np.ndarray]
 

@@ -247,7 +247,7 @@ def needed_of_vectors(features: Mapping[str, Feature], needed: Needed) -> dict[s
 
 
 def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle: float | None) -> Movement | None:
-    """By what frames are idle that --dataset.skip_idle leaves out; None without it."""
+    """Return the criterion for idle frames of --dataset.skip_idle; None without the option."""
     return None if skip_idle is None else Movement.from_metadata(meta, movement_keys(meta, rename_map), skip_idle)
 
 
