@@ -200,7 +200,7 @@ class FlowLoss(PolicyLoss):
         raise NotImplementedError
 
     def value_inputs(self, prefix: Any) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Return the inputs of `value.ValueHead`: each layer's keys and values of the prefix, and the attention bias."""
+        """Return the inputs of `value.ValueHead`: each layer's keys and values of the prefix, and attention bias."""
         raise NotImplementedError
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:
