@@ -1,4 +1,7 @@
-"""Pixels: video frames and encoded images into caller-owned arrays. Knows decoders and OpenCV, not Ray or torch."""
+"""Decode video frames and encoded images into arrays owned by the caller.
+
+Pixels equal those of LeRobot's pyav backend and of its images. The module uses FFmpeg, Pillow and OpenCV.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +24,33 @@ from PIL import ExifTags, Image, ImageOps
 from vla_finetuning.data.mp4 import inner_boxes
 from vla_finetuning.files import refuse_pointer
 
-# What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
+# Formats of datasets. Pillow's others are a risk: EPS starts another program, some unpack without limit.
 IMAGE_FORMATS = ("PNG", "JPEG", "TIFF", "WEBP", "BMP")
-# How a PNG begins. Width, height, bits of a value (8) and kind of pixels (2: RGB) follow.
+# Start of a PNG. Width, height, bits of a value (8) and kind of pixels (2: RGB) follow.
 _PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
-# Chunks of a PNG that may say how it is to be turned: EXIF, also as text, and XMP.
+# Chunks of a PNG that may hold an orientation: EXIF, also as text, and XMP.
 _ORIENTATION_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
-# FFmpeg's name of its reader of mp4 and mov.
+# FFmpeg's name of the demuxer of mp4 and mov.
 VIDEO_FORMAT = "mp4"
-# Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
+# Number of frames up to which decoding on is cheaper than seeking to a key frame.
 SEEK_AFTER_FRAMES = 8
 
-# What a decoder may allocate for a frame: more than frames have, as codecs pad their buffers by blocks and edges, for
-# small frames by more than a hundred times. The size of frames is checked one by one.
+# Least limit of pixels that a decoder may allocate for a frame: codecs pad their buffers, small frames more than a
+# hundredfold. The size of each frame is checked by itself.
 MAX_BUFFER_PIXELS = 2**20
 
-_TimedFrame = tuple[float, av.VideoFrame]  # when it is shown, in seconds
+_TimedFrame = tuple[float, av.VideoFrame]  # presentation time in seconds
 
 
 def check_samples(source: Any, name: str) -> None:
     """Refuse an mp4 that claims more samples of one constant size than it has bytes for: FFmpeg would list them.
 
-    Layout: ISO/IEC 14496-12, 8.7.3. Other tables hold an entry for each sample, so that their size bounds them.
+    Layout: ISO/IEC 14496-12, 8.7.3. Other tables have an entry per sample, so their size is bounded by the file's.
 
     Raises:
         ValueError: names the file.
     """
-    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:  # what cannot be read is said where it is read
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:  # reported when the file is decoded
         file = opened.enter_context(open(source, "rb")) if isinstance(source, (str, Path)) else source
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -64,18 +67,18 @@ def check_samples(source: Any, name: str) -> None:
 
 
 class VideoReader:
-    """One mp4, read forward. Runs in a Ray Data read task; use as a context manager.
+    """Decoder of one mp4, read forward. Use as a context manager.
 
     Args:
-        source: a path, or a seekable binary file object.
-        name: how errors call it (dataset, camera, file).
-        height, width: what the dataset's metadata promises, in pixels; checked before any frame is decoded, and of
-            every frame. A stream whose frames grow far larger is refused by the decoder before it takes the memory.
+        source: path, or seekable binary file object.
+        name: name of the video in errors (dataset, camera, file).
+        height, width: size of the frames in the dataset's metadata, in pixels, checked before decoding and for each
+            frame. FFmpeg refuses far larger frames before it allocates them.
         fps: frames per second of the dataset.
-        tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot; the rounding of float32, which
-            timestamps are stored in, comes on top.
-        threads: codec threads, one per CPU that the task holds.
-        depth_mm: of a depth map, `depth_table`; None for RGB.
+        tolerance_s: largest distance of a frame from its row's timestamp, in seconds, as in LeRobot; the rounding of
+            float32 timestamps is added.
+        threads: codec threads, one per CPU of the task.
+        depth_mm: table from `depth_table` for a depth map; None for RGB.
     """
 
     def __init__(
@@ -95,12 +98,12 @@ class VideoReader:
         self._fps = fps
         self._tolerance_s = tolerance_s
         self._depth_mm = depth_mm
-        # FFmpeg decodes a little already to find out what a file holds.
+        # FFmpeg decodes some frames when it opens a file, so the limit is set before.
         options = {"max_pixels": str(max(MAX_BUFFER_PIXELS, 4 * height * width))}
         check_samples(source, name)
         try:
-            # Only a LeRobot dataset's format, whatever the file claims: FFmpeg would follow playlists to other files or
-            # addresses, and has hundreds of hardly maintained formats.
+            # Only the format of datasets: FFmpeg would follow playlists to other files or addresses, and has hundreds
+            # of hardly maintained formats.
             self._container = av.open(source, format=VIDEO_FORMAT, options=options)
             self._stream = self._container.streams.video[0]
         except (av.FFmpegError, IndexError) as error:
@@ -119,8 +122,8 @@ class VideoReader:
         self._half_tick_s = float(self._stream.time_base) / 2
         self._frames: Any = None
         self._current: _TimedFrame | None = None
-        self._requested_s = 0.0  # when `_current` was found
-        self._lookahead: _TimedFrame | None = None  # decoded, but later than `_current`
+        self._requested_s = 0.0  # timestamp for which `_current` was decoded
+        self._lookahead: _TimedFrame | None = None  # a decoded frame after `_current`
         self.frames_decoded = 0
 
     def __enter__(self) -> VideoReader:
@@ -132,14 +135,13 @@ class VideoReader:
         self._container.close()
 
     def read(self, timestamps_s: np.ndarray, sink: Callable[[int, np.ndarray], None]) -> None:
-        """Decode the frames at `timestamps_s` (float64, ascending, (n,)) and hand each to `sink(i, pixels)`.
+        """Decode the frames at `timestamps_s` (float64, ascending, (n,)) and call `sink(i, pixels)` for each.
 
-        `pixels` are uint8 (H, W, 3), or float32 (H, W, 1) of a depth map, and valid only during the call. They are
-        those of LeRobot's pyav backend.
+        `pixels` are uint8 (H, W, 3), or float32 (H, W, 1) for a depth map, and valid only during the call.
 
         Raises:
             ValueError: a frame is missing or farther than the tolerance from its timestamp; names the file and time.
-            OSError: the disk or the object store does not give the file.
+            OSError: the disk or the object store does not return the file.
         """
         try:
             for i, requested_s in enumerate(timestamps_s):
@@ -153,12 +155,12 @@ class VideoReader:
             ) from error
 
     def _frame_at(self, requested_s: float) -> av.VideoFrame:
-        # Timestamps are float32 in data files, hours into a video farther apart than the tolerance.
+        # Data files store float32 timestamps. Hours into a video, their spacing exceeds the tolerance.
         rounded_s = float(np.spacing(np.float32(requested_s))) / 2
-        # A frame that is as near as this is the nearest, at whatever times the others are.
+        # A frame within this distance counts as the nearest.
         tie_s = rounded_s + self._half_tick_s
         nearest = self._current
-        # A frame that was the nearest to an earlier time stays the nearest until its own time.
+        # A frame that was the nearest to an earlier timestamp stays the nearest until its own time.
         is_ahead = nearest is not None and nearest[0] > requested_s + tie_s and requested_s < self._requested_s
         if nearest is None or is_ahead or requested_s - nearest[0] > SEEK_AFTER_FRAMES / self._fps:
             nearest = self._seek(requested_s, tie_s)
@@ -187,8 +189,8 @@ class VideoReader:
         )
 
     def _seek(self, requested_s: float, tie_s: float) -> _TimedFrame:
-        """The frame at a key frame before `requested_s`, or equal to it; where there is none, the video's first."""
-        # Key frames are found by the time they are decoded at: with B-frames, one may be shown after the frame wanted.
+        """Return the frame at the last key frame that is not after `requested_s`, or else the video's first."""
+        # FFmpeg seeks by decoding time. With B-frames, the key frame may be shown after the requested frame.
         for back_s in (0.0, 1.0, 10.0, np.inf):
             target_s = max(0.0, requested_s + tie_s - back_s)
             offset = int(target_s / self._stream.time_base)
@@ -230,18 +232,18 @@ class VideoReader:
 
 
 def _raise_disk_error(error: Exception, name: str) -> None:
-    """Raise an error that is the disk's (a network drive that is gone), which says nothing of what is on it."""
+    """Raise an error of the disk (such as a lost network drive), which is no damage of the file."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         raise OSError(error.errno, f"{name}: {error.strerror}") from error
 
 
 def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
-    """Return what the 12-bit codes of a depth video stand for: float32 (4096,), millimetres, by LeRobot's own function.
+    """Return the depths of the 12-bit codes of a depth video: float32 (4096,), in millimetres, by LeRobot's function.
 
-    Runs on the driver (it imports LeRobot). `info` is the feature's in meta/info.json.
+    Runs on the driver (it imports LeRobot). `info` is the feature's entry in meta/info.json.
 
     Raises:
-        ValueError: the range of depths in `info` makes no sense.
+        ValueError: the range of depths in `info` is invalid.
     """
     import torch
     from lerobot.configs.video import DepthEncoderConfig
@@ -262,12 +264,12 @@ def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
 
 
 def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, height: int, width: int) -> np.ndarray:
-    """One encoded depth map (TIFF, PNG of 16 bits) to float32 (H, W, 1), as LeRobot's, which gives millimetres.
+    """Decode a depth map (TIFF, 16-bit PNG) to float32 (H, W, 1), in millimetres as LeRobot's.
 
-    `unit` is what the dataset says its maps are in, "m" or "mm"; None leaves the values as they are.
+    `unit` is the dataset's unit, "m" or "mm"; None keeps the values.
 
     Raises:
-        ValueError: as `decode_image`; values that are neither uint16 nor float32.
+        ValueError: as `decode_image`, and for values that are neither uint16 nor float32.
     """
     depth = _open_image(data, ("I;16", "I;16B", "F"), "a depth map of uint16 or float32", name, height, width)
     depth = depth.astype(np.float32)[..., None]
@@ -275,21 +277,21 @@ def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, heigh
 
 
 def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> np.ndarray:
-    """One encoded image (PNG, JPEG, ...) to uint8 (H, W, 3), turned as its EXIF says. Same pixels as LeRobot's x 255.
+    """Decode an image (PNG, JPEG, ...) to uint8 (H, W, 3), turned by its EXIF orientation: LeRobot's pixels x 255.
 
     Raises:
         ValueError: missing or damaged bytes, or another size than (height, width).
     """
     plain = data is not None and data[:26] == _PNG + struct.pack(">IIBB", width, height, 8, 2)
     if data is not None and plain and not any(chunk_type in _ORIENTATION_CHUNKS for chunk_type in _png_chunks(data)):
-        # In a third of Pillow's time. What it refuses, as for a wrong checksum, Pillow reads, or says why not.
+        # Takes a third of Pillow's time. Pillow reads what kornia refuses (a wrong checksum), or raises the error.
         with contextlib.suppress(Exception):
             return decode_image_png_u8(data, (height, width), "rgb")
     return _open_image(data, ("RGB",), "8-bit RGB", name, height, width)
 
 
 def _png_chunks(data: bytes) -> Iterator[bytes]:
-    """The kinds of a PNG's chunks."""
+    """Yield the types of a PNG's chunks."""
     at = 8
     while at + 8 <= len(data):
         size, chunk_type = struct.unpack_from(">I4s", data, at)
@@ -300,9 +302,9 @@ def _png_chunks(data: bytes) -> Iterator[bytes]:
 def _open_image(
     data: bytes | None, modes: Sequence[str], expected: str, name: str, height: int, width: int
 ) -> np.ndarray:
-    """The pixels, if the header has them in one of PIL's `modes` and in that size. Nothing else is decoded.
+    """Return the pixels of an image whose header has one of PIL's `modes` and the expected size.
 
-    Turned as `datasets.Image.decode_example` does, which LeRobot reads images by.
+    The image is turned as `datasets.Image.decode_example` does, which LeRobot reads images by.
     """
     if data is None:
         raise ValueError(
@@ -333,10 +335,10 @@ def _open_image(
 
 
 def resize_with_pad(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Fit uint8 (H, W, 3) into (height, width, 3): same proportions, centred, padded with black, as PI0.5 does.
+    """Resize uint8 (H, W, 3) to fit (height, width, 3), centred and padded with black, as PI0.5 does.
 
-    Bilinear without antialiasing, as LeRobot's `resize_with_pad_torch` on float images: every value is within one
-    level (1/255) of its, a fifth of a level on average, mostly the rounding to uint8.
+    Bilinear without antialiasing, as LeRobot's `resize_with_pad_torch` on float images. Values differ from it by at
+    most one level (1/255), a fifth of a level on average, mostly by the rounding to uint8.
     """
     ratio = max(rgb.shape[1] / width, rgb.shape[0] / height)
     inner = int(rgb.shape[0] / ratio), int(rgb.shape[1] / ratio)

@@ -1,4 +1,4 @@
-"""Which frames of the chosen episodes are rows, and how often: what idles is left out, episodes have weights."""
+"""Select the frames of episodes that are rows, without idle frames and by episode weight, and tabulate them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vla_finetuning.data.idle import moving_runs
 from vla_finetuning.data.options import FrameRanges
 from vla_finetuning.data.relative_actions import ACTION, STATE
 
-# Most lines of a table: tasks, those that differ most from the dataset first.
+# Maximum number of tasks in a table.
 MOST_TASKS = 8
 
 
 def movement_keys(meta: DatasetMetadata, rename_map: Mapping[str, str] | None = None) -> list[str]:
-    """State and action, by what they are called in the dataset: what moves where something does."""
+    """Return the dataset's names of state and action, the features that show movement."""
     names = {key: (rename_map or {}).get(key, key) for key in meta.features}
     return [k for k, f in meta.features.items() if names[k] in (STATE, ACTION) and f.dtype in NUMERIC_DTYPES]
 
@@ -31,13 +31,15 @@ def frame_ranges_of(
     skip_idle: float | None = None,
     weight: np.ndarray | None = None,
 ) -> FrameRanges:
-    """Select the frames of some episodes; an episode whose frames are all dropped has no stretch.
+    """Return the frames of some episodes that are rows, without the episodes that have none.
 
     Args:
-        episodes: int64, ascending. dropped: of each, so many of its last frames are not rows.
-        skip_idle: nor are frames in which nothing moves for longer than so many seconds, by the vectors `keys` (see
-            `data.idle`); None: all are.
-        weight: float64, of all episodes of the dataset, at least 0.
+        episodes: episode numbers, int64, ascending.
+        dropped: number of last frames of each episode that are no rows.
+        keys: state and action vectors, for `skip_idle`.
+        skip_idle: frames in which nothing moves for longer than this, in seconds, are no rows (see `data.idle`).
+        weight: weights of all episodes of the dataset, float64, at least 0; None for 1.
+
     Raises:
         ValueError, FileNotFoundError: as `idle.moving_runs`.
     """
@@ -55,9 +57,13 @@ def frame_ranges_of(
 
 @dataclass(frozen=True)
 class EpochShare:
-    """What becomes of some episodes: how many there are, their frames, how many of those are rows, and of an epoch.
+    """The share of some episodes in an epoch.
 
-    `rows` is a mean where episodes have weights. Episodes that have weight 0 count with `episodes` and `frames`.
+    Attributes:
+        name: task, or "all".
+        episodes, frames: number of episodes and of their frames, including those of weight 0.
+        used: frames that are rows.
+        rows: rows of an epoch; the mean if episodes have weights.
     """
 
     name: str
@@ -72,10 +78,9 @@ class EpochShare:
 
 
 def shares(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[EpochShare]:
-    """Return what becomes of a dataset's episodes (int64, ascending): of all, and by their first task where there are
-    several.
+    """Return the share of all `episodes` (int64, ascending), then of each first task, if there are several.
 
-    Tasks come in the order of how much of them is otherwise than in the dataset.
+    Tasks are ordered by how much their rows differ from their frames.
     """
     names = [(meta.episode_tasks[episode] or ("",))[0] for episode in episodes.tolist()]
     tasks, task = np.unique(np.array(names, object), return_inverse=True)
@@ -97,7 +102,7 @@ def shares(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> 
 
 
 def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[str]:
-    """`shares` as lines of text: a heading, all, and tasks, at most MOST_TASKS of them."""
+    """Return `shares` as lines of text: a heading, all, and at most MOST_TASKS tasks."""
     epoch_shares = shares(meta, episodes, ranges)
     lines = [f"{'episodes':>9} {'frames':>12} {'left out':>20} {'in an epoch':>20}  task"]
     for s in epoch_shares[: 1 + MOST_TASKS]:
@@ -110,7 +115,7 @@ def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> l
 
 
 def describe_weights(weight: np.ndarray) -> str:
-    """The weights of episodes in a line, float64 (E,)."""
+    """Return a line about the weights of episodes, float64 (E,)."""
     values, counts = np.unique(weight, return_counts=True)
     if len(values) > 6:
         return f"{len(weight)} weights from {values[0]:g} to {values[-1]:g}, {weight.mean():.3g} on average"

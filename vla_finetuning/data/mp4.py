@@ -1,4 +1,4 @@
-"""The boxes that an mp4 is made of (ISO/IEC 14496-12). What is wrong with a file is FFmpeg's to say."""
+"""Parse the box structure of mp4 files (ISO/IEC 14496-12). Errors in a file are left to FFmpeg to report."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-# Of one level: a handful, or two for each fragment.
+# Maximum number of boxes of one level: usually a handful, or two per fragment.
 MAX_BOXES = 100_000
 
-# Kind, where the content begins, where it ends.
+# Type, start and end of the content.
 Box = tuple[bytes, int, int]
 
 
 def boxes(file: Any, first: int, last: int) -> Iterator[Box]:
     """Yield the boxes in bytes [first, last) of a file.
 
-    The last one ends at `last`; beyond it, where the file was cut short, and before it, where it is no mp4.
+    The end of the last box is beyond `last` if the file was cut short, and before it if the file is no mp4.
     """
     for _ in range(MAX_BOXES):
         if last - first < 8:
@@ -34,7 +34,7 @@ def boxes(file: Any, first: int, last: int) -> Iterator[Box]:
 
 
 def inner_boxes(file: Any, first: int, last: int, *kinds: bytes) -> Iterator[Box]:
-    """Yield the boxes at a path of kinds in bytes [first, last) of a file, as far as those reach."""
+    """Yield the boxes at a path of types in bytes [first, last) of a file, clipped to `last`."""
     for box_type, begin, end in boxes(file, first, last):
         if box_type == kinds[0]:
             inner = (box_type, begin, min(end, last))

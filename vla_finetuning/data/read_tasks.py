@@ -1,4 +1,4 @@
-"""What read tasks of an execution are given: what rows are drawn from, and which positions of the stream are theirs."""
+"""Build the functions of read tasks: the episodes they read from, and the stream positions that they decode."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vla_finetuning.data.options import Selection
 from vla_finetuning.data.reader import ReadOptions
 from vla_finetuning.data.rows import LocatedEpisodes, ReadContext, read_rows
 
-# Windows that a read task decodes, one after the other, at most.
+# Maximum number of windows that a read task decodes.
 MAX_READS_PER_TASK = 4
 
 
 @dataclass(frozen=True)
 class BlockShare:
-    """Of every `total` blocks of a stream, those from `first` to `last`: what one of several executions at once reads.
+    """The share of one of several concurrent executions of a stream: blocks `first` to `last` of every `total` blocks.
 
-    Ranks `first` to `last` of `total` get the same blocks from it that they would get from an execution of all: blocks
-    are dealt to the ranks in turn.
+    An execution of all ranks gives blocks to its ranks in turn. A share gives ranks `first` to `last` of `total` the
+    same blocks.
     """
 
     first: int
@@ -32,9 +32,9 @@ class BlockShare:
     total: int
 
     def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
-        """Return where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
+        """Return the share's rows among stream positions [first, last) as runs [start, end), int64 (N, 2), in order.
 
-        An incomplete turn of `total` blocks is dealt to no rank.
+        The blocks of an incomplete turn of `total` blocks belong to no rank.
         """
         turn = self.total * block_rows
         starts = first + np.arange((last - first) // turn, dtype=np.int64) * turn
@@ -47,9 +47,9 @@ def locate_episodes(
     features: Collection[str],
     selection: Selection,
 ) -> tuple[LocatedEpisodes, np.ndarray | None]:
-    """Return what rows of the selected episodes of all datasets are drawn from, and how often each entry's come.
+    """Return the selected episodes of all datasets with their file locations, and how often each occurs per epoch.
 
-    Of a camera that is no video in a dataset, its episodes are in file -1. Of P entries, the weights are float64 (P,);
+    Where a dataset has no video of a camera, its episodes have file -1. The P entries' weights are float64 (P,), or
     None for once per epoch.
     """
     videos = [key for key in features if any(key in meta.video_files for meta in metas)]
@@ -87,7 +87,7 @@ _context_by_id: dict[str, ReadContext] = {}
 
 
 def _get_context(context: Any) -> ReadContext:
-    """A context, opened once in a process: its plan remembers which part of an epoch it has cut, for the next task."""
+    """Return a context, fetched once in a process, so that the next task finds the parts that its plan has cut."""
     if not isinstance(context, ray.ObjectRef):
         return context
     if context.hex() not in _context_by_id:
@@ -97,11 +97,11 @@ def _get_context(context: Any) -> ReadContext:
 
 
 class ReadFunction:
-    """The function of a read task. Its pickle holds the stream positions that it reads, and no rows.
+    """The function of a read task. It is pickled with its stream positions, not with its rows.
 
     Args:
-        context: an ObjectRef of a `ReadContext`, or that itself.
-        reads: runs of stream positions, int64 (N, 2) each, which are decoded one after the other, to bound the memory.
+        context: a `ReadContext`, or its ObjectRef.
+        reads: runs of stream positions, int64 (N, 2) each. They are decoded one after the other, to bound memory.
     """
 
     __name__ = "read_slices"
@@ -125,11 +125,10 @@ class ReadFunction:
 
 
 def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) -> int:
-    """Return how many windows a read task decodes, one after the other, where `reads` are to be read. Pure.
+    """Return how many windows a read task decodes in a row, if an execution has `reads` windows of `read_bytes` bytes.
 
-    Ray Data 2.60 notices up to 0.3 s later that a task has ended; the next one then finds its CPU idle. Long tasks make
-    that matter less; but the CPUs must end about together, and when blocks are wanted in order, those of all tasks but
-    the first wait in the object store.
+    Ray Data 2.60 notices up to 0.3 s late that a task has ended, while its CPU idles, which favours long tasks. Tasks
+    must be short enough for all CPUs to end together, and for the object store to hold blocks that wait for their turn.
     """
     cpus = max(1.0, cluster.get("CPU", 1))
     by_turns = reads / cpus / 4

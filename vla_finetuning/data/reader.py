@@ -1,4 +1,4 @@
-"""What all read tasks share of a dataset, how they turn rows into columns, and what a camera's frame is in a row."""
+"""Define what read tasks share of a dataset, how they decode rows, and the layout of a camera frame in a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vla_finetuning.data.disk_cache import FrameCache
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """What all read tasks share: one per dataset, shipped once through the object store. Holds no episodes."""
+    """The files and features of a dataset, shared by all read tasks through the object store. Holds no episodes."""
 
     root: str
     fs: Any
@@ -26,11 +26,11 @@ class DatasetFiles:
     tasks: dict[int, str]
     data_files: tuple[str, ...]
     video_files: dict[str, tuple[str, ...]]
-    depth_mm: dict[str, np.ndarray]  # of depth videos: millimetres by code
+    depth_mm: dict[str, np.ndarray]  # by depth camera: millimetres by 12-bit code
 
     @classmethod
     def from_metadata(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> DatasetFiles:
-        """`columns`: those that will be read; None for all."""
+        """Return the files of `meta`. `columns`: features to be read; None for all."""
         depth_mm = {
             key: depth_table(feature.info, name=f"{meta.root}: camera {key}")
             for key, feature in meta.features.items()
@@ -41,7 +41,7 @@ class DatasetFiles:
 
     @property
     def dataset(self) -> str:
-        """Tells the dataset from others that this node keeps something of."""
+        """Return an identifier of the dataset, unique among the datasets in this node's caches."""
         return f"{''.join(self.fs.protocol)}\0{self.base}"
 
     @property
@@ -54,9 +54,13 @@ class DatasetFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How frames are decoded, and where they are cached; `threads` of a video's decoder.
+    """Parameters of decoding and caching frames.
 
-    `image_size`: (height, width) that they are fitted into; None: as stored. `frame_cache`: None for nowhere.
+    Attributes:
+        tolerance_s: largest distance of a frame from its row's timestamp, in seconds.
+        threads: threads of a video decoder.
+        image_size: (height, width) that frames are resized to; None for their stored size.
+        frame_cache: cache of decoded frames; None for no cache.
     """
 
     tolerance_s: float
@@ -67,35 +71,44 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions(Decoding):
-    """How rows are turned into columns."""
+    """Parameters of reading rows.
+
+    Attributes:
+        columns: names of the columns of a row, in order.
+        delta_indices: by column, the offsets of its window in frames.
+        block_rows: rows of a block.
+        window_steps: per dataset, frames between neighbours of `delta_indices`; empty for 1.
+        padded: features of a row, if datasets may lack cameras or have shorter vectors (`options.Features.padded`).
+        blank: a placeholder row, batched, for rows of unreadable episodes; None to raise an error.
+        skip_log: file that gets a JSON line for each unreadable episode.
+    """
 
     columns: tuple[str, ...]
     delta_indices: dict[str, tuple[int, ...]]
     block_rows: int
-    # Per dataset, the frames between two neighbours of `delta_indices`; none: one.
     window_steps: tuple[int, ...] = ()
-    # The row's features, where datasets may lack cameras or have shorter vectors (`options.Features.padded`).
     padded: dict[str, Feature] = field(default_factory=dict)
-    # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
     blank: dict[str, np.ndarray] | None = None
-    skip_log: Path | None = None  # gets a JSON line for each episode that could not be read
+    skip_log: Path | None = None
 
     def deltas(self, key: str, dataset_index: int) -> tuple[int, ...]:
-        """Offsets of a window in frames of a dataset."""
+        """Return the offsets of a window in frames of a dataset."""
         step = self.window_steps[dataset_index] if self.window_steps else 1
         return tuple(step * delta for delta in self.delta_indices[key])
 
 
 def frame_spec(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], np.dtype]:
-    """A camera's frame in a row: uint8 (H, W, 3), fitted into `image_size` if given; a depth map float32 (H, W, 1)."""
+    """Return shape and dtype of a camera frame in a row: uint8 (H, W, 3), or float32 (H, W, 1) for a depth map."""
     if feature.is_depth:
         return (*height_width(feature), 1), np.dtype(np.float32)
     return (*(image_size or height_width(feature)), 3), np.dtype(np.uint8)
 
 
 def height_width(feature: Feature) -> tuple[int, int]:
-    """LeRobot states (H, W, C), or (C, H, W) with names saying so. C is 3, of a depth map 1; of what a video is decoded
-    to RGB from, it may be 1 or 4."""
+    """Return height and width of a feature of shape (H, W, C) or (C, H, W).
+
+    C is 3, or 1 for a depth map; for a video that is decoded to RGB, it may be 1 or 4.
+    """
     channels = (1, 3, 4)
     if feature.shape[0] in channels and feature.shape[-1] not in channels:
         return feature.shape[1], feature.shape[2]

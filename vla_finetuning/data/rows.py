@@ -1,7 +1,7 @@
-"""The rows of a read task: parquet columns and video frames into arrays, arrays into Arrow blocks.
+"""Read the rows of a read task: parquet columns and video frames into arrays, arrays into Arrow blocks.
 
-The plan says which rows are at some positions of the stream. Every frame of them is decoded once, each file is walked
-forward, and pixels go straight to their place in the output. Knows nothing of training.
+The plan names the rows at the task's stream positions. Each of their frames is decoded once, each file is read forward,
+and pixels are written straight to their place in the output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vla_finetuning.files import append_line
 logger = logging.getLogger(__name__)
 
 IS_PAD = "_is_pad"
-# Columns that data files have (`metadata.COUNTED_FEATURES`: most), and their dtypes in a row.
+# Columns that data files have (some may be counted instead: `metadata.COUNTED_FEATURES`), with their dtypes in a row.
 BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_index", "task_index")} | {
     "timestamp": np.float32
 }
@@ -43,10 +43,15 @@ BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_inde
 
 @dataclass(frozen=True)
 class LocatedEpisodes(Episodes):
-    """`Episodes`, and where each lies. Files are numbers in the lists of their dataset's `DatasetFiles`.
+    """`Episodes` with their file locations. Files are indices into the lists of the dataset's `DatasetFiles`.
 
-    Of whole episodes, integers: first_index (`index` of the first frame), frames, data_file, data_row (the first row in
-    that file). By camera: video_file, and video_start_s, where the episode starts in it, seconds.
+    Attributes:
+        first_index: `index` of the first frame of the whole episode, int64 (E,).
+        frames: frames of the whole episode, int64 (E,).
+        data_file: data file of the episode, int64 (E,).
+        data_row: row of the first frame in that file, int64 (E,).
+        video_file: by camera, the video file of the episode, int64 (E,).
+        video_start_s: by camera, where the episode starts in its video, in seconds, float64 (E,).
     """
 
     first_index: np.ndarray
@@ -66,7 +71,7 @@ class LocatedEpisodes(Episodes):
     def episode(
         self, number: int, readers: Sequence[DatasetFiles], position: np.ndarray, index: np.ndarray
     ) -> _Episode:
-        """Return one of them, with rows at some positions of a read's output; `index`: in the dataset."""
+        """Return entry `number` with its rows: `position` in a read's output, `index` in the dataset."""
         reader = readers[self.dataset_index[number]]
         return _Episode(
             reader=reader,
@@ -88,12 +93,12 @@ class LocatedEpisodes(Episodes):
 
 @dataclass(frozen=True)
 class ReadContext:
-    """What all read tasks of an execution share; a node holds it once.
+    """Context shared by all read tasks of an execution. Each node holds one copy.
 
     Attributes:
-        plan: of the rows; its `episodes` are located.
-        readers: of the datasets.
-        prepare: applied to each block; None: blocks stay as they are.
+        plan: plan of the rows, with `LocatedEpisodes`.
+        readers: files of the datasets.
+        prepare: function applied to each block; None for none.
     """
 
     plan: Plan
@@ -103,29 +108,29 @@ class ReadContext:
 
 @dataclass
 class _Episode:
-    """An episode, with all a read needs to find it, and the n rows of the read that come from it."""
+    """The location of an episode, and the n rows that a read takes from it."""
 
     reader: DatasetFiles
     dataset_index: int
     episode_index: int
-    start: int  # `index` of its first row
+    start: int  # `index` of frame 0
     length: int
     data_file: str
-    data_row: int  # its first row in its data file
+    data_row: int  # row of frame 0 in the data file
     videos: dict[str, tuple[str, float]]  # camera_key -> (file, where the episode starts in it, seconds)
-    position: np.ndarray  # int64 (n,), where each row goes in the output
-    frame: np.ndarray  # int64 (n,), its frame_index
+    position: np.ndarray  # int64 (n,), place of each row in the output
+    frame: np.ndarray  # int64 (n,), frame_index of each row
     first: int = 0  # frames [first, last) are read from parquet
     last: int = 0
-    numbers_offset: int = 0  # where frame 0 lies in the numbers read (negative when it was not read)
-    timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,), of those frames
+    numbers_offset: int = 0  # place of frame 0 in the numbers read; negative if it was not read
+    timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,)
 
     def camera_file(self, camera_key: str) -> tuple[str, float]:
-        """The file with a camera's frames, and where the episode starts in it: seconds of a video, rows of images."""
+        """Return the file of a camera, and the episode's start in it: seconds of a video, rows of a data file."""
         return self.videos.get(camera_key) or (self.data_file, float(self.data_row))
 
     def window_frames(self, key: str, options: ReadOptions) -> tuple[np.ndarray, np.ndarray]:
-        """Frames at each offset of a column, clamped to the episode, and which were: int64 and bool (n, T).
+        """Return the frames of a column's window, clamped to the episode, and the mask of clamped ones: (n, T) each.
 
         Same rule as LeRobot's `DatasetReader._get_query_indices`.
         """
@@ -133,12 +138,12 @@ class _Episode:
         return np.clip(target, 0, self.length - 1), (target < 0) | (target >= self.length)
 
     def row_frames(self, key: str, options: ReadOptions) -> np.ndarray:
-        """The frames that the rows have of a column: int64 (n,), or (n, T) in windows."""
+        """Return the frames that a column holds for each row: int64 (n,), or (n, T) in windows."""
         return self.window_frames(key, options)[0] if key in options.delta_indices else self.frame
 
 
 class _Output:
-    """The columns of a read: arrays of `total` rows, made when they are first written to."""
+    """The columns of a read: arrays of `total` rows, allocated at the first write."""
 
     def __init__(self, total: int, options: ReadOptions):
         self.total, self.options = total, options
@@ -151,9 +156,9 @@ class _Output:
 
 
 def read_rows(context: ReadContext, runs: np.ndarray, options: ReadOptions) -> Iterator[pa.Table]:
-    """Decode the rows at some stream positions, and yield them in their order as blocks of `block_rows`, prepared.
+    """Decode the rows at stream positions `runs` and yield them in order, as prepared blocks of `block_rows`.
 
-    Runs in a Ray Data read task. Memory: those rows, once, plus a block, a frame and the parquet row groups touched.
+    Runs in a Ray Data read task. Memory holds all rows once, plus a block, a frame and the touched row groups.
 
     Args:
         runs: stream positions [start, end) in order, int64 (N, 2).
@@ -170,7 +175,7 @@ def read_rows(context: ReadContext, runs: np.ndarray, options: ReadOptions) -> I
     for first in range(0, total, options.block_rows):
         last = min(first + options.block_rows, total)
         if last == total:
-            # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
+            # The consumer keeps this block until it asks for the next one: copy it, to free the memory of the others.
             columns = {key: copy_reusing(values[first:last]) for key, values in columns.items()}
             first, last = 0, last - first
         block = {key: columns[key][first:last] for key in options.columns}
@@ -178,7 +183,7 @@ def read_rows(context: ReadContext, runs: np.ndarray, options: ReadOptions) -> I
 
 
 def _decode(episodes: Sequence[_Episode], total: int, options: ReadOptions) -> dict[str, np.ndarray]:
-    """Decode all columns but `position`, `total` rows each."""
+    """Decode all columns except `position`, `total` rows each."""
     out = _Output(total, options)
     _read_tabular(episodes, out)
     read_frames([file for key in options.columns for file in _camera_files(key, episodes, out)], options)
@@ -191,10 +196,9 @@ def _decode(episodes: Sequence[_Episode], total: int, options: ReadOptions) -> d
 def _decode_or_skip(
     episodes: Sequence[_Episode], positions: np.ndarray, options: ReadOptions, blank: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Decode as `_decode`, with blank rows of a damaged episode, which are `is_skipped`.
+    """Decode as `_decode` does, with blank rows marked `is_skipped` for damaged episodes.
 
-    Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever, and so
-    does a dataset that is no longer there.
+    Errors of an object store, and a dataset that has gone, still end the task.
     """
     total = len(positions)
     with contextlib.suppress(ValueError, FileNotFoundError):
@@ -223,12 +227,12 @@ def _log_skipped(e: _Episode, positions: np.ndarray, error: Exception, log: Path
         line |= {"positions": sorted(positions.tolist()), "error": str(error)}
         log = file_of_process(log)
         append_line(log, json.dumps(line))
-        with contextlib.suppress(StorageError):  # the bucket of the run's folder is away: the next line goes with it
+        with contextlib.suppress(StorageError):  # the next push sends this line too
             push(log)
 
 
 def _group_by_episode(context: ReadContext, runs: np.ndarray) -> list[_Episode]:
-    """Rows by episode, ordered by where they lie in the data files, so that every file is read forward."""
+    """Return the rows by episode, ordered by location in the data files, so that files are read forward."""
     places = context.plan.episodes
     assert isinstance(places, LocatedEpisodes)
     rows: dict[tuple[int, int], list[tuple[int, np.ndarray, np.ndarray]]] = {}
@@ -252,7 +256,7 @@ def _group_by_episode(context: ReadContext, runs: np.ndarray) -> list[_Episode]:
 
 
 def _read_tabular(episodes: Sequence[_Episode], out: _Output) -> None:
-    """Fill every column that lives in parquet, or is derived from it."""
+    """Fill every column that is stored in parquet or derived from it."""
     options = out.options
     for e in episodes:
         reach = [d for key in options.delta_indices for d in options.deltas(key, e.dataset_index)] + [0]
@@ -263,7 +267,7 @@ def _read_tabular(episodes: Sequence[_Episode], out: _Output) -> None:
 
 
 def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
-    """Fill the rows of the episodes that a data file has."""
+    """Fill the rows of episodes that are in one data file."""
     options, reader, file = out.options, members[0].reader, members[0].data_file
     features = {key: feature for key, feature in reader.features.items() if key in options.columns}
     numeric = [key for key, feature in features.items() if feature.dtype in NUMERIC_DTYPES]
@@ -294,7 +298,7 @@ def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
     start = np.repeat([e.start for e in members], list(map(len, spans)))
     counted = {"frame_index": frame, "index": start + frame}
     for key in numeric:
-        # `index` says where a row is in the dataset, also where files count otherwise.
+        # `index` is the place in the dataset, whatever the file's own numbering.
         if key == "index" or features[key].counted:
             values = counted[key]
         else:
@@ -324,9 +328,9 @@ def _column(feature: Feature) -> Column:
 
 
 def _check_rows(e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray) -> None:
-    """The rows found are the rows looked for: a wrong file index must not give another episode's frames.
+    """Raise ValueError unless the rows read are those of the episode: a wrong file index must not pass unnoticed.
 
-    Without `frame_index`, rows of the episode must follow each other by `index`, where that is there.
+    Without `frame_index`, the rows' `index` must be consecutive, if the file has it.
     """
     episode, frame = bookkeeping["episode_index"][row], np.arange(e.first, e.last)
     stored = frame
@@ -358,7 +362,6 @@ def _task_names(e: _Episode, task_index: np.ndarray) -> np.ndarray:
 
 
 def _texts(column: pa.ChunkedArray, feature: Feature, label: str) -> pa.ChunkedArray:
-    """Texts, and language columns as they are."""
     if feature.dtype == "language":
         return column
     try:
@@ -368,18 +371,18 @@ def _texts(column: pa.ChunkedArray, feature: Feature, label: str) -> pa.ChunkedA
 
 
 def row_dtype(feature: Feature) -> np.dtype:
-    """Return what numbers of a feature are in a row, as in LeRobot's: float32, int64 or bool."""
+    """Return the dtype of a numeric feature in a row, as in LeRobot's rows: float32, int64 or bool."""
     code = np.dtype(feature.dtype).kind
     return np.dtype(np.float32 if code == "f" else bool if code == "b" else np.int64)
 
 
 def row_kind(feature: Feature) -> np.dtype | str:
-    """`row_dtype` of numbers; what a feature that holds none is declared as. Equal where rows have the same."""
+    """Return `row_dtype` of a numeric feature, or the declared dtype of any other."""
     return row_dtype(feature) if feature.dtype in NUMERIC_DTYPES else feature.dtype
 
 
 def _fill_numbers(key: str, values: np.ndarray, e: _Episode, out: _Output) -> None:
-    """Scatter an episode's rows of one column to their places in the output."""
+    """Write the values of one column for an episode's rows to the output."""
     frames = e.row_frames(key, out.options)
     padded = out.options.padded
     row = padded[key].shape if key in padded and values.ndim > 1 else values.shape[1:]
@@ -405,20 +408,20 @@ def _fill_texts(
         else:
             values = _texts(column, feature, label)
             picked = values.to_pylist()
-            # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
+            # Language columns as JSON: the Arrow types of their lists of structs differ from file to file.
             if not pa.types.is_string(values.type):
                 picked = [json.dumps(value) for value in picked]
         out.column(key, (), object)[position[inside]] = picked
 
 
 def _text_at(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: str) -> str:
-    """Return the newest text of a style that is not after a time, as LeRobot's `active_at`; empty: there is none."""
+    """Return the newest text of a style at or before `at_s`, as LeRobot's `active_at`; empty if there is none."""
     begun = [line for line in annotations or () if line["style"] == style and line["timestamp"] <= at_s]
     return (max(begun, key=lambda line: line["timestamp"])["content"] or "") if begun else ""
 
 
 def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[CameraFile]:
-    """The files with frames of a camera, with what is wanted of each."""
+    """Return the files with frames of a camera, with the frames requested of each."""
     members = [e for e in episodes if key in e.reader.camera_keys]
     members.sort(key=lambda e: (e.dataset_index, *e.camera_file(key)))
     files = []
@@ -441,7 +444,7 @@ def _fill_missing_cameras(episodes: Sequence[_Episode], out: _Output) -> None:
 
 
 def _frame_request(key: str, e: _Episode, out: _Output) -> FrameRequest:
-    """Return what an episode's rows want of a file."""
+    """Return the frames of a camera that an episode's rows need."""
     feature = e.reader.features[key]
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     positions = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
@@ -449,7 +452,7 @@ def _frame_request(key: str, e: _Episode, out: _Output) -> FrameRequest:
     times_s = e.camera_file(key)[1] + positions[frames - e.first]
     shape, dtype = frame_spec(feature, out.options.image_size)
     column = out.column(key, (*frames.shape[1:], *shape), dtype)
-    # Each once, to all its places.
+    # Decode each frame once, for all its places.
     distinct, at_first, inverse = np.unique(times_s.ravel(), return_index=True, return_inverse=True)
     target: list[list[Any]] = [[] for _ in distinct]
     window = list(np.ndindex(*frames.shape[1:]))

@@ -278,9 +278,7 @@ class ShardedPlan:
         turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
         contiguous = last <= epoch.tail and bool(((turn % self.sharding.count == shard) & (turn == end)).all())
         if contiguous and bounds[1] - bounds[0] == int((runs[:, 1] - runs[:, 0]).sum()):
-            yield from self._shard_slices(
-                shard, *bounds
-            )  # consecutive turns of one shard are consecutive in its stream
+            yield from self._shard_slices(shard, *bounds)  # consecutive in the shard's stream
         else:
             for first, last in runs.tolist():
                 yield from self.slices(first, last)

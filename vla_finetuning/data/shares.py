@@ -17,7 +17,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 class Repetitions:
-    """How often each of E episodes occurs in every epoch, by weights that need not be whole numbers.
+    """Repetitions of E episodes in every epoch, by weights that need not be whole numbers.
 
     After n epochs, an episode of weight w has occurred floor(n w + phase) times, with a fixed phase in [0, 1). So every
     epoch has floor(w) or ceil(w) copies of it. Phases of episodes with equal weights are spread evenly, so that each
