@@ -1,8 +1,7 @@
-"""Features of frames on the node's own disk: what a frozen vision tower makes of each, so that it runs once for each.
+"""Cache the features that a frozen vision tower computes of frames on the node's disk.
 
-A frame's features are served only where the same would be computed: of the same content of the files that its row is
-in, read and decoded by the same rules, by the same computation. Which computation that is, its caller says. Rows that
-share a batch do not depend on each other, but for rounding (`FeatureStore`).
+A feature is reused only for the same file content, decoding and computation. Rows of a batch do not depend on each
+other except by rounding (see `FeatureStore`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from vla_finetuning.data.videos import frame_cache_key
 
 
 class FeatureCache(CacheFolder):
-    """Where a node keeps features."""
+    """The folder of a node's cached features."""
 
     remedy = (
         "the vision tower runs for other frames in every epoch; free some there, raise VLA_CACHE_GB, or "
@@ -30,16 +29,18 @@ class FeatureCache(CacheFolder):
 
 
 class FeatureStore:
-    """The features of the frames of some datasets, by row. Processes and threads may share it.
+    """The features of the frames of some datasets, by row. Safe to share between processes and threads.
 
-    A frame's features were computed in some batch, and in float32 their last bits depend on the frame's place there and
-    on how many there were: what is read equals what another batch would give up to that.
+    In float32, the last bits of a frame's features depend on its batch, so cached features equal recomputed ones only
+    up to rounding.
 
     Args:
-        metas: the datasets. cameras: for each camera, what it is called in the datasets, those that have it.
-        decoding: as in the read tasks.
-        shapes: of a frame's features, by camera. dtype: of the numbers.
-        made_by: tells the computation from all others: its weights, precision, libraries.
+        metas: the datasets.
+        cameras: by camera, its name in the datasets that have it.
+        decoding: parameters of the read tasks.
+        shapes: by camera, the shape of a frame's features.
+        dtype: dtype of the features.
+        made_by: identifier of the computation: weights, precision, libraries.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class FeatureStore:
         self._contents: dict[tuple[str, int, int], tuple[str, str, str] | None] = {}
 
     def read(self, camera: str, dataset_index: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The features of some rows' frames, (N, *shape), and which of them are here, bool (N,); others are anything.
+        """Return the features of some rows' frames, (N, *shape), and a mask of those found, bool (N,).
 
-        Of rows whose dataset lacks the camera zeros are here.
+        Features that are not found are undefined. Rows whose dataset lacks the camera have zeros and are found.
         """
         features = np.empty((len(index), *self.shapes[camera]), self.dtype)
         present = np.zeros(len(index), bool)
@@ -74,7 +75,7 @@ class FeatureStore:
         return features, present
 
     def write(self, camera: str, dataset_index: np.ndarray, index: np.ndarray, features: np.ndarray) -> None:
-        """Store the features of some rows' frames, (N, *shape), where there is space for them."""
+        """Store the features of some rows' frames, (N, *shape), if there is capacity."""
         features = np.ascontiguousarray(features)
         for path, rows, keys in self._records(camera, dataset_index, index):
             self._cache.write_records(path, keys, [features[row] for row in rows])
@@ -82,7 +83,7 @@ class FeatureStore:
     def _records(
         self, camera: str, dataset_index: np.ndarray, index: np.ndarray
     ) -> Iterator[tuple[Path, list[int], list[Key]]]:
-        """Yield where records are, by episode: the file, the rows whose frames' features they are, their keys."""
+        """Yield the records of each episode: file, positions of its rows in `index`, keys."""
         for dataset in np.unique(dataset_index).tolist():
             if self._cameras[camera] not in self._readers[dataset].features:
                 continue
@@ -98,7 +99,7 @@ class FeatureStore:
                     yield folder / "features", members.tolist(), [(frame, 0.0) for frame in frames.tolist()]
 
     def _content(self, camera: str, dataset: int, episode: int) -> tuple[str, str, str] | None:
-        """Return what `DiskCache.content` takes for an episode; None where its files' content cannot be told."""
+        """Return the arguments of `DiskCache.content` for an episode; None if a file's content has no identity."""
         place = camera, dataset, episode
         if place not in self._contents:
             meta, reader, key = self._metas[dataset], self._readers[dataset], self._cameras[camera]
@@ -112,7 +113,7 @@ class FeatureStore:
             frames, file = frame_cache_key(reader, key, "\0".join(paths), self._decoding)
             made = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
             identity = "\0".join(map(str, [*identities, *(number.item() for number in numbers)]))
-            # Short, for there is one of each episode of each camera.
+            # Hashes save memory: there is one entry per episode and camera.
             names = sys.intern(made), short_hash(f"{file}\0{episode}"), short_hash(identity)
             self._contents[place] = None if None in identities else names
         return self._contents[place]

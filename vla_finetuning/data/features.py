@@ -1,4 +1,4 @@
-"""Which columns the rows of one or several datasets have, and which of them are windows in time."""
+"""Resolve the columns of rows of one or several datasets, and their windows in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resolve_delta_indices(
     meta: DatasetMetadata,
     tolerance_s: float,
 ) -> dict[str, tuple[int, ...]]:
-    """Offsets in seconds to offsets in frames, refusing what lies between frames (as LeRobot does)."""
+    """Convert offsets in seconds to frames. Raises ValueError for times between frames, as LeRobot does."""
     indices = {}
     for key, seconds in delta_timestamps.items():
         if key not in features:
@@ -45,14 +45,14 @@ def check_image_size(image_size: Sequence[int] | None) -> tuple[int, int] | None
 
 
 def _layout(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
-    """Return what columns of several datasets must agree in to be one."""
+    """Return the properties of a column that several datasets must have in common."""
     return frame_spec(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, row_kind(feature))
 
 
 def _padded_alike(
     chosen: Mapping[str, Feature], other: Mapping[str, Feature], image_size: tuple[int, int] | None
 ) -> tuple[dict[str, Feature], dict[str, Feature]]:
-    """Both with the cameras that either has, and vectors as long as the longer of the two."""
+    """Return both feature sets with the cameras of either, and vectors as long as the longer one."""
     chosen, other = dict(chosen), dict(other)
     for key in dict.fromkeys([*chosen, *other]):
         a, b = chosen.get(key), other.get(key)
@@ -73,9 +73,12 @@ def common_features(
     image_size: tuple[int, int] | None,
     padded: bool = False,
 ) -> dict[str, Feature]:
-    """Features of a row: cameras, columns and what every row has; all datasets must agree on them.
+    """Return the features of a row: cameras, columns and bookkeeping, in which all datasets must agree.
 
-    Unless `padded` (`options.Features`): a vector is then as long as the longest.
+    With `padded` (`options.Features`), datasets may lack cameras, and a vector is as long as the longest.
+
+    Raises:
+        ValueError: unknown cameras, or features that differ between datasets.
     """
     if camera_keys is not None:
         for meta in metas:

@@ -1,10 +1,10 @@
-"""When nothing moves: the one definition that scores, `--dataset.skip_idle`, its tables and statistics share.
+"""Find the frames in which nothing moves, for scores, `--dataset.skip_idle`, its tables and statistics.
 
-openpi leaves out of DROID what lies in runs of 7 frames or more (at 15 Hz) whose actions, velocities of joints, differ
-by less than 1e-3 from one frame to the next (`examples/droid/compute_droid_nonidle_ranges.py`). Here state and action
-count, whatever they are in: each dimension by its own range over the whole dataset, and over the whole run instead of
-from frame to frame, so that a slow movement is one at any frame rate. Of a run, openpi keeps the first frame; here
-it is the last one, after which something moves.
+openpi drops from DROID runs of 7 or more frames (at 15 Hz) whose actions, joint velocities, differ by less than 1e-3
+between frames (`examples/droid/compute_droid_nonidle_ranges.py`). This module uses state and action in any unit: a
+dimension is scaled by its range over the dataset, and compared over the whole run instead of between frames, so that
+slow movement counts at any frame rate. openpi keeps the first frame of a run; this module keeps the last one, before
+the next movement.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import numpy as np
 from vla_finetuning.data.dataset import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.statistics import episode_arrays, in_threads
 
-# A dimension stands still while it stays within this share of its range.
+# Share of its range within which a dimension counts as still.
 STILL = 1e-3
 
 
 def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves: int) -> np.ndarray:
-    """The frames of an episode from which on nothing moves, in runs of at least `moves` frames.
+    """Return the mask of an episode's idle frames: the starts of runs of at least `moves` frames without movement.
 
-    That is, all but the last of any `moves` + 1 consecutive frames over which every dimension stays within STILL of its
-    span; and the episode's last frame, where it is the last of those.
+    All but the last of `moves` + 1 consecutive frames are idle if every dimension stays within STILL of its span over
+    them. The episode's last frame is idle if it is the last of such a run.
 
     Args:
-        values: features of the episode, (L, D) each. spans: their ranges, (D,) each, as of `value_span`.
+        values: features of the episode, (L, D) each.
+        spans: their ranges, (D,) each, as from `value_span`.
+        moves: least number of frames of an idle run.
     Returns:
         bool (L,).
     """
@@ -43,7 +45,7 @@ def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves
         scaled = array.reshape(frames, -1) / span
         extent = _sliding(scaled, moves + 1, np.maximum) - _sliding(scaled, moves + 1, np.minimum)
         still &= (extent < STILL).all(axis=1)
-    # How many of those windows begin at most `moves` frames before.
+    # Number of still windows that begin at most `moves` frames before each frame.
     cumulative = np.cumsum(np.concatenate([still, np.zeros(moves, bool)]))
     idle = cumulative > np.concatenate([np.zeros(moves, cumulative.dtype), cumulative[:windows]])
     idle[-1] = still[-1]
@@ -51,7 +53,7 @@ def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves
 
 
 def _sliding(values: np.ndarray, width: int, extreme: Callable[..., np.ndarray]) -> np.ndarray:
-    """The extreme of every `width` consecutive rows: (L, D) to (L - width + 1, D), in log2(width) passes."""
+    """Return the extreme of every `width` consecutive rows, (L, D) to (L - width + 1, D), in log2(width) passes."""
     reach = 1
     while reach < width:
         step = min(reach, width - reach)
@@ -61,17 +63,13 @@ def _sliding(values: np.ndarray, width: int, extreme: Callable[..., np.ndarray])
 
 
 def value_span(meta: DatasetMetadata, key: str) -> np.ndarray:
-    """Return how far each dimension of a feature reaches in the dataset, float64 (D,); of one that never moves,
-    infinity.
-    """
+    """Return the range of each dimension of a feature in the dataset, float64 (D,); infinity if it never moves."""
     low, high = value_range(meta, key)
     return np.where(high > low, high - low, np.inf)
 
 
 def value_range(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return where a feature's values begin and end in the whole dataset, float64 (D,) each, in the
-    order of its files.
-    """
+    """Return the minimum and maximum of a feature in the dataset, float64 (D,) each, in the order of its files."""
     stats = meta.stats.get(key, {})
     if not {"min", "max"} <= stats.keys():
         raise ValueError(
@@ -83,10 +81,12 @@ def value_range(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Movement:
-    """What movement in a dataset is measured by, and for how many frames it may be absent.
+    """Parameters of idle frames in a dataset.
 
     Attributes:
-        features: vectors, of state and action. spans: their ranges, as of `value_span`. moves: as of `idle_frames`.
+        features: state and action vectors.
+        spans: their ranges, as from `value_span`.
+        moves: least number of frames of an idle run.
     """
 
     features: tuple[Feature, ...]
@@ -95,7 +95,7 @@ class Movement:
 
     @classmethod
     def from_metadata(cls, meta: DatasetMetadata, keys: Sequence[str], seconds: float) -> Movement:
-        """Frames in which the vectors `keys` stay the same for longer than so many seconds are idle.
+        """Return the parameters for runs longer than `seconds` in which the vectors `keys` do not move.
 
         Raises:
             ValueError: `keys` that are no vectors or have no range in meta/stats.json.
@@ -106,28 +106,30 @@ class Movement:
         return cls(tuple(features), tuple(spans), math.floor(seconds * meta.fps + 1e-6) + 1)
 
     def idle(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The idle frames of an episode, bool (L,), by the values of its features, (L, ...) each."""
+        """Return the mask of an episode's idle frames, bool (L,), from its features, (L, ...) each."""
         return idle_frames([arrays[f.key].astype(np.float64) for f in self.features], self.spans, self.moves)
 
     def described(self) -> dict[str, Any]:
-        """Return what a digest says of it."""
+        """Return the parameters as JSON values, for a digest."""
         spans = {f.key: span.tolist() for f, span in zip(self.features, self.spans, strict=True)}
         return {"spans": spans, "moves": self.moves}
 
 
 def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float) -> np.ndarray:
-    """The runs of frames of some episodes that are left without those where nothing moves for longer than so long.
+    """Return the runs of frames of some episodes that remain without idle frames.
 
-    Runs on the driver, without Ray: reads the columns of `keys` alone, each file once, as many at a time as there are
-    CPUs.
+    Runs on the driver, without Ray. Reads only the columns `keys`, each file once, in one thread per CPU.
 
     Args:
-        episodes: int64, ascending. keys: vectors, of state and action.
+        episodes: episode numbers, int64, ascending.
+        keys: state and action vectors.
+        seconds: longest time without movement that is not idle.
     Returns:
-        int64 (S, 3), in order: the episode, the frame_index of the run's first frame, how many frames it has.
+        Episode, first frame_index and number of frames of each run, int64 (S, 3), in order.
     Raises:
         ValueError: `keys` that are no vectors or have no range in meta/stats.json; data that contradicts the metadata
-            or holds NaN. FileNotFoundError: a data file is missing.
+            or holds NaN.
+        FileNotFoundError: a data file is missing.
     """
     movement = Movement.from_metadata(meta, keys, seconds)
 

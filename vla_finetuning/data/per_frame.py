@@ -1,4 +1,4 @@
-"""A value for each frame of some datasets, where a batch names its frames."""
+"""Look up a value per frame for the rows of a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PerFrame:
     """Values of all frames, found by a batch's `dataset_index` and `index`.
 
     Args:
-        by_dataset: for each dataset an array whose first dimension is its frames.
+        by_dataset: for each dataset, an array whose first dimension is its frames.
     """
 
     def __init__(self, by_dataset: Sequence[np.ndarray]):
@@ -19,5 +19,5 @@ class PerFrame:
         self._first = np.cumsum([0, *map(len, by_dataset)])
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The values of a batch's rows, in their order."""
+        """Return the values of a batch's rows, in their order."""
         return self._values[self._first[batch["dataset_index"]] + batch["index"]]

@@ -1,7 +1,6 @@
-"""Arrays in memory that was used before.
+"""Allocate large arrays in memory that freed arrays of this process leave.
 
-Frames of a read task go where those of the one before it in this process were: pages fresh from the operating system
-cost several times as much as what is copy_reusing into them.
+Pages that are fresh from the operating system cost several times as much as the copy of a frame into them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import weakref
 
 import numpy as np
 
-# What nothing refers to any more.
+# Memory of arrays that were garbage collected.
 _unused: list[memoryview] = []
 _taking = threading.Lock()
 _WORTH_KEEPING_BYTES = 2**20
@@ -30,7 +29,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         else:
             _unused.clear()
             memory = np.empty(size, np.uint8).data
-    # NumPy's and Arrow's views of this array keep it alive, not the memory: it is gone when the last of them is.
+    # Views by NumPy and Arrow keep this array alive, so it is finalized after the last of them.
     array = np.frombuffer(memory, dtype, math.prod(shape))
     weakref.finalize(array, _unused.append, memory).atexit = False
     return array.reshape(shape)

@@ -284,9 +284,9 @@ class ShardedPlan:
                 yield from self.slices(first, last)
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Return window starts of the shard whose turn is at `first`, and the ends of epochs and of their whole turns.
+        """Return the window starts of the shard whose turn is at `first`, and the ends of epochs and of whole turns.
 
-        Other shards' windows begin at about the same places. Reads between two starts are consecutive in a shard's
+        Other shards' windows begin at about the same places. Reads between starts are consecutive in the shard's
         stream.
         """
         shard, begin = self.sharding.turn(first)[0], first

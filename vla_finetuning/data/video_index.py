@@ -1,7 +1,7 @@
-"""Where in an mp4 of an object store the frames lie that are wanted, so that all of them are asked for at once.
+"""Find the bytes of requested frames in an mp4 of an object store, so that all can be fetched at once.
 
-The index at an mp4's start or end (ISO/IEC 14496-12, `moov`) says which bytes each frame has. A node reads it once and
-keeps it on its own disk. What is found here only saves requests: FFmpeg reads the file, and fetches what is not there.
+The index at an mp4's start or end (ISO/IEC 14496-12, `moov`) lists the bytes of each frame. A node reads it once and
+caches it on its disk. The result only saves requests: FFmpeg reads the file, and fetches what is missing.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from vla_finetuning.data.disk_cache import numbers_cache
 from vla_finetuning.data.mp4 import Box, boxes, inner_boxes
 from vla_finetuning.data.storage import BLOCK_BYTES, RemoteFile, RemoteFileSystem, file_identity
 
-# An index beyond this is no dataset's: of a day at 60 Hz it has 60 MB.
+# Largest index that is read: a day at 60 Hz has 60 MB.
 MAX_INDEX_BYTES = 64 * 2**20
-# FFmpeg reads so much at a time, and so looks beyond what it wants.
+# Bytes that FFmpeg reads at a time, and hence reads ahead.
 READ_BYTES = 32 * 2**10
-# Decoders give a frame when they have seen some later ones.
+# Number of later frames that a decoder needs before it returns a frame.
 LATER_FRAMES = 4
-# Of the first frames FFmpeg looks at some when it opens a file.
+# Bytes of the first frames that FFmpeg reads when it opens a file.
 FIRST_BYTES = 2 * READ_BYTES
-# All that is fetched beforehand of one file, for one window.
+# Maximum bytes that are fetched beforehand of one file for one window.
 MAX_ASKED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class VideoIndex:
-    """Frames of a video in the order of decoding, N of them.
+    """The N frames of a video in decoding order.
 
-    offset, size: int64 (N,), bytes in the file. shown_s: float64 (N,), when. key: int64 (K,), those that decoding may
-    start at.
+    Attributes:
+        offset, size: bytes of each frame in the file, int64 (N,).
+        shown_s: presentation time in seconds, float64 (N,).
+        key: indices of the key frames, int64 (K,).
     """
 
     offset: np.ndarray
@@ -44,7 +46,7 @@ class VideoIndex:
     key: np.ndarray
 
     def ranges(self, times_s: np.ndarray, fps: float) -> list[tuple[int, int]]:
-        """The bytes [start, end) that `VideoReader.read` will want for the frames at `times_s` (float64, ascending)."""
+        """Return the byte ranges [start, end) that `VideoReader.read` needs for `times_s` (float64, ascending)."""
         display_order = np.argsort(self.shown_s, kind="stable")
         nearest = np.searchsorted(self.shown_s[display_order], times_s - 0.5 / fps)
         frames = display_order[np.minimum(nearest, len(display_order) - 1)]
@@ -69,10 +71,12 @@ class VideoIndex:
 
 
 class RemoteVideo:
-    """A video in a store. `file` is for FFmpeg; what opening it reads is asked for at once, or is on this node's disk.
+    """A video in an object store. FFmpeg reads `file`, whose index is fetched at once or cached on this node's disk.
 
-    Runs in a read task. `dataset` tells the dataset from others that this node keeps something of. Raises
-    FileNotFoundError and StorageError.
+    Runs in a read task. `dataset` identifies the dataset in this node's caches.
+
+    Raises:
+        FileNotFoundError, StorageError: the store does not return the file.
     """
 
     def __init__(self, fs: RemoteFileSystem, path: str, dataset: str):
@@ -80,15 +84,15 @@ class RemoteVideo:
         self._blocks = self.file.cached_blocks
         identity = file_identity(fs, path)
         if self._blocks is None and identity is not None:
-            # Of a dataset whose blocks are not cached, those of the index are, among its numbers.
+            # If the dataset's blocks are not cached, those of the index are, in the cache of numbers.
             cache = numbers_cache()
             folder = cache.content(dataset, path, f"{identity}\0{BLOCK_BYTES}")
             self.file.cached_blocks = None if folder is None else (cache, folder)
-        # One of the two has the index, or all there is to know about where it is.
+        # The index, or the box that tells its place, is at the start or at the end.
         self.file.ask([(0, BLOCK_BYTES), (self.file.size - 2 * BLOCK_BYTES, self.file.size)])
 
     def ask(self, times_s: np.ndarray, fps: float) -> None:
-        """Have the frames at `times_s` (float64, ascending) fetched, while other things are done."""
+        """Start to fetch the frames at `times_s` (float64, ascending) in the background."""
         index, ranges = _read_index(self.file)
         self.file.ask(ranges)
         self.file.cached_blocks = self._blocks
@@ -97,7 +101,10 @@ class RemoteVideo:
 
 
 def _read_index(file: Any) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
-    """The index, and the bytes that opening the file reads. None of what is no mp4 with frames, as far as is known."""
+    """Return the index, and the byte ranges that opening the file reads.
+
+    They are None and empty for a file without a usable index.
+    """
     moov = next((box for box in boxes(file, 0, file.size) if box[0] == b"moov"), None)
     if moov is None or moov[2] - moov[1] > min(MAX_INDEX_BYTES, file.size - moov[1]):
         return None, []
@@ -106,18 +113,18 @@ def _read_index(file: Any) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
     try:
         index = _parse_moov(file.read(end - start))
     except (struct.error, ValueError, IndexError, OverflowError):
-        return None, []  # FFmpeg opens it, and says what is wrong
+        return None, []  # FFmpeg reports the error
     head = int(index.offset[0])
     return index, [(0, 1), (start - 16, end), (head, head + FIRST_BYTES)]
 
 
 def _find_box(data: bytes, box: Box | None, *kinds: bytes) -> Box | None:
-    """The first box of a kind inside another, and so on inwards."""
+    """Return the first box at a path of types inside another; None if there is none."""
     return None if box is None else next(inner_boxes(io.BytesIO(data), *box[1:], *kinds), None)
 
 
 def _table(data: bytes, box: Box | None, columns: int, dtype: str = ">i4", skip: int = 4) -> np.ndarray:
-    """A table of some columns behind the number of its entries: int64 (entries, columns); `skip` bytes before that."""
+    """Return a table of `columns` columns, preceded by `skip` bytes and its length: int64 (entries, columns)."""
     if box is None:
         raise ValueError("a table is missing")
     count = struct.unpack_from(">I", data, box[1] + skip)[0]
@@ -127,14 +134,14 @@ def _table(data: bytes, box: Box | None, columns: int, dtype: str = ">i4", skip:
 
 
 def _expand_runs(runs: np.ndarray, total: int) -> np.ndarray:
-    """Runs (how many, value) as values, (total,)."""
+    """Expand runs (count, value) to values, (total,)."""
     if (runs[:, 0] < 0).any() or runs[:, 0].sum() != total:
         raise ValueError("tables of different lengths")
     return np.repeat(runs[:, 1], runs[:, 0])
 
 
 def _timescale(data: bytes, box: Box | None) -> int:
-    """Units per second, which mvhd and mdhd have in the same place."""
+    """Return the units per second of an mvhd or mdhd box."""
     if box is None:
         raise ValueError("a header is missing")
     scale = struct.unpack_from(">I", data, box[1] + (20 if data[box[1]] else 12))[0]
@@ -144,7 +151,7 @@ def _timescale(data: bytes, box: Box | None) -> int:
 
 
 def _parse_moov(data: bytes) -> VideoIndex:
-    """Return the index of a moov box's content. Raises ValueError, IndexError, struct.error for what makes no sense."""
+    """Return the index in a moov box. Raises ValueError, IndexError, struct.error for invalid content."""
     moov = b"moov", 0, len(data)
     tracks = inner_boxes(io.BytesIO(data), 0, len(data), b"trak")
     handlers = ((track, _find_box(data, track, b"mdia", b"hdlr")) for track in tracks)
@@ -185,7 +192,7 @@ def _parse_moov(data: bytes) -> VideoIndex:
 
 
 def _edit_shift_s(data: bytes, moov: Box, track: Box) -> float:
-    """Return how much earlier frames are shown than the tables say."""
+    """Return the seconds by which the edit list shifts frames towards the start."""
     edits = _find_box(data, track, b"edts", b"elst")
     if edits is None:
         return 0.0

@@ -1,6 +1,6 @@
-"""Frames of cameras, in videos or in data files: out of the node's cache or the decoder, to where rows want them.
+"""Read the requested frames of cameras from the node's cache or a decoder into output arrays.
 
-A camera's frames are in videos, each at a time, or images in data files, each in a row.
+A camera's frames are in video files, found by time, or are images in data files, found by row.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_spec, heigh
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity
 from vla_finetuning.data.video_index import RemoteVideo
 
-# To be raised with every change of what `decode` makes of a file, and of how its frames are cached.
+# Raise with every change of decoded pixels or of the cache's format.
 DECODING_VERSION = 4
 
 
 @dataclass
 class FrameRequest:
-    """Frames of a file that are wanted.
+    """Frames of one episode that are requested from a file.
 
     Attributes:
-        times_s: when they are shown in the video, or the images' rows in the data file; float64 (n,), ascending.
-        frame: the frame_index of each, int64 (n,).
-        target: where each goes in `out`, maybe to several places.
-        episode: whose they are.
+        times_s: times in the video, in seconds, or rows of the images in the data file; float64 (n,), ascending.
+        frame: frame_index of each, int64 (n,).
+        target: indices in `out` of each frame's destinations.
+        out: output array.
+        episode: number of the episode.
     """
 
     times_s: np.ndarray
@@ -59,7 +60,7 @@ class FrameRequest:
         return folder / str(self.episode), self.keys, [self.out[target[0]] for target in self.target]
 
     def put(self, n: int, pixels: np.ndarray) -> None:
-        """Put the n-th decoded frame where it belongs, at the output's size."""
+        """Write the n-th decoded frame to its destinations, at the output's size."""
         height, width = self.out.shape[-3:-1]
         if pixels.shape[:2] != (height, width):
             pixels = resize_with_pad(pixels, height, width)
@@ -67,7 +68,7 @@ class FrameRequest:
             self.out[at] = pixels
 
     def remaining(self, is_cached: Sequence[bool]) -> FrameRequest | None:
-        """Copy the frames that are cached to all their places; return what is left to be decoded."""
+        """Copy the cached frames to their other destinations; return the request for the rest, or None."""
         for (first, *copies), cached in zip(self.target, is_cached, strict=True):
             for at in copies if cached else ():
                 self.out[at] = self.out[first]
@@ -104,13 +105,13 @@ class CameraFile:
         return self.feature.dtype == "video"
 
     def name(self, *episodes: int) -> str:
-        """Return the name that errors use."""
+        """Return the file's name in errors."""
         whose = f"episode{'s' * (len(episodes) > 1)} {', '.join(map(str, episodes))}"
         return f"{self.reader.root}: {self.file} (camera {self.key}, {whose})"
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Errors of a store name the file; those of data files do so by themselves."""
+        """Name the file in errors of a store; data files name themselves in theirs."""
         name = self.name(*(request.episode for request in self.requests))
         try:
             with naming_file(name) if self.is_video else contextlib.nullcontext():
@@ -131,11 +132,11 @@ class CameraFile:
             self.requests = [rest for rest in rests if rest is not None]
 
     def open(self) -> Any:
-        """For FFmpeg: a path, which it reads itself, or a file."""
+        """Return the path or file object for FFmpeg."""
         return self.reader.path(self.file) if self.remote is None else self.remote.file
 
     def decode(self, decoding: Decoding) -> None:
-        """Fill in the frames that are wanted: the file is walked forward once."""
+        """Decode the requested frames in one forward pass over the file."""
         (self._decode_video if self.is_video else self._decode_images)(decoding)
         if self.cache is not None and self.folder is not None:
             for request in self.requests:
@@ -161,7 +162,7 @@ class CameraFile:
         feature, path = self.feature, self.reader.path(self.file)
         height, width = height_width(feature)
         file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset)
-        # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
+        # An encoded image is rarely larger than its pixels.
         most_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
         rows = np.concatenate([request.times_s for request in self.requests]).astype(np.int64)
         places = [(request, n) for request in self.requests for n in range(len(request.times_s))]
@@ -177,7 +178,7 @@ class CameraFile:
                 request.put(n, decode_image(data, name=name, height=height, width=width))
 
     def _read_image(self, path: str, most_bytes: int, name: str) -> bytes:
-        """Read an image that the data file names: below the dataset's folder, or beside the data file."""
+        """Read an image file that a data file names, below the dataset's folder or beside the data file."""
         reader = self.reader
         inside = path.removeprefix(f"{reader.base}/")
         folder = self.file.rpartition("/")[0]
@@ -195,7 +196,7 @@ class CameraFile:
 
 
 def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
-    """Do what is wanted: one decoder at a time. What is wanted of a store's videos is asked for before the first."""
+    """Fill all requests, one decoder at a time, after starting the fetches of all videos in object stores."""
     with contextlib.ExitStack() as opened:
         for file in files:
             with file.naming():
@@ -217,9 +218,9 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
 
 
 def frame_cache_key(reader: DatasetFiles, key: str, path: str, decoding: Decoding) -> tuple[str, str]:
-    """Return what tells the frames of a camera's file from others of the same content, as `DiskCache.content` takes it.
+    """Return the `dataset` and `file` arguments of `DiskCache.content` for a camera's frames in a file.
 
-    That is the dataset, with all that may change a pixel, and the file: one of data holds images of several cameras.
+    The first holds all that may change a pixel. The second holds the camera, as a data file has images of several.
     """
     feature = reader.features[key]
     shape, dtype = frame_spec(feature, decoding.image_size)
