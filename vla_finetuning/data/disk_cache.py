@@ -1,13 +1,13 @@
-"""Files on a node's own disk that can be made again at any time: what was fetched, unpacked, decoded or computed.
+"""Cache on a node's disk what can be made again at any time: fetched, unpacked, decoded or computed data.
 
-A file is whole or absent. It is written under another name and renamed; what is read must have the size that its reader
-expects, and a checksum of its bytes and its place, so that a torn file, or one of another place, is missing. So a
-folder that is full, broken or gone costs a warning and the cache, never the run, and any number of processes share it.
+A file is whole or absent: it is written under another name and renamed, and it has a checksum of its bytes and path, so
+that a torn or moved file counts as missing. A full, broken or deleted folder costs a warning and the cache, never the
+run. Any number of processes may share a folder.
 
-What is too small to be a file (a decoded frame) is a record: of one size, at a fixed place in a sparse file, with a
-checksum of its own. So a record is whole or absent, too, whoever else writes to the file.
+Small items (decoded frames) are records: of one size, at a fixed place in a sparse file, each with a checksum. So a
+record is whole or absent too, with concurrent writers.
 
-In a folder: a folder for each dataset, in it one for each of its files, in it one for the file's present content.
+A cache folder has a folder per dataset, in it one per file, and in that one for the file's present content.
 """
 
 from __future__ import annotations
@@ -38,50 +38,52 @@ logger = logging.getLogger(__name__)
 
 # Ray stops putting objects on a disk that is fuller than 0.95, and checkpoints need space too.
 FULLEST_DISK = 0.9
-# What is meant to fit may take this share of what is left below that.
+# Share of the remaining capacity that planned data may take.
 SPACE_SHARE = 0.8
-# A process that found no space, or an error, asks again after this time.
+# Seconds until a process that met an error, or no space, tries again.
 RETRY_S = 60.0
-# A dataset that no process has read for so long may be dropped for space; processes that read it say so this often.
+# Seconds without a reader after which a dataset may be evicted, and between two marks of its readers.
 IDLE_S, TOUCH_S = 3600.0, 600.0
-# Capacity that a process takes at once.
+# Capacity that a process takes from the ledger at a time.
 SLICE_BYTES = 2**26
-# No space, or no permission to write: what is cached already can be read all the same.
+# Errors of space or permission, which leave cached content readable.
 _NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _CHECKSUM_BYTES = 8
 _READ_BYTES = 2**22
 _BLOCK_BYTES = 4096
 _NAME_LENGTH = 32
-# Of a folder: the bytes stored and taken, never too few.
+# File of a cache folder with the bytes stored and taken, an upper bound.
 LEDGER = "ledger"
-# A record's place in its file, and a number that must be the same for it to be served.
+# A record's place in its file, and a number that must match.
 Key = tuple[int, float]
 
 
-# What a cache holds is read as if it were the dataset. So another user of the machine must not be able to put a file
-# there, to put a folder or a link in its place, or to have this user write through a link.
+# Cached data is read as if it were the dataset. Another user of the machine must not be able to add a file, to replace
+# a folder or a link, or to make this user write through a link.
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, for this user alone where it is not there, and check it and everything that leads to it.
+    """Create a folder with access for this user only, and check the owners of it and of every parent.
 
-    Only owners, and the group of a folder that leads there, may rename or remove a component of the path.
+    Only the owners, and the group of a parent, may be able to rename or remove a component of the path.
 
     Raises:
-        PermissionError: a part of the path belongs to another user, or anybody may write there. OSError.
+        PermissionError: another user owns a component, or anybody may write to it.
+        OSError: the folder cannot be created.
     """
     folder = Path(os.path.abspath(folder))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for path in (folder, Path(os.path.realpath(folder))):  # as it is named, and where links lead
+    for path in (folder, Path(os.path.realpath(folder))):  # the path itself, and the target of its links
         for part in (path, *path.parents):
             _check_owner(part, os.lstat(part))
 
 
 def open_own(path: Path, flags: int) -> int:
-    """The descriptor of a file of this user's, made with mode 0600; a link is not followed.
+    """Open a regular file of this user, created with mode 0600, without following a link; return its descriptor.
 
     Raises:
-        PermissionError: it is another user's, or no regular file. OSError: as `os.open`.
+        PermissionError: another user's file, or no regular file.
+        OSError: as `os.open`.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     info = os.fstat(descriptor)
@@ -94,21 +96,18 @@ def open_own(path: Path, flags: int) -> int:
 def _check_owner(path: Path, info: os.stat_result) -> None:
     if info.st_uid not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, "belongs to another user", str(path))
-    # Where the sticky bit is set, as in /tmp, only its owner removes or renames an entry. A link has no mode.
+    # In a folder with the sticky bit, as /tmp, only its owner removes or renames an entry. A link has no mode.
     writable = stat.S_IWOTH & info.st_mode and not (info.st_mode & stat.S_ISVTX or stat.S_ISLNK(info.st_mode))
     if writable:
         raise PermissionError(errno.EPERM, "anybody may write there", str(path))
 
 
 class DiskCache:
-    """A folder with a folder for each dataset. Get it from `disk_cache`, which gives a process one of each.
+    """A cache folder with a folder per dataset. Get it from `disk_cache`: one instance per folder and process.
 
-    Nothing of a dataset that is read is dropped for space: an epoch reads all of it once, so the least recently used is
-    wanted next. What does not fit is not cached. Datasets that were not read for an hour are dropped for space, the one
-    read longest ago first; and of each file all but its newest content. Threads may share it; no method raises OSError.
-
-    Attributes:
-        is_readable: whether to read; False for a minute after an error of the disk.
+    Data that does not fit is not cached. Datasets in use are never evicted: an epoch reads all of a dataset once, so
+    its least recently used data is needed next. Datasets not read for an hour are evicted for space, oldest first, and
+    all but the newest content of each file. Thread-safe. No method raises OSError.
     """
 
     def __init__(self, folder: Path, limit_bytes: int, remedy: str):
@@ -122,18 +121,20 @@ class DiskCache:
 
     @property
     def is_readable(self) -> bool:
+        """Return False for a minute after a disk error, or if the limit is 0."""
         return bool(self.limit_bytes) and time.monotonic() >= self._broken_until
 
     @property
     def is_writable(self) -> bool:
-        """Return whether it is worth to make something for it: False for a while after an error, or without space."""
+        """Return False for a while after an error, or without space: then making data for the cache is in vain."""
         return self.is_readable and time.monotonic() >= self._full_until
 
     def content(self, dataset: str, file: str, identity: str) -> Path | None:
-        """Return the folder for what is made of a file's content, which need not be there; None if the cache fails.
+        """Return the folder for data derived from a file's content, which may not exist; None if the cache fails.
 
         Args:
-            dataset, file: tell it from others. identity: tells this content from other contents of the file.
+            dataset, file: identify the file.
+            identity: identifies this content among other contents of the file.
         """
         with self.tolerating_errors():
             if self.is_readable:
@@ -144,7 +145,7 @@ class DiskCache:
         return None
 
     def read(self, path: Path, out: Any) -> bool:
-        """Fill a buffer with a file that has just its size; False if it is not there."""
+        """Fill a buffer with a file of exactly its size; return False if there is none."""
         with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             tail, out = bytearray(_CHECKSUM_BYTES + 1), memoryview(out).cast("B")
             size = os.preadv(descriptor, [out, tail], 0)
@@ -152,18 +153,18 @@ class DiskCache:
         return False
 
     def map(self, path: Path) -> pa.Buffer | None:
-        """Return a file's bytes, mapped, after all of them were read and checked; None if it is not there."""
+        """Return a file's bytes, mapped after its checksum was verified; None if there is none."""
         with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             content_bytes = os.fstat(descriptor).st_size - _CHECKSUM_BYTES
             with open(descriptor, "rb", buffering=0, closefd=False) as file:
                 parts = iter(lambda: file.read(max(0, min(_READ_BYTES, content_bytes - file.tell()))), b"")
                 if content_bytes >= 0 and self.checksum(path, *parts) == file.read(_CHECKSUM_BYTES):
-                    with pa.memory_map(str(path)) as mapped:  # keeps no descriptor, but the mapping
+                    with pa.memory_map(str(path)) as mapped:  # the mapping outlives the descriptor
                         return mapped.read_buffer(content_bytes)
         return None
 
     def read_records(self, path: Path, keys: Sequence[Key], out: Sequence[Any]) -> list[bool]:
-        """Fill buffers of one size with the records of a file; return which of them are there."""
+        """Fill buffers of one size with the records of a file; return which of them were found."""
         is_present = [False] * len(keys)
         with self.tolerating_errors(), self._open_to_read(path) as descriptor:
             for nth, key in enumerate(keys):
@@ -174,7 +175,7 @@ class DiskCache:
         return is_present
 
     def write_records(self, path: Path, keys: Sequence[Key], records: Sequence[Any]) -> None:
-        """Store records of one size, each at its place in a file of a folder from `content`, if there is space."""
+        """Store records of one size in a file of a folder from `content`, if there is capacity."""
         with self.tolerating_errors():
             if not self.is_writable or not self.reserve(sum(_stride(memoryview(record).nbytes) for record in records)):
                 return
@@ -186,7 +187,7 @@ class DiskCache:
                     _write_all(file, (record, self._record_checksum(path, key, record)))
 
     def write(self, path: Path, data: Any) -> None:
-        """Store a buffer as a file of a folder from `content`, if there is space."""
+        """Store a buffer as a file of a folder from `content`, if there is capacity."""
         data = memoryview(data).cast("B")
         with self.tolerating_errors():
             if not self.is_writable or not self.reserve(len(data) + _CHECKSUM_BYTES):
@@ -204,7 +205,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def locked(self, path: Path) -> Iterator[None]:
-        """Keep other processes and threads that do the same for `path` waiting meanwhile."""
+        """Hold a lock on `path` against other processes and threads."""
         descriptor = None
         with self.tolerating_errors():
             self.make_folder(path.parent)
@@ -243,7 +244,7 @@ class DiskCache:
         return self.checksum(path, struct.pack("<qd", *key), record)
 
     def _mark_read(self, place: Path) -> None:
-        """Make the folder of a dataset, for this user alone, and note that the dataset is read."""
+        """Create the folder of a dataset, for this user only, and record that the dataset is in use."""
         make_private(place)
         if (info := place.lstat()).st_uid != os.geteuid() or info.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "belongs to another user, or others may write there", str(place))
@@ -251,7 +252,7 @@ class DiskCache:
         self._touched[place] = time.monotonic()
 
     def make_folder(self, content: Path) -> None:
-        """Make the folder of a content, and delete what was made of other contents of the file."""
+        """Create the folder of a content, and delete data derived from other contents of the file."""
         if not content.exists():
             self._mark_read(content.parents[1])
             for folder in (content.parent, content):
@@ -261,7 +262,7 @@ class DiskCache:
                     shutil.rmtree(entry.path, ignore_errors=True)
 
     def reserve(self, size: int) -> bool:
-        """Return whether `size` more bytes may be stored; they count as stored from now on."""
+        """Return whether `size` more bytes may be stored, and count them as stored."""
         with self._lock:
             if size > self._capacity:
                 self._capacity = self._take_capacity(size)
@@ -270,7 +271,7 @@ class DiskCache:
         return fits
 
     def _take_capacity(self, size: int) -> int:
-        """Take capacity, `size` or more, out of the ledger; 0 where there is none."""
+        """Take capacity of at least `size` from the ledger; return 0 if there is none."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, before = open_own(self.folder / LEDGER, os.O_RDWR | os.O_CREAT), time.monotonic()
         try:
@@ -285,17 +286,17 @@ class DiskCache:
             capacity = max(size, min(SLICE_BYTES, (self.limit_bytes - stored) // 16)) if fits else 0
             os.pwrite(descriptor, b"%020d" % (stored + capacity), 0)
         finally:
-            os.close(descriptor)  # lets go of the lock, as the end of the process would
+            os.close(descriptor)  # releases the lock
         if not fits:
-            # To count the files of a large folder takes seconds.
+            # Counting the files of a large folder takes seconds.
             self._full_until = time.monotonic() + max(RETRY_S, 50 * (time.monotonic() - before))
             self._warn("is full")
         return capacity
 
     def _evict(self, goal_bytes: float) -> int:
-        """Drop datasets that no process reads until `goal_bytes` are left; return the bytes left. Under the lock."""
+        """Evict unused datasets until `goal_bytes` are left; return the bytes left. Call under the lock."""
         names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
-        places = [self.folder / name for name in names if len(name) == _NAME_LENGTH]  # others' folders stay
+        places = [self.folder / name for name in names if len(name) == _NAME_LENGTH]  # folders of other programs stay
         datasets = sorted((place.stat().st_mtime, _size_on_disk(place), place) for place in places)
         stored = sum(size for _, size, _ in datasets)
         for read_at, size, place in datasets:
@@ -310,9 +311,9 @@ class DiskCache:
 
     @contextlib.contextmanager
     def tolerating_errors(self) -> Iterator[None]:
-        """An OSError inside ends the block, and the use of the folder, with a warning: the first of the process.
+        """End the block at an OSError, with a warning for the first in a process, and pause the use of the folder.
 
-        After one about space or permissions, cached content is still read. A missing file ends the block only.
+        After an error about space or permissions, cached content is still read. A missing file only ends the block.
         """
         try:
             yield
@@ -334,13 +335,18 @@ class DiskCache:
 
 @functools.cache
 def disk_cache(folder: Path, limit_bytes: int, remedy: str) -> DiskCache:
-    """Return the process's `DiskCache` of a folder. `remedy` ends the warning of one that is full or broken."""
+    """Return the process's `DiskCache` of a folder. `remedy` ends the warning about a full or broken folder."""
     return DiskCache(folder, limit_bytes, remedy)
 
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """Where a node keeps something. folder: of every node's own. gb: the most it takes on a node, in 10^9 bytes."""
+    """The location and limit of a node's cache.
+
+    Attributes:
+        folder: path on every node's own disk.
+        gb: maximum size on a node, in 10^9 bytes.
+    """
 
     folder: str
     gb: float
@@ -351,8 +357,9 @@ class CacheFolder:
 
 
 class FrameCache(CacheFolder):
-    """Where a node keeps decoded frames as rows have them (uint8, at the requested size): those of a file's content, at
-    a time, by the rules and libraries that would decode them again.
+    """The folder of a node's decoded frames, as rows have them (uint8, at the requested size).
+
+    A frame is identified by the file's content, its time, and the rules and libraries that decode it.
     """
 
     remedy = (
@@ -362,10 +369,9 @@ class FrameCache(CacheFolder):
 
 
 def has_capacity(folder: Path, size: int) -> bool:
-    """Return whether so many bytes fit the disk of a folder (which need not be there) with a margin; what it holds goes
-    first.
+    """Return whether `size` bytes fit the disk of a folder (which may not exist) with a margin.
 
-    Raises OSError.
+    The folder's present content counts as free. Raises OSError.
     """
     ledger = b""
     with contextlib.suppress(FileNotFoundError):
@@ -377,7 +383,7 @@ def has_capacity(folder: Path, size: int) -> bool:
 
 @functools.cache
 def is_in_memory(folder: Path) -> bool:
-    """Return whether a folder (which need not be there) is on a disk in memory (tmpfs), as far as this system says."""
+    """Return whether a folder (which may not exist) is on a disk in memory (tmpfs), by /proc/self/mounts."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
@@ -388,7 +394,7 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def _stride(record_bytes: int) -> int:
-    """Return the bytes from a record to the next: whole blocks of the disk, so that each takes up just so many."""
+    """Return the bytes from a record to the next: whole disk blocks, so that a sparse file has no other overhead."""
     return -(-(record_bytes + _CHECKSUM_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
@@ -400,18 +406,18 @@ def _write_all(file: Any, parts: Iterable[Any]) -> None:
 
 
 def _disk_bytes(folder: Path) -> tuple[int, float]:
-    """Return the bytes that are used on the disk of a folder, and how many of those there may be."""
+    """Return the used bytes of a folder's disk, and their limit."""
     disk = shutil.disk_usage(folder)
     return disk.used, FULLEST_DISK * (disk.used + disk.free)
 
 
 def short_hash(text: str) -> str:
-    """Return a name of a file for a text."""
+    """Return a file name for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:_NAME_LENGTH]
 
 
 def _size_on_disk(folder: Path) -> int:
-    """Return the bytes that a folder's files take on the disk; some may be removed meanwhile."""
+    """Return the bytes that a folder's files occupy; files may be removed meanwhile."""
     size = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -424,9 +430,10 @@ def _size_on_disk(folder: Path) -> int:
 
 
 def numbers_gb() -> float:
-    """10^9 bytes of numbers that this node caches, at most; 0 where the default folder is memory (tmpfs).
+    """Return the maximum size of the cache of numbers on this node, in 10^9 bytes; 0 if the default folder is tmpfs.
 
-    Raises ValueError for what VLA_NUMBERS_GB cannot be.
+    Raises:
+        ValueError: VLA_NUMBERS_GB is invalid.
     """
     return 0.0 if NUMBERS_DIR == DEFAULT_NUMBERS_DIR and is_in_memory(Path(NUMBERS_DIR)) else numbers_limit_gb()
 
@@ -441,7 +448,7 @@ def numbers_cache() -> DiskCache:
 
 
 def images_cache() -> DiskCache:
-    """Beside the numbers, which are a thousandth, and would find no space among them."""
+    """Return the cache of encoded images. It is separate, since images are a thousand times larger than numbers."""
     return disk_cache(
         Path(NUMBERS_DIR) / "images",
         int(numbers_gb() * 1e9),
@@ -451,7 +458,7 @@ def images_cache() -> DiskCache:
 
 
 def describe_numbers() -> str:
-    """The plan's line about the cache of numbers."""
+    """Return the plan's line about the cache of numbers."""
     if size := numbers_gb():
         return (
             f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR}, and as much of encoded "

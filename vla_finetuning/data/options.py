@@ -1,4 +1,4 @@
-"""What is asked of a datasource, as values: which rows, what a row holds, in which order, how it is read."""
+"""Define the parameters of a datasource: which rows, their features, their order, how they are read."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from vla_finetuning.data.disk_cache import FrameCache
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.options.dataset import DatasetOptions, OnError
 
-# Places in the dataset that a shuffle window takes its rows from, at least. More mix better and cost decoding.
+# Least number of places in the dataset from which a shuffle window takes rows. More mix better and cost decoding.
 WINDOW_SEGMENTS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class FrameRanges:
-    """The frames of a dataset that are rows, as S runs of consecutive ones of an episode each. All arrays are (S,).
+    """The frames of a dataset that are rows, as S runs of consecutive frames of an episode. All arrays are (S,).
 
     Attributes:
-        episode: int64, ascending. first: int64, the frame_index of the run's first frame, ascending in an episode.
-        frames: int64, how many, > 0.
-        weight: float64, how often each of them comes in an epoch, on average; None: once.
-        moving: frames of `episodes` that are not idle, an int: those that are rows, and those that are dropped at
-            their ends.
+        episode: episode number, int64, ascending.
+        first: frame_index of the run's first frame, int64, ascending in an episode.
+        frames: number of frames, int64, positive.
+        weight: mean repetitions per epoch, float64; None for 1.
+        moving: number of frames of `episodes` that are not idle, with those dropped at their ends.
     """
 
     episode: np.ndarray
@@ -37,26 +37,26 @@ class FrameRanges:
 
     @property
     def episodes(self) -> np.ndarray:
-        """Return the episodes that have any, int64, ascending."""
+        """Return the episodes that have rows, int64, ascending."""
         return np.unique(self.episode)
 
     @property
     def rows(self) -> float:
-        """Return how many frames an epoch has of them, on average."""
+        """Return the mean number of rows of an epoch."""
         return float(self.frames.sum() if self.weight is None else self.weight @ self.frames)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which frames are rows, and how often.
+    """The frames that are rows, and how often.
 
     Attributes:
-        episodes: per dataset, which episodes; None for all.
-        drop_n_last_frames: number of last frames of each episode that are no rows; windows of others still hold them.
-            Every episode must have more frames.
-        frame_ranges: per dataset, the frames of each episode that are rows, and how often. Replaces `episodes` and
-            `drop_n_last_frames`. Windows reach beyond a stretch, to the ends of its episode.
-        weights: of the datasets in a mixture, see `data.plan`; None reads every row once per epoch.
+        episodes: per dataset, the selected episodes; None for all.
+        drop_n_last_frames: number of last frames of each episode that are no rows, but may be in windows. Every episode
+            must have more frames.
+        frame_ranges: per dataset, the frames that are rows. Replaces `episodes` and `drop_n_last_frames`. Windows may
+            reach beyond a range, to the ends of its episode.
+        weights: weights of the datasets in a mixture (see `data.plan`); None reads every row once per epoch.
     """
 
     episodes: Sequence[Sequence[int] | np.ndarray | None] | None = None
@@ -67,17 +67,17 @@ class Selection:
 
 @dataclass(frozen=True)
 class Features:
-    """What a row holds.
+    """The features of a row.
 
     Attributes:
         camera_keys: cameras to decode; None for all.
-        columns: other features of the datasets, the only ones in which datasets must agree; None for all.
-        delta_timestamps: key -> offsets in seconds, as LeRobot.
-        image_size: (height, width) that cameras are fitted into; None for as stored.
-        tolerance_s: the largest distance of a video frame from its row's timestamp, in seconds.
-        padded: datasets may lack cameras, whose frames are then black, and have shorter vectors, which zeros follow.
-        window_steps: per dataset, how many of its frames lie between two of a window that are one frame apart in the
-            first dataset, whatever its rate; None: all datasets have one rate.
+        columns: other features to read, in which datasets must agree; None for all.
+        delta_timestamps: by feature, the offsets of its window in seconds, as in LeRobot.
+        image_size: (height, width) that frames are resized to; None for their stored size.
+        tolerance_s: largest distance of a video frame from its row's timestamp, in seconds.
+        padded: whether datasets may lack cameras, which are then black, or have shorter vectors, padded with zeros.
+        window_steps: per dataset, frames between two steps of a window that are one frame apart in the first dataset;
+            None if all datasets have one frame rate.
     """
 
     camera_keys: Sequence[str] | None = None
@@ -91,20 +91,19 @@ class Features:
 
 @dataclass(frozen=True)
 class Order:
-    """In which order rows come.
+    """The order of rows.
 
     Attributes:
-        shuffle_seed: None for stored order.
-        shuffle_window: rows shuffled among themselves, at most: fewer when a window would exceed READ_BYTES.
-        window_segments: the least number of segments of a shuffled window, for which it may exceed READ_BYTES.
-        global_shuffle: draw rows one by one from the whole dataset (or shard) in epochs after the first; for cached
-            frames.
-        sharding: how the rows are divided among nodes; None: not divided.
-        stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
-            have `position`, their place in it. A long stream is read in several executions: the n-th execution of the
-            dataset reads the n-th piece, and a consumer iterates until the stream ends.
-        rows_multiple: executions end at multiples of this many rows after `first`.
-        block_rows: rows per block; None: chosen by BLOCK_BYTES.
+        shuffle_seed: seed of the order; None for stored order.
+        shuffle_window: maximum number of rows that are shuffled together, reduced if they exceed READ_BYTES.
+        window_segments: least number of segments in a shuffled window, even if it exceeds READ_BYTES.
+        global_shuffle: whether epochs after the first permute single rows of the dataset (or shard), for cached frames.
+        sharding: division of the rows among nodes; None for none.
+        stream: (first, last) positions in the run's stream (see `data.plan`); None for one epoch. Rows then have a
+            column `position`. A long stream is read in several executions: the n-th execution of the dataset reads the
+            n-th piece, and the consumer iterates until the stream ends.
+        rows_multiple: number of rows, from `first`, that divides the ends of executions.
+        block_rows: rows per block; None to derive it from BLOCK_BYTES.
     """
 
     shuffle_seed: int | None = None
@@ -119,17 +118,18 @@ class Order:
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read.
+    """Parameters of reading rows.
 
     Attributes:
-        num_cpus: CPUs of a read task; it decodes with as many threads.
-        num_tasks: read tasks per execution; None: `reads_per_task` windows each.
-        on_error: "stop": an episode that cannot be read (damaged, missing, not what the metadata says) ends the task
-            with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
-        skip_log: a file that gets a JSON line for each skipped episode; all nodes must see it.
-        check_files: check that all files exist, which lists the datasets' folders.
-        frame_cache: where each node caches the frames that it decoded; None: nowhere.
-        prepare: applied to each block, in the read task. prepared_bytes: of a row afterwards.
+        num_cpus: CPUs of a read task, which decodes with as many threads.
+        num_tasks: read tasks per execution; None for `reads_per_task` windows each.
+        on_error: "stop" raises an error at an episode that cannot be read (damaged, missing, in contradiction to the
+            metadata). "skip" replaces its rows with blank ones, marked in the column `is_skipped`.
+        skip_log: file that gets a JSON line for each skipped episode; all nodes must see it.
+        check_files: whether to check that all files exist, by listing the datasets' folders.
+        frame_cache: cache of decoded frames on each node; None for none.
+        prepare: function applied to each block in the read task; None for none.
+        prepared_bytes: bytes of a row after `prepare`.
     """
 
     num_cpus: float = 1
