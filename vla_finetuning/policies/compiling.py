@@ -1,6 +1,6 @@
-"""`torch.compile` for the parts of a step: only where it works, and where it does not, the step goes on without.
+"""Compile functions of a training step by `torch.compile`, and fall back to the plain functions where it fails.
 
-Runs in the training worker. Functions are compiled, not modules, so the names of parameters stay what they are.
+Runs in the training worker. Functions are compiled, not modules, so parameters keep their names.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
-# The oldest GPUs that Triton makes code for (Volta).
+# Oldest compute capability that Triton supports (Volta).
 MIN_CAPABILITY = (7, 0)
 # Most shapes that a function is compiled for: each prompt length (prompts.MAX_LENGTHS), with and without gradients, for
 # action tokens and for text, with all cameras and with fewer.
 MOST_SHAPES = 64
-# Characters of a failure's message that a warning repeats; PyTorch's go on for pages.
+# Most characters of an error that a warning repeats; PyTorch's messages fill pages.
 MAX_REASON = 500
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why `torch.compile` is not even tried on `device`, in words; None if nothing speaks against it."""
+    """Return the reason not to try `torch.compile` on `device`; None if there is none."""
     if device.type != "cuda":
         return f"the step runs on the {device.type.upper()}, and only GPUs gain from it"
     capability = torch.cuda.get_device_capability(device)
@@ -43,27 +43,28 @@ def why_not(device: torch.device) -> str | None:
 
 
 class Compiler:
-    """Makes compiled functions of functions, for as long as every one of them compiles and runs.
+    """Wraps functions with their compiled versions, until one of them fails to compile.
 
-    Before its first use a function is tried on its own arguments, forward and backward. When that fails, one warning
-    says why, and from then on all functions of this compiler run as they are written. Later failures are errors.
+    The first call of a function tries it on its arguments, forward and backward. If that fails, the compiler logs one
+    warning, and all its functions run uncompiled from then on. Later failures raise.
 
-    Each shape is compiled, and logged, once for all layers of a class. Where a function would be compiled for more than
-    `most` shapes, one warning says so and the run goes on without.
+    Each shape is compiled once for all layers of a class. A function with more than `most` shapes also causes the
+    warning and the fallback.
 
     Args:
-        backend: `torch.compile`'s.
-        most: becomes this process's limit (`torch._dynamo.config.recompile_limit`).
+        backend: as for `torch.compile`.
+        most: most shapes of a function; sets the process's `torch._dynamo.config.recompile_limit`.
     Attributes:
-        compilations: so far, of all functions.
-        calls: of compiled code, so far. A function that Dynamo skips runs as written and nothing is raised: under a
-            `TorchDispatchMode` whose `ignore_compile_internals` is false, and from then on for good (torch 2.11).
+        failed: whether all functions run uncompiled.
+        compilations: number of graphs compiled so far.
+        calls: number of calls of compiled code so far. Dynamo silently skips a function under a `TorchDispatchMode`
+            whose `ignore_compile_internals` is false, and keeps skipping it afterwards (torch 2.11).
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor", most: int = MOST_SHAPES):
         torch._dynamo.config.recompile_limit = most
-        # Else Dynamo cuts what is called inside of DDP at the ends of DDP's buckets, a layer into several graphs: for
-        # models compiled as a whole, whose one graph would have all gradients ready at once (torch 2.11).
+        # Dynamo's DDP optimizer would split a layer into several graphs at the ends of DDP's buckets. It is meant for
+        # models compiled as one graph, whose gradients would all become ready at once (torch 2.11).
         torch._dynamo.config.optimize_ddp = False
         self.backend = backend
         self.failed = False
@@ -103,7 +104,7 @@ class Compiler:
         return call
 
     def _try(self, compiled: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        # Cut off from what made them: backward would go on there, where the same layer has been called before.
+        # Detached: backward of the trial must not continue into the graph that computed the arguments.
         arguments = tree_map_only(
             Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), arguments
         )
@@ -112,11 +113,11 @@ class Compiler:
         tensors += [parameter for leaf in leaves if isinstance(leaf, nn.Module) for parameter in leaf.parameters()]
         inputs = [tensor for tensor in tensors if tensor.requires_grad]
         try:
-            # Whoever counts saved tensors outside (activation checkpointing does) does not see this.
+            # Hides the trial from outer hooks on saved tensors, e.g. those of activation checkpointing.
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 outputs = [output for output in tree_leaves(compiled(*arguments)) if output.requires_grad]
                 if outputs:
-                    # Of these inputs only: no gradient is stored, and no hook of DDP's runs.
+                    # `grad` stores no gradients and runs no hooks of DDP.
                     torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs], allow_unused=True)
         except Exception as error:
             self._give_up(error)

@@ -1,4 +1,4 @@
-"""Count the floating point operations of a policy's step from its configuration alone."""
+"""Count the floating point operations of a policy's training step from its configuration."""
 
 from collections.abc import Sequence
 
@@ -27,19 +27,18 @@ def flops_per_sample(
 ) -> int | None:
     """Count the floating point operations of one sample's forward and backward through its loss.
 
-    Multiplications and additions of matrix products, convolutions and attention, as torch's
-    `FlopCounterMode` counts them, run on tensors without storage. Recomputation for gradient checkpointing
-    is not work and not counted.
+    Runs the step on meta tensors under torch's `FlopCounterMode`, which counts multiplications and additions of matrix
+    products, convolutions and attention. Recomputation for gradient checkpointing is not counted.
 
     Args:
-        policy: any policy, or its configuration.
-        cameras: cameras in a batch, at least 1.
+        policy: a policy or its configuration.
+        cameras: number of cameras in a batch, at least 1.
         mode, adapters: as for `choose_trainable`.
-        draws: of noise and time per row.
-        prompt: language tokens, padding included; as many as the tokenizer gives when absent.
-        features: of a row whose cameras' features are there: without the vision tower.
+        draws: number of draws of noise and time per row.
+        prompt: language tokens, padding included; None: `tokenizer_max_length` of the configuration.
+        features: whether vision features are cached, so that the vision tower does not run.
     Returns:
-        The count, or None for a policy that is not built from its configuration alone.
+        The count, or None for a policy that cannot be built from its configuration alone.
     """
     config = policy if isinstance(policy, PreTrainedConfig) else policy.config
     family = family_of(config)
@@ -66,10 +65,10 @@ def flops_by_prompt(
     adapters: PeftOptions | None = None,
     features: bool = False,
 ) -> dict[int, int]:
-    """`flops_per_sample` for prompts of several lengths.
+    """Return `flops_per_sample` for several prompt lengths.
 
-    Counted for three of them. The others follow: all that a step computes is proportional to how many tokens there are,
-    or in attention to the product of two such numbers, so that the count is a polynomial of the second degree.
+    Counts three lengths and interpolates the others. The count is a quadratic polynomial of the length: linear layers
+    are proportional to the number of tokens, attention to a product of two numbers of tokens.
     """
 
     def count(prompt: int) -> int:

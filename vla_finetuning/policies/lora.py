@@ -1,7 +1,7 @@
-"""Adapters: small matrices beside frozen weights, trained in their place (LoRA), by the PEFT library.
+"""Add, merge and write adapters (LoRA): small trained matrices beside frozen weights, by the PEFT library.
 
-LeRobot's `wrap_with_peft` says which layers get them; PEFT puts its own layers into the policy, in the places of those,
-and computes. What a run trains, checkpoints and counts is then found by `requires_grad`, as without them.
+LeRobot's `wrap_with_peft` chooses the layers, and PEFT replaces them by its own. Training, checkpoints and counts
+select parameters by `requires_grad`, as they do without adapters.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from vla_finetuning.options.peft import PeftOptions
 
 
 def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) -> Any:
-    """Put adapters into a policy, in place, as `lerobot-train --peft.*` does; nothing else of it trains from here on.
+    """Add adapters to a policy in place and freeze its other parameters, as `lerobot-train --peft.*` does.
 
     Args:
-        policy: made for a pretrained folder (`config.pretrained_path`), on any device; the meta device will do.
-        seed: of the adapters' initial weights. The process's random state is left alone.
+        policy: a policy with `config.pretrained_path`, on any device, the meta device included.
+        options: the adapters' options.
+        seed: seed of the adapters' initial weights. Does not change the process's random state.
     Returns:
         PEFT's model around the policy, for `merge` and `write_adapters`.
     Raises:
-        ValueError: the options name no layers of this policy, or layers that have no adapter.
+        ValueError: the options name no layers of the policy, or layers that cannot have adapters.
     """
     overrides = asdict(options)
     del overrides["export"]
@@ -40,15 +41,15 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
             f"--peft.target_modules={options.target_modules} --peft.full_training_modules="
             f"{options.full_training_modules}: {' '.join(str(error).split())}"
         ) from error
-    policy.config.use_peft = False  # the configuration is the run's; it is true of a folder of adapters alone
+    policy.config.use_peft = False  # true only in the configuration of a folder of adapters
     return adapted
 
 
 def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str, ...]:
-    """Return what each name of `options` matched, a line each, after `add_adapters` and what freezes besides.
+    """Describe in a line each what the names in `options` match, after `add_adapters` and all freezing.
 
     Raises:
-        ValueError: a name that matches no layer, or only layers that training does not use.
+        ValueError: a name matches no layer, or only layers that training does not use.
     """
     layers = [name for name, _ in policy.named_modules()]
     trained = [(name, tensor.numel()) for name, tensor in policy.named_parameters() if tensor.requires_grad]
@@ -57,11 +58,11 @@ def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str,
     specs += [("full_training_modules", ".modules_to_save.", name) for name in options.full_training_modules or []]
     lines = []
     for option, mark, name in specs:
-        pattern = option == "target_modules" and isinstance(targets, str)  # that matches none, PEFT has refused
+        pattern = option == "target_modules" and isinstance(targets, str)  # PEFT has refused a pattern without a match
         sizes: dict[str, int] = {}
         for parameter, count in trained:
             layer, marked, _ = parameter.partition(mark)
-            # As PEFT: names of layers that train whole need not begin after a dot.
+            # PEFT matches the names of fully trained layers as suffixes that need not begin after a dot.
             ends = f".{layer}".endswith(f".{name}") if option == "target_modules" else layer.endswith(name)
             if marked and (pattern or ends):
                 sizes[layer] = sizes.get(layer, 0) + count
@@ -76,7 +77,7 @@ def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str,
 
 
 def merge(adapted: Any) -> None:
-    """Add what the adapters amount to onto the weights beside them; the policy is LeRobot's own again, in place."""
+    """Merge the adapters into the policy's weights and restore LeRobot's layers, in place."""
     adapted.merge_and_unload()
 
 
@@ -84,9 +85,12 @@ def write_adapters(adapted: Any, base: str, revision: str | None, folder: Path) 
     """Write adapter_model.safetensors and adapter_config.json into a folder, for LeRobot and PEFT.
 
     Args:
-        base: the folder or Hub id that the other weights are loaded from, at this `revision`.
+        adapted: result of `add_adapters`.
+        base: folder or Hub id of the policy without adapters.
+        revision: revision of `base` on the Hub.
+        folder: folder to write to.
     """
     config = adapted.peft_config["default"]
     config.base_model_name_or_path, config.revision = base, revision
-    adapted.save_pretrained(folder, save_embedding_layers=False)  # else it would ask the Hub whether they grew
-    (folder / "README.md").unlink(missing_ok=True)  # a form to fill in
+    adapted.save_pretrained(folder, save_embedding_layers=False)  # otherwise PEFT asks the Hub whether they grew
+    (folder / "README.md").unlink(missing_ok=True)  # an empty template

@@ -1,7 +1,7 @@
-"""How a policy learns: LeRobot's optimizer, parameter groups and learning rate schedule, as `lerobot-train` has them.
+"""Optimizer, parameter groups and learning rate schedule of a run, as in `lerobot-train`.
 
-A policy type names its own (its *preset*); the options of a run replace what they name. LeRobot's own code builds all
-of it; what the step needs of it is taken over: groups of what trains, and the rate as a function of the step.
+A policy type has a *preset*, whose fields the run's options replace (`make_recipe`). LeRobot's code builds optimizer
+and schedule. `Recipe` turns them into a fused optimizer over the trained parameters and a function from step to rate.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from vla_finetuning.lerobot_options import read_options
 from vla_finetuning.options.programs import Config
 from vla_finetuning.options.schedule import FINAL_LR_FRAC, WARMUP_FRAC
 
-# The optimizers that are trained with, by LeRobot's names of their types.
+# Display names of the supported optimizers by LeRobot's type.
 NAMES = {"adam": "Adam", "adamw": "AdamW", "xvla-adamw": "AdamW of X-VLA", "sgd": "SGD", "muon": "Muon and AdamW"}
-# One kernel, which leaves out a step whose gradients are not finite without the host's knowing.
+# A fused kernel skips a step with non-finite gradients without a host sync.
 FUSED = {"fused": True}
 
 
 @OptimizerConfig.register_subclass("muon")
 @dataclass
 class MuonConfig(OptimizerConfig):
-    """Muon for the matrices of a network's layers (`hidden_matrices`), AdamW for everything else.
+    """Muon for the matrices of a network's layers (`hidden_matrices`), AdamW for all other parameters.
 
     Attributes:
-        lr, weight_decay: of both; Muon's update is scaled to the size of AdamW's ("match_rms_adamw" of torch).
-        momentum, nesterov, ns_steps: of Muon. betas, eps: of AdamW.
+        lr, weight_decay: options of both; Muon's update is scaled to the size of AdamW's (torch's "match_rms_adamw").
+        momentum, nesterov, ns_steps: options of Muon.
+        betas, eps: options of AdamW.
     """
 
     lr: float = 1e-4
@@ -48,18 +49,19 @@ class MuonConfig(OptimizerConfig):
     grad_clip_norm: float = 1.0
 
     def build(self, params: Any) -> torch.optim.Optimizer:
-        """Group the parameters, as LeRobot does for other types; `MuonAdamW` is made of the groups."""
+        """Return an optimizer that only groups the parameters; `Recipe.build` makes `MuonAdamW` from its groups."""
         return torch.optim.AdamW(params, lr=self.lr)
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` over some matrices and `torch.optim.AdamW` over the rest, as one optimizer.
+    """`torch.optim.Muon` over matrices and `torch.optim.AdamW` over other parameters, as one optimizer.
 
-    As in fused optimizers, a step with `found_inf` 1.0 (0-d float32) changes nothing; the host does not read it.
+    As in fused optimizers, a step with `found_inf` 1.0 (0-d float32) changes nothing, without a host sync.
 
     Args:
-        groups: of parameters; other options of a group than `lr_scale` are dropped.
-        matrices: parameters of two dimensions that Muon updates.
+        groups: parameter groups, of which `params` and `lr_scale` are used.
+        matrices: two-dimensional parameters that Muon updates.
+        config: options of both optimizers.
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: set[nn.Parameter], config: MuonConfig):
@@ -82,7 +84,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([{"params": [parameter for group in groups for parameter in group["params"]]}], {})
         self.param_groups = []
         for optimizer in filter(None, (self._muon, self._adamw)):
-            self.param_groups += optimizer.param_groups  # the same dictionaries: a rate set here counts there
+            self.param_groups += optimizer.param_groups  # shared dictionaries: a rate set here also applies there
             optimizer.state = self.state
 
     @torch.no_grad()
@@ -98,7 +100,7 @@ class MuonAdamW(torch.optim.Optimizer):
             self._muon.step()
             return
         skipped, before = found_inf.bool(), [p.clone() for p in params]
-        for p in params:  # a gradient equal to the momentum leaves the momentum as it is
+        for p in params:  # a gradient equal to the momentum does not change the momentum
             state = self.state[p]
             momentum = state["momentum_buffer"] if state else torch.zeros_like(p)
             p.grad.copy_(torch.where(skipped, momentum, p.grad))
@@ -108,9 +110,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(policy: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of two dimensions within stacks of layers (a number is in their names).
+    """Return the two-dimensional parameters in stacks of layers, which have a number in their names.
 
-    Muon is meant for these: embeddings, heads, convolutions, norms and biases are AdamW's.
+    Muon is meant for these; AdamW updates embeddings, heads, convolutions, norms and biases.
     """
     embeddings = {module.weight for module in policy.modules() if isinstance(module, nn.Embedding)}
     return {
@@ -122,15 +124,15 @@ def hidden_matrices(policy: nn.Module) -> set[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a run's policy learns.
+    """Optimizer and schedule of a run.
 
     Attributes:
-        optimizer: LeRobot's, with the learning rate that the policy's groups were meant for.
-        peak: the highest learning rate of what has none of its own; the others' are in proportion.
-        scheduler: LeRobot's; None for a constant rate, or where `short` says it.
-        short: the shares of the steps that warm up, and of the peak that the rate falls to.
-        own_groups: parameters are in the groups that the policy makes, not in one.
-        clip_norm: of the gradient; infinite: it is not clipped.
+        optimizer: LeRobot's configuration, with the learning rate that the policy's groups are relative to.
+        peak: highest learning rate of groups without a rate of their own; other groups' rates are in proportion.
+        scheduler: LeRobot's configuration; None for a constant rate or if `short` is set.
+        short: warm-up steps as a share of all steps, and final rate as a share of `peak`.
+        own_groups: whether the policy groups its parameters; otherwise they are one group.
+        clip_norm: largest norm of the gradient; infinite for no clipping.
     """
 
     optimizer: OptimizerConfig
@@ -141,16 +143,16 @@ class Recipe:
     clip_norm: float
 
     def schedule(self, steps: int) -> Callable[[int], float]:
-        """The learning rate before optimizer step n (from 0) of so many."""
+        """Return a function from an optimizer step (from 0) of `steps` to its learning rate."""
         if self.short is not None:
             warmup, final = self.short
             return warmup_cosine(self.peak, self.peak * final, round(warmup * steps), steps)
         if self.scheduler is None:
             return lambda step: self.peak
-        # Some of LeRobot's schedules look into the optimizer for the rate that they multiply.
+        # Some of LeRobot's schedules read the base rate from the optimizer.
         carrier = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=self.peak)
         disabled = logging.root.manager.disable
-        logging.disable(max(disabled, logging.INFO))  # what LeRobot logs of it, `describe` says
+        logging.disable(max(disabled, logging.INFO))  # `describe` says what LeRobot logs
         try:
             (factor,) = self.scheduler.build(carrier, steps).lr_lambdas
         finally:
@@ -158,7 +160,7 @@ class Recipe:
         return lambda step: self.peak * factor(step)
 
     def describe(self, steps: int) -> list[str]:
-        """In words, of a run of so many steps."""
+        """Describe the rates and the optimizer of a run of `steps` steps."""
         named = NAMES.get(self.optimizer.type, self.optimizer.type)
         if self.short is not None:
             warmup, final = self.short
@@ -187,10 +189,10 @@ class Recipe:
         return [adam]
 
     def build(self, policy: PreTrainedPolicy) -> torch.optim.Optimizer:
-        """Build LeRobot's optimizer over what trains, fused. Its groups' `lr_scale` are their rates' shares of `peak`.
+        """Build LeRobot's optimizer over the trained parameters, fused; `lr_scale` of a group is its rate over `peak`.
 
         Raises:
-            ValueError: something trains that the policy puts into no group.
+            ValueError: a trained parameter is in none of the policy's groups.
         """
         trained = trainable_parameters(policy)
         params = policy.get_optim_params() if self.own_groups else policy.parameters()
@@ -219,16 +221,16 @@ class Recipe:
 
 
 def _build(optimizer: Any, params: Any, named: dict[str, nn.Parameter]) -> Any:
-    """Build LeRobot's optimizer, from whichever policy: X-VLA's takes parameters by name, and others do not."""
+    """Build LeRobot's optimizer; X-VLA's takes a dict of parameters by name, others take parameters."""
     by_name = optimizer.type == "xvla-adamw"
     return optimizer.build(named if by_name else params.values() if isinstance(params, dict) else params)
 
 
 def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
-    """Return what a run's options and the policy's preset amount to. Runs on the driver, and in the training worker.
+    """Combine the policy's preset with the run's options. Runs on the driver and in the training worker.
 
     Raises:
-        ValueError: an option that LeRobot's optimizer or schedule does not have, or a kind that is not trained with.
+        ValueError: LeRobot's optimizer or schedule lacks an option or refuses its value, or its type is not supported.
     """
     preset: Any = policy_config.get_optimizer_preset() if config.use_policy_training_preset else None
     planned: Any = policy_config.get_scheduler_preset() if config.use_policy_training_preset else None
@@ -258,7 +260,7 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
             "with zeros; leave it out"
         )
     parameter = nn.Parameter(torch.zeros(1, 1))
-    try:  # all that torch looks at, before there is a cluster
+    try:  # torch checks the options, before a cluster starts
         built = _build(optimizer, [parameter], {"weight": parameter})
         if isinstance(optimizer, MuonConfig):
             MuonAdamW([{"params": [parameter], "lr_scale": 1.0}], {parameter}, optimizer)
@@ -278,7 +280,7 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
 
 
 def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) -> Any:
-    """A preset with what the options name replaced; another type takes from the preset what both have."""
+    """Return the preset with fields replaced by options; a new type inherits the fields that the preset also has."""
     values = dict(option.removeprefix("--").split("=", 1) for option in options)
     type_name = values.pop("type", None)
     classes = registry.get_known_choices()
@@ -293,5 +295,5 @@ def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) ->
     shared = {name: getattr(preset, name) for name in names if hasattr(preset, name)}
     try:
         return chosen(**shared | read_options(chosen, group, values))
-    except TypeError as error:  # what has no default is not given
+    except TypeError as error:  # an option without a default is missing
         raise ValueError(f"--{group}.type={type_name} needs more of its options {', '.join(names)}: {error}") from error

@@ -1,7 +1,7 @@
-"""Perceptrons of which backward keeps half: GELU, and its product with the other factor, are computed again.
+"""MLPs whose backward recomputes the GELU and its product with the other factor (`feed_forward`).
 
-Autograd keeps the gate, its GELU, the other factor and their product for every token. Half of them follow from the
-others by a few operations per number. Values and gradients are the same bits.
+Autograd saves the gate, its GELU, the other factor and their product for every token. This module saves only the gate
+and the other factor. Values and gradients are bit for bit the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-# What Gemma's configuration calls the activation.
+# Name of the activation in Gemma's configuration.
 GELU_TANH = "gelu_pytorch_tanh"
 
 
 def feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
-    """A Gemma's perceptron, down(gelu(gate(x)) * up(x)), or a SigLIP's, fc2(gelu(fc1(x))).
+    """Compute Gemma's MLP, down(gelu(gate(x)) * up(x)), or SigLIP's, fc2(gelu(fc1(x))).
 
-    As it is written where it is compiled, because the compiler recomputes by itself, and where no gradient is wanted.
+    Calls `mlp` itself under `torch.compile`, which recomputes by its own rules, and without gradients.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or mlp.config.hidden_act != GELU_TANH:
         return mlp(hidden)
@@ -46,7 +46,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """gelu(gate) * up, keeping nothing else for backward."""
+    """Compute gelu(gate) * up and save only the two factors for backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
@@ -66,7 +66,7 @@ class _Gated(torch.autograd.Function):
 
 @contextmanager
 def _made_again(product: Tensor, make: Callable[..., Tensor], *factors: Tensor) -> Iterator[None]:
-    """Return what the block would keep of `product` for its backward, it makes again of what that was made of."""
+    """Have backward of the block recompute `product` as make(*factors) instead of saving it."""
     storage = product.untyped_storage()._cdata
     factors = tuple(factor.detach() for factor in factors)
 

@@ -1,11 +1,11 @@
-"""Knowledge insulation (arXiv 2505.23705): PI0.5's backbone learns actions as tokens, its expert learns the flow.
+"""Knowledge insulation (arXiv 2505.23705): PI0.5's backbone learns action tokens, and its expert learns the flow.
 
-One forward over [images, prompt] [action tokens] [text] [noisy actions]. Action tokens, and those of a text
-(`text_targets`), see the prefix and those before them of their own; noisy actions see the prefix and each other. The
-expert attends to keys and values of the prefix from which no gradient returns, so that the backbone learns from the
-cross-entropy of tokens alone. Rows of datasets without actions train their text alone (`TextDataset`).
+One forward computes the segments [images, prompt] [action tokens] [text] [noisy actions]. Action tokens attend to the
+prefix and to earlier action tokens, text tokens (`text_targets`) to the prefix and to earlier text tokens. Noisy
+actions attend to the prefix and to each other. The expert gets detached keys and values of the prefix, so the backbone learns
+only from the cross-entropy of tokens. Rows of datasets without actions train only their text (`TextDataset`).
 
-Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, S of text, P of the prefix.
+Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, S text tokens, P prefix tokens.
 """
 
 from __future__ import annotations
@@ -53,27 +53,29 @@ from vla_finetuning.terminal import print_safe
 
 FAMILIES = ()
 
-# Columns of a row: its action tokens, and which of them there are.
+# Columns of a batch: action tokens, and the mask of their padding.
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
-# Which rows of a batch have an action, once ROBOT says of each the robot as whose row it is computed.
+# Mask of the rows with an action; `inputs` adds it before it replaces the -1 in ROBOT.
 HAS_ACTION = "has_action"
-# PaliGemma's last words are of image segments; LeRobot's PI0-FAST leaves them alone, too.
+# PaliGemma's last words stand for image segments; LeRobot's PI0-FAST does not use them either.
 LAST_WORDS = 128
-# Of a tokenizer that is fitted, as in the paper.
+# Vocabulary of a tokenizer that the run fits, as in the paper.
 VOCABULARY = 1024
 
 
 class InsulatedLoss(PI05Loss):
-    """Cross-entropy of actions and text as tokens, plus `flow_weight` times PI0.5's loss, which ends at the expert.
+    """Cross-entropy of action and text tokens plus `flow_weight` times PI0.5's loss, whose gradient ends at the expert.
 
-    The cross-entropy is a mean over the tokens of the batch, the flow's loss one over its rows that have an action (in
-    batches with ROBOT those where it is not -1); with MEAN_COUNT over those of the whole step. Logits of action tokens
-    are of the words that stand for them alone. Those of text are of all words, as `write` chooses among all, and of
-    tokens without a loss too, on which neither a step's time nor the peak of its memory depends. The head is tied to
-    the embedding of words, as in PaliGemma.
+    The cross-entropy is a mean over the tokens of the batch. The flow loss is a mean over the rows with an action
+    (ROBOT other than -1). With MEAN_COUNT both are means over the whole optimizer step. Logits of action
+    tokens cover only the words that stand for action tokens; logits of text cover all words, as in `write`. The output
+    head is the word embedding, as in PaliGemma.
 
-    Args: as for `PI05Loss`. vocabulary: number of action tokens. flow_weight: see above. text: whether batches have it.
-        fewest_cameras: of a row without an action; None: there are none.
+    Args: as for `PI05Loss`, and
+        vocabulary: number of action tokens.
+        flow_weight: weight of PI0.5's loss.
+        text: whether batches have text tokens.
+        fewest_cameras: least number of cameras of a dataset without actions; None if the run has no such dataset.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class InsulatedLoss(PI05Loss):
         return {**super().inputs(batch), HAS_ACTION: _has_action(batch), **robot}
 
     def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
-        """Compute the flow's loss; by row, that without an action is NaN, which no mean by robot counts."""
+        """Reduce the flow loss of rows with an action; with `per_row`, others are NaN, which means by robot skip."""
         absent = ~repeat_rows(batch[HAS_ACTION], draws)[:, None, None]
         reduced = super().reduce(losses.masked_fill(absent, math.nan if per_row else 0.0), batch, draws, per_row)
         return reduced if per_row else reduced * (len(batch[HAS_ACTION]) / self._mean_count(batch)[1].to(reduced.dtype))
@@ -109,7 +111,7 @@ class InsulatedLoss(PI05Loss):
         by_token, metrics = self.token_losses(prefix, batch), {}
         if TEXT in batch:
             by_text = self.text_losses(prefix, batch)
-            metrics["text_loss"] = by_text.sum() / _counted(batch, TEXT_MASK).sum()  # NaN, which is left out, of none
+            metrics["text_loss"] = by_text.sum() / _counted(batch, TEXT_MASK).sum()  # NaN, which is skipped, for none
             by_token = torch.cat([by_token, by_text], dim=1)
         for factor in batch.keys() & ROW_FACTORS:
             by_token = by_token * batch[factor][:, None]
@@ -122,17 +124,17 @@ class InsulatedLoss(PI05Loss):
         return cross_entropy + self._flow_weight * flow
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Count the tokens of a micro-batch, and its rows with an action: (2,)."""
+        """Return the number of tokens with a loss and the number of rows with an action, (2,)."""
         return torch.stack([_all_counted(batch).sum(), _has_action(batch).sum()])
 
     def _mean_count(self, batch: Mapping[str, Tensor]) -> Tensor:
         return batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
 
     def token_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the cross-entropy of each action token, float32 (B, F); 0 where there is none."""
+        """Compute the cross-entropy of each action token, float32 (B, F); 0 for padding."""
         targets = batch[TOKENS]
         embedding = self._language_model.embed_tokens
-        # Behind the tokens: that of the end, which is a target, and that of the beginning, which is not.
+        # Two more words follow the action tokens: the end, which is a target, and the beginning, which is not.
         unused = LAST_WORDS if spare_words(self.policy.config) is None else 0
         first = embedding.num_embeddings - 1 - unused
         words = first - torch.arange(self._end + 1, device=targets.device)
@@ -142,13 +144,13 @@ class InsulatedLoss(PI05Loss):
         return _losses(hidden, head, targets, _counted(batch, TOKENS_MASK))
 
     def text_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the cross-entropy of each token of the text, float32 (B, S); 0 where there is none."""
+        """Compute the cross-entropy of each text token, float32 (B, S); 0 for padding."""
         embedding = self._language_model.embed_tokens
         hidden = self._after(prefix, embedding(batch[TEXT][:, :-1]))
         return _losses(hidden, embedding.weight, batch[TEXT][:, 1:], _counted(batch, TEXT_MASK))
 
     def _after(self, prefix: Prefix, hidden: Tensor) -> Tensor:
-        """Run the language model over tokens after the prefix, each of which sees those before it: (B, N, width)."""
+        """Run the language model causally over N tokens after the prefix, from and to hidden (B, N, width)."""
         language_model = self._language_model
         hidden = hidden.to(self._prefix_dtype or hidden.dtype)
         steps = hidden.shape[1]
@@ -172,50 +174,50 @@ class InsulatedLoss(PI05Loss):
             for name, tokens in self._segments.items()
             for prompt in prompts
         ]
-        # A micro-batch may be of rows without actions alone, and of their cameras.
+        # A micro-batch may hold only rows without actions, which have fewer cameras.
         fewer = [] if cameras <= (self._fewest_cameras or cameras) else self.attentions(cameras - 1, prompts)
         return [*super().attentions(cameras, prompts), *((language.self_attn, shape) for shape in shapes), *fewer]
 
 
 def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
-    """Compute a layer of the language model for action tokens: Dynamo's limit of shapes is one for each function."""
+    """Compute a layer for tokens; a function of its own, because Dynamo limits the shapes of each function."""
     return suffix_layer(layer, hidden, *inputs)
 
 
 def _losses(hidden: Tensor, head: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """Compute the cross-entropy of each token, float32 (B, N), of hidden (B, N, width); 0 where none counts."""
+    """Compute the cross-entropy of each token, float32 (B, N), from hidden (B, N, width); 0 outside `counts`."""
     logits = F.linear(hidden, head.to(hidden.dtype)).float()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets).masked_fill(~counts, 0.0)
 
 
 def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return which rows have an action, bool (B,)."""
+    """Return the mask of rows with an action, bool (B,)."""
     if HAS_ACTION in batch:
         return batch[HAS_ACTION]
     return batch[ROBOT] >= 0 if ROBOT in batch else torch.ones_like(batch[TOKENS_MASK][:, 0])
 
 
 def _counted(batch: Mapping[str, Tensor], mask: str) -> Tensor:
-    """Return which tokens of a mask carry a loss, bool (B, N): not those of rows that could not be read."""
+    """Return the mask without the tokens of unreadable rows, bool (B, N)."""
     return batch[mask] & batch["is_read"][:, None] if "is_read" in batch else batch[mask]
 
 
 def _all_counted(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return which tokens of a row carry a loss, of its action and of its text: bool (B, F), or (B, F + S)."""
+    """Return the mask of all tokens with a loss, bool (B, F) or with text (B, F + S)."""
     return torch.cat([_counted(batch, mask) for mask in (TOKENS_MASK, TEXT_MASK) if mask in batch], dim=1)
 
 
 @dataclass(frozen=True)
 class TextDataset:
-    """A dataset without actions: each of its rows trains its text, and nothing else.
+    """Dataset without actions, whose rows train only their text.
 
     Attributes:
-        number: `dataset_index` of its rows. stand_in: the dataset as whose rows they are prepared, before all that is
-            of actions is masked.
-        cameras: those that it has, by the policy's names.
-        state: whether it has the state of the robot of `stand_in`; prompts of its rows say none otherwise.
-        opening: what its instructions begin with.
+        number: `dataset_index` of its rows.
+        stand_in: `dataset_index` of the dataset as which its rows are prepared, before actions are masked.
+        cameras: its cameras, by the policy's names.
+        state: whether it has the state of the robot of `stand_in`; if not, prompts leave the state out.
+        opening: text before each of its instructions.
     """
 
     number: int
@@ -230,11 +232,11 @@ class InsulatedPI05(PI05):
     """PI0.5 with --train.knowledge_insulation.
 
     Attributes:
-        action_tokenizer: None before it is fitted to the run's rows.
-        flow_weight: of PI0.5's loss, beside the cross-entropy.
-        vocabulary: of the tokenizer, also of one that is yet to be fitted.
-        text: the column of rows with texts that are targets, too; None: there are none.
-        text_datasets: those without actions.
+        action_tokenizer: tokenizer of action chunks; None before it is fitted to the run's rows.
+        flow_weight: weight of PI0.5's loss beside the cross-entropy.
+        vocabulary: number of action tokens, also of a tokenizer that is not fitted yet.
+        text: column with target texts; None for no text targets.
+        text_datasets: datasets of the run without actions.
     """
 
     action_tokenizer: ActionTokenizer | None = None
@@ -246,13 +248,13 @@ class InsulatedPI05(PI05):
     train_options = PI05.train_options | {"exact_mean"}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
-        """As PI0.5's, but for the language model: action tokens go through all of it, and come out of its embedding."""
+        """Assign parts as PI0.5 does, but the whole language model is used: action tokens pass all of its layers."""
         language = "model.paligemma_with_expert.paligemma.model.language_model."
         parts = super().parts(policy)
         return {name: "language model" if name.startswith(language) else part for name, part in parts.items()}
 
     def check_words(self, config: PreTrainedConfig) -> None:
-        """Refuse a policy with too few words for action tokens, their end and their beginning."""
+        """Raise ValueError if the policy has too few words for action tokens, their end and their beginning."""
         words = spare_words(config)
         if words is not None and not LEAST_VOCABULARY <= self.vocabulary <= words - 2:
             raise ValueError(
@@ -270,7 +272,7 @@ class InsulatedPI05(PI05):
     def prepared(
         self, prepare: Callable[[Columns], Columns], config: PreTrainedConfig, tokenizer_step: Any
     ) -> Callable[[Columns], Columns]:
-        """Return what prepares rows with their texts, and with their action tokens once there is a tokenizer."""
+        """Wrap `prepare` to add text tokens, action tokens if there is a tokenizer, and rows without actions."""
         if self.text is not None:
             prepare = WithText(prepare, self.text, tokenizer_step.input_tokenizer)
         if (tokenizer := self.action_tokenizer) is not None:
@@ -280,10 +282,10 @@ class InsulatedPI05(PI05):
         return WithoutActions(prepare, self.text_datasets, tuple(config.image_features), tokenizer_step)
 
     def fit_to_rows(self, chunks: Callable[[], Sequence[Chunks]], folder: Path) -> InsulatedPI05:
-        """Read the tokenizer that an earlier start has written into the run's folder, or write it there.
+        """Load the tokenizer that an earlier start wrote into the run's folder, or fit and write it.
 
         Raises:
-            ValueError: what is there is no tokenizer, or not the one that the run is asked to go on with.
+            ValueError: the folder holds no valid tokenizer, or another one than the option names.
         """
         folder = folder / ACTION_TOKENIZER_FOLDER
         if (folder / MODEL_FILE).is_file():
@@ -307,7 +309,7 @@ class InsulatedPI05(PI05):
         return lines if self.action_tokenizer else [*lines, fitted]
 
     def _tokenizer_for(self, sample: Sequence[Chunks]) -> ActionTokenizer:
-        """Return the tokenizer of the run, fitted to chunks if there is none yet."""
+        """Return the run's tokenizer, or fit one to the chunks."""
         return self.action_tokenizer or ActionTokenizer.fit(
             np.concatenate([chunks.values for chunks in sample]), self.vocabulary
         )
@@ -335,9 +337,9 @@ class InsulatedPI05(PI05):
 
 @dataclass(frozen=True)
 class WithActionTokens:
-    """`prepare`, and the action tokens of each row: TOKENS int64 (N, F), ending with that of the end, and TOKENS_MASK.
+    """Run `prepare` and add TOKENS int64 (N, F), with the end token, and TOKENS_MASK bool (N, F).
 
-    Of a chunk with more than F tokens, the first count, which are of the lowest frequencies.
+    Keep the first F tokens of a longer chunk: they encode the lowest frequencies.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -355,13 +357,15 @@ class WithActionTokens:
 
 @dataclass(frozen=True)
 class WithoutActions:
-    """`prepare`, of rows without actions too: their ROBOT is -1, and no action token of theirs counts.
+    """Run `prepare` on rows with and without actions; rows without actions get ROBOT -1 and masked action tokens.
 
-    They never say their text in the prompt: it is a target, always. Cameras that such a row lacks are masked
-    (`CAMERA_is_present`). A row without a state has the policy's prompt without its part on the state.
+    The text of a row without actions is always a target, never a part of the prompt. Cameras that such a row lacks are
+    masked (`CAMERA_is_present`). Prompts of rows without a state leave the state out.
 
     Args:
-        datasets: without actions. cameras: of the policy. tokenizer_step: of the policy's processors.
+        datasets: the datasets without actions.
+        cameras: camera names of the policy.
+        tokenizer_step: tokenizer step of the policy's processors.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -380,7 +384,7 @@ class WithoutActions:
                 has_camera[camera][rows] = camera in dataset.cameras
             if not dataset.state:
                 stateless |= rows
-                task[rows] = ""  # their prompts are written below
+                task[rows] = ""  # `_with_prompts` writes their prompts
         has_action = ~np.isin(batch["dataset_index"], [dataset.number for dataset in self.datasets])
         changed = {"dataset_index": stand_in, TASK: task}
         if "position" in batch:
@@ -396,7 +400,7 @@ class WithoutActions:
         return self._with_prompts(prepared, batch, stateless) if stateless.any() else prepared
 
     def _with_prompts(self, prepared: Columns, batch: Columns, stateless: np.ndarray) -> Columns:
-        """Return the rows with prompts of those without a state."""
+        """Return `prepared` with the prompts of rows without a state."""
         opening = {dataset.number: dataset.opening for dataset in self.datasets}
         numbers = batch["dataset_index"][stateless].tolist()
         prompts = [
@@ -404,7 +408,7 @@ class WithoutActions:
             for number, text in zip(numbers, batch[TASK][stateless], strict=True)
         ]
         step = copy.copy(self.tokenizer_step)
-        step.padding = "max_length"  # as `Prepare` has it
+        step.padding = "max_length"  # as `Prepare` sets it
         transition = step(create_transition(observation={}, complementary_data={step.task_key: prompts}))
         columns = transition[TransitionKey.OBSERVATION]
         changed = {key: prepared[key].copy() for key in (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)}
@@ -414,12 +418,12 @@ class WithoutActions:
 
 
 def prompt_without_state(instruction: str) -> str:
-    """Return what LeRobot's PI0.5 makes of an instruction, without its part on the state."""
+    """Return LeRobot's PI0.5 prompt of an instruction without the state."""
     return f"Task: {instruction.strip().replace('_', ' ').replace(chr(10), ' ')};\nAction: "
 
 
 def with_text_datasets(family: Family, datasets: Sequence[TextDataset]) -> Family:
-    """Return a family with the datasets without actions of its run; another one, which does not know them, as it is."""
+    """Return the family with the run's datasets without actions; return families other than insulated PI0.5 as is."""
     return replace(family, text_datasets=tuple(datasets)) if isinstance(family, InsulatedPI05) else family
 
 
@@ -429,7 +433,10 @@ def insulated(
     """Return the family of a run with --train.knowledge_insulation.
 
     Args:
-        plain: the family of the configuration without it. folder: of the policy that the run starts from.
+        plain: the configuration's family without knowledge insulation.
+        config: the policy's configuration.
+        train: the run's options.
+        folder: folder of the policy that the run starts from.
 
     Raises:
         ValueError: the tokenizer cannot be read, or has more tokens than the policy has words for.
@@ -452,7 +459,7 @@ def insulated(
 
 
 def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> list[str]:
-    """Return lines about chunks as tokens: how many, and how far actions that come back are off, in their units."""
+    """Describe the number of tokens of chunks, and the errors of decoded actions in their units."""
     lines = []
     for chunks in sample:
         values = chunks.values
@@ -473,7 +480,7 @@ def describe_tokens(tokenizer: ActionTokenizer, sample: Sequence[Chunks]) -> lis
 
 
 def token_columns(config: Any) -> int:
-    """Return F: a token for every two entries of a chunk, in steps of 32. FAST makes one of three to thirteen."""
+    """Return F: one token per two entries of a chunk, in steps of 32. FAST needs one per 3 to 13 entries."""
     return _columns(config.chunk_size * config.output_features[ACTION].shape[0])
 
 
@@ -482,6 +489,6 @@ def _columns(entries: int) -> int:
 
 
 def spare_words(config: PreTrainedConfig) -> int | None:
-    """Return how many words of a policy's own vocabulary stand for action tokens; None of PaliGemma's."""
+    """Count the words for action tokens in the policy's own vocabulary; return None for PaliGemma's vocabulary."""
     own = getattr(config, "vocabulary", None)
     return None if own is None else sum(word.startswith(SPARE_WORD) for word in own)
