@@ -1,9 +1,9 @@
-"""FAST (arXiv 2501.09747): chunks of actions as few tokens. Cosine transform, round, byte-pair encoding.
+"""FAST (arXiv 2501.09747): encode action chunks as tokens by cosine transform, rounding and byte-pair encoding.
 
-The transform and the files are those of the published tokenizer: `tokenizer.json` and `processor_config.json` of a
-folder or a Hub repository are read as data; its Python is never run.
+Transform and files are compatible with the published tokenizer. `tokenizer.json` and `processor_config.json` of a
+folder or a Hub repository are read as data; the repository's Python code is never run.
 
-Legend: N chunks, T actions of a chunk, A entries of an action.
+Legend: N chunks, T actions of a chunk, A action dimensions.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from vla_finetuning.files import write_json, write_whole
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
 
 MODEL_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
-# In the folder of a run that learns action tokens, and of the policy that it exports.
+# Folder inside a run with action tokens, and inside its exported policy.
 ACTION_TOKENIZER_FOLDER = "action_tokenizer"
 SCALE = 10.0
-# Bytes, of which every text is made.
+# Every byte is a token, so that each text can be encoded.
 LEAST_VOCABULARY = len(pre_tokenizers.ByteLevel.alphabet())
-# Unicode's letters are without a gap up to here.
+# Last code point before the surrogates, which no text can contain.
 LAST_LETTER = 0xD7FF
 
 
 @dataclass(frozen=True)
 class ActionTokenizer:
-    """Tokens of chunks whose entries are normalised, about -1 to 1.
+    """Tokenizer of action chunks with entries normalised to about -1 to 1.
 
     Attributes:
-        model: of the byte-pair encoding, as `tokenizers` writes it.
-        scale: of coefficients before they are rounded: an entry is exact to about 0.5 / scale.
-        lowest: the least coefficient; those below it count as it.
+        model: byte-pair encoding in the JSON of `tokenizers`.
+        scale: factor of coefficients before rounding; coefficients are exact to 0.5 / scale.
+        lowest: least coefficient; smaller coefficients are clamped to it.
     """
 
     model: str = field(repr=False)
@@ -56,17 +56,17 @@ class ActionTokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """Return how many tokens there are: 0 to this minus 1."""
+        """Return the number of tokens."""
         return self._bpe.get_vocab_size()
 
     @classmethod
     def fit(cls, chunks: np.ndarray, vocabulary: int, scale: float = SCALE) -> ActionTokenizer:
-        """Learn an encoding of chunks, float (N, T, A), in at least LEAST_VOCABULARY tokens.
+        """Fit a tokenizer with at least LEAST_VOCABULARY tokens to chunks, float (N, T, A).
 
-        The same chunks in the same order give the same one.
+        The same chunks in the same order give the same tokenizer.
 
         Raises:
-            ValueError: no chunk, or values that are not finite.
+            ValueError: there is no chunk, or values are not finite.
         """
         if not len(chunks) or not np.isfinite(chunks).all():
             raise ValueError(
@@ -85,16 +85,16 @@ class ActionTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> ActionTokenizer:
-        """Read the data of a tokenizer that `save` or FAST's authors wrote.
+        """Load a tokenizer from the files of `save` or of FAST's authors.
 
         Raises:
-            ValueError: a file is missing, or holds something else.
+            ValueError: a file is missing or invalid.
         """
         try:
             settings = json.loads((folder / SETTINGS_FILE).read_text())
             tokenizer = cls((folder / MODEL_FILE).read_text(), float(settings["scale"]), int(settings["min_token"]))
             vocabulary = tokenizer.vocabulary
-        except Exception as error:  # `tokenizers` raises plain ones
+        except Exception as error:  # `tokenizers` raises plain `Exception`
             raise ValueError(
                 f"{folder} is no action tokenizer ({type(error).__name__}: {error}): {MODEL_FILE} and {SETTINGS_FILE} "
                 "with scale and min_token are expected, as of physical-intelligence/fast"
@@ -104,24 +104,25 @@ class ActionTokenizer:
         return tokenizer
 
     def save(self, folder: Path) -> None:
-        """Write what `load` and FAST's own code read."""
+        """Write the files that `load` and FAST's own code read."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"scale": self.scale, "vocab_size": self.vocabulary, "min_token": self.lowest}
         write_json(folder / SETTINGS_FILE, settings)
-        write_whole(folder / MODEL_FILE, self.model)  # last: it says that both are there
+        write_whole(folder / MODEL_FILE, self.model)  # last: its presence means that both files exist
 
     def encode(self, chunks: np.ndarray) -> list[list[int]]:
-        """Return the tokens of chunks, float (N, T, A): each coefficient of the lowest frequency first."""
+        """Encode chunks, float (N, T, A), as tokens, lowest frequencies first."""
         texts = _texts(_coefficients(chunks, self.scale), self.lowest)
         return [encoding.ids for encoding in self._bpe.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[Sequence[int]], shape: tuple[int, int]) -> np.ndarray:
-        """Return the chunks that tokens stand for, float64 (N, T, A).
+        """Decode tokens to chunks, float64 (N, T, A).
 
         Args:
+            tokens: token ids of each chunk.
             shape: T and A.
         Raises:
-            ValueError: tokens that are no chunk of that shape.
+            ValueError: tokens do not encode a chunk of this shape.
         """
         texts = [self._bpe.decode(list(ids), skip_special_tokens=False) for ids in tokens]
         wrong = next((text for text in texts if len(text) != math.prod(shape)), None)
@@ -132,10 +133,10 @@ class ActionTokenizer:
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """Return the folder of a tokenizer by its path, or of its two files on the Hub.
+    """Return the folder of a tokenizer, given its path or the name of a Hub repository, which is downloaded.
 
     Raises:
-        ValueError: neither a folder nor a repository with these files, or one that takes too long to load.
+        ValueError: `name` is neither a folder nor a repository, or its tokenizer takes too long to load.
     """
     folder, files = Path(name).expanduser(), (MODEL_FILE, SETTINGS_FILE)
     if not folder.is_dir():
@@ -152,11 +153,11 @@ def fetch_tokenizer(name: str) -> Path:
 
 
 def _coefficients(chunks: np.ndarray, scale: float) -> np.ndarray:
-    """Transform chunks over time, int64 (N, T, A)."""
+    """Compute scaled and rounded cosine coefficients over time, int64 (N, T, A)."""
     return np.around(dct(np.asarray(chunks, np.float64), axis=1, norm="ortho") * scale).astype(np.int64)
 
 
 def _texts(coefficients: np.ndarray, lowest: int) -> list[str]:
-    """Write chunks as texts, a letter for each coefficient; all entries' lowest frequency comes first."""
+    """Write each chunk as a text with a character per coefficient, lowest frequencies first."""
     letters = np.clip(coefficients - lowest, 0, LAST_LETTER).reshape(len(coefficients), -1)
     return ["".join(map(chr, chunk)) for chunk in letters]

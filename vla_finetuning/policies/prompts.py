@@ -1,7 +1,7 @@
-"""Cut prompts, which a tokenizer pads to one length, to one of a few lengths that holds a micro-batch's longest.
+"""Shorten padded prompts to one of a few lengths that fits the longest prompt of a micro-batch.
 
-A padded token is masked out of every attention, so loss and gradients are the same without it, up to rounding. Runs on
-the host in the training worker, before the copy to the device, which is not asked.
+Attention masks padded tokens, so loss and gradients are the same without them, up to rounding. Runs on the host in the
+training worker, before batches are copied to the device.
 """
 
 from __future__ import annotations
@@ -11,41 +11,43 @@ from collections.abc import Mapping
 import numpy as np
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 
-# Lengths are multiples of this, or of so many times this that there are few: each is compiled, and compared, by itself.
+# Lengths are multiples of STEP, or of a multiple of STEP that gives at most MAX_LENGTHS lengths: each is compiled, and
+# its attention kernel checked.
 STEP, MAX_LENGTHS = 32, 7
-# A length at which a kernel is known to be wrong is left in steps of this, to which kernels align masks anyway.
+# Step by which lengths with known kernel faults grow; kernels align masks to it anyway.
 ALIGNMENT = 8
 
 
 def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:
-    """The lengths that prompts may have, the shortest first.
+    """Return the lengths that prompts are cut to, in ascending order.
 
     Args:
-        longest: what the tokenizer pads to.
-        images, steps: positions before a prompt and after it that attend to it.
+        longest: length that the tokenizer pads to.
+        images: number of positions before the prompt.
+        steps: number of positions after the prompt that attend to it.
     """
     step = STEP * -(-longest // (STEP * MAX_LENGTHS))
     return tuple(sorted({_sound(length, images, steps) for length in (*range(step, longest, step), longest)}))
 
 
 def _sound(length: int, images: int, steps: int) -> int:
-    """Return this length, or the next one at which no kernel is known to be wrong."""
-    # Where 32 divides the keys but for one, the memory-efficient kernel is wrong (pytorch/pytorch#191937); where 128
-    # does but for 64, cuDNN's backward has a NaN (#196678). torch 2.11; `attention.choose_kernel` sees others.
+    """Return the next length, from `length` on, without a known fault of a kernel."""
+    # In torch 2.11 the memory-efficient kernel is wrong for keys % 32 == 1 (pytorch/pytorch#191937), and cuDNN's
+    # backward gives NaN for keys % 128 == 64 (#196678). `attention.choose_kernel` detects other faults.
     while any(keys % 32 == 1 or keys % 128 == 64 for keys in (images + length, images + length + steps)):
         length += ALIGNMENT
     return length
 
 
 def cut_prompts(columns: Mapping[str, np.ndarray], lengths: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """A micro-batch with prompts of the smallest of the lengths that holds them all; other columns as they are.
+    """Cut the prompts of a micro-batch to the smallest length that fits all of them; keep other columns.
 
     Args:
-        columns: among others tokens int (B, L) and their mask bool (B, L), of a tokenizer that pads on whichever side;
-            what is padded on the left cannot be cut.
-        lengths: `prompt_lengths`; the last one holds every prompt.
+        columns: columns of the micro-batch, with tokens int (B, L) and their mask bool (B, L). Padding on the left
+            cannot be cut.
+        lengths: result of `prompt_lengths`.
     Raises:
-        ValueError: a prompt is longer than all of them.
+        ValueError: a prompt is longer than the last length.
     """
     counts = np.flatnonzero(columns[OBS_LANGUAGE_ATTENTION_MASK].any(axis=0))
     longest = int(counts[-1]) + 1 if len(counts) else 0

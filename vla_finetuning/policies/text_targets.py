@@ -1,7 +1,7 @@
-"""Text of a row, as its subtask: what the backbone learns to write, or what the prompt of the row's actions says.
+"""Train a policy on a text of each row, e.g. its subtask, as a part of the prompt or as a target.
 
-Of every second row of a run the prompt ends with the text (`with_text`); of the others the text is a target, which
-nothing else sees. So actions are learned with and without it, and what writes the text is told none.
+The prompt of every second row of a run ends with the row's text (`with_text`). The text of the other rows is a target
+that the backbone learns to write. So the policy learns actions with and without the text.
 
 Legend: N rows, S tokens of a text.
 """
@@ -17,36 +17,39 @@ import numpy as np
 from vla_finetuning.policies.family import Columns
 from vla_finetuning.policies.texts import TASK
 
-# Columns of a row: its text with a token before and after it, and which of its tokens but the first there are.
+# Columns of a batch: text tokens with begin and end token, and the mask of the tokens after the first.
 TEXT, TEXT_MASK = "text_tokens", "text_tokens_mask"
-# Most tokens of a text, the one after it included: S.
+# Most tokens of a text with its end token, S.
 TEXT_COLUMNS = 32
 
 
 def with_text(instruction: str, text: str) -> str:
-    """Return an instruction as a prompt that says the text has it; without a text as it is."""
+    """Append `text` to an instruction as its subtask; return the instruction unchanged for an empty text."""
     return f"{instruction}, Subtask: {text}" if text else instruction
 
 
 def one_line(text: str | None) -> str:
-    """Return a text of a dataset as it is trained on: words between single spaces, none of them with underscores."""
+    """Normalise a text of a dataset: replace underscores and all whitespace by single spaces."""
     return " ".join((text or "").replace("_", " ").split())
 
 
 def ends_of_text(tokenizer: Any) -> tuple[int, int]:
-    """Return the tokens before and after a text; padding, of a tokenizer that has none for that."""
+    """Return the begin and end token of texts; the padding token if the tokenizer lacks one."""
     begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     return pad if begin is None else begin, pad if end is None else end
 
 
 @dataclass(frozen=True)
 class WithText:
-    """`prepare`, of rows whose prompts say their text, and of the others TEXT int64 (N, S + 1) and TEXT_MASK (N, S).
+    """Run `prepare` and add TEXT int64 (N, S + 1) and TEXT_MASK bool (N, S).
 
-    Rows of a run's stream at odd positions say it. Rows without a text, or with an empty one, stay as they are.
+    Rows at odd positions of a run's stream have their text in the prompt and no target. Rows without a text have
+    neither.
 
     Args:
-        column: with the texts. tokenizer: of the policy.
+        prepare: function that prepares the columns of a batch.
+        column: column with the texts.
+        tokenizer: the policy's tokenizer.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -54,7 +57,7 @@ class WithText:
     tokenizer: Any
 
     def __call__(self, batch: Columns) -> Columns:
-        """Raise ValueError for a text that is too long, or has a word that the tokenizer lacks."""
+        """Raise ValueError for a text that is too long, or with a word that the tokenizer lacks."""
         texts = [one_line(text) for text in batch[self.column]]
         says = batch["position"] % 2 == 1 if "position" in batch else np.zeros(len(texts), bool)
         task = [

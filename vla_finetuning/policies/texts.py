@@ -1,7 +1,7 @@
-"""Instructions for policies whose forward reads them as text: bytes on the way, strings where they are read.
+"""Encode instructions for policies whose forward takes strings.
 
-Columns of a block are numbers of a fixed shape. So is this one, UTF-8 with zeros after it, which a training process
-makes strings of without asking its device.
+Columns of a block are numbers of a fixed shape, so a text travels as zero-padded UTF-8 (`as_bytes`). The training
+worker decodes it on the host (`with_texts`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 
 from vla_finetuning.columns import TASK_BYTES
 
-# Three times the longest instruction of common datasets; the column's width.
+# Width of the column: three times the longest instruction of common datasets.
 LONGEST_BYTES = 1024
 TASK = "task"
 
 
 def encode(text: str) -> bytes:
-    """An instruction as it is in the column, without what fills it up.
+    """Encode an instruction, without padding.
 
     Raises:
-        ValueError: it is longer than the column is wide, or has a zero.
+        ValueError: the text has more than LONGEST_BYTES bytes, or a zero.
     """
     encoded = text.encode()
     if len(encoded) > LONGEST_BYTES or b"\0" in encoded:
@@ -34,7 +34,7 @@ def encode(text: str) -> bytes:
 
 
 def as_bytes(texts: Sequence[str]) -> np.ndarray:
-    """Texts as uint8 (N, LONGEST_BYTES). Raises ValueError as `encode`."""
+    """Encode texts as uint8 (N, LONGEST_BYTES). Raises ValueError as `encode`."""
     column = np.zeros((len(texts), LONGEST_BYTES), np.uint8)
     for row, text in zip(column, texts, strict=True):
         encoded = encode(text)
@@ -43,12 +43,12 @@ def as_bytes(texts: Sequence[str]) -> np.ndarray:
 
 
 def as_texts(column: Any) -> list[str]:
-    """The texts of `as_bytes`, an array or a tensor on the CPU."""
+    """Decode an array or CPU tensor of `as_bytes`."""
     return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(column)]
 
 
 def with_texts(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch with its texts as LeRobot's forwards take them: `task`, a list of strings. Without any, as it is."""
+    """Replace the column of encoded texts by `task`, a list of strings; return a batch without it unchanged."""
     if TASK_BYTES not in batch:
         return batch
     return {key: value for key, value in batch.items() if key != TASK_BYTES} | {TASK: as_texts(batch[TASK_BYTES])}

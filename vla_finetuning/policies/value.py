@@ -1,4 +1,4 @@
-"""The value of what a policy sees, by a small head on keys and values that its prefix computes anyway.
+"""Value functions: a small head on the keys and values of a policy's prefix, its loss, and advantage estimates.
 
 Legend: B rows, H key-value heads, P tokens, D head width, O outputs, K bins.
 """
@@ -22,14 +22,14 @@ HIDDEN = 256
 
 
 class ValueHead(nn.Module):
-    """Attention of one learned query per layer and head to the prefix's tokens, then a perceptron.
+    """Attention of one learned query per layer and head to the prefix tokens, followed by an MLP.
 
     The outputs are zero before the first update.
 
     Args:
-        layers: (H, D) of each layer's keys and values, as `FlowLoss.value_inputs` gives them.
+        layers: (H, D) of each layer, from `FlowLoss.value_layers`.
         outputs: O, 1 for a scalar value.
-        detach: no gradient reaches the policy.
+        detach: whether to stop gradients into the policy.
     """
 
     def __init__(self, layers: Sequence[tuple[int, int]], outputs: int = 1, detach: bool = True):
@@ -43,10 +43,10 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, keys_values: Sequence[tuple[Tensor, Tensor]], bias: Tensor) -> Tensor:
-        """Compute values float32 (B, O), also under autocast: what they are compared by is small.
+        """Compute values float32 (B, O), also under autocast, because differences of values are small.
 
         Args:
-            keys_values: of each layer, (B, H, P, D) each, of any dtype.
+            keys_values: keys and values of each layer, (B, H, P, D), of any dtype.
             bias: float32 (B, 1, 1, P), added to the attention scores.
         """
         read = []
@@ -60,21 +60,23 @@ class ValueHead(nn.Module):
 
 
 def make_value_head(layers: Sequence[tuple[int, int]], seed: int, outputs: int = 1, detach: bool = True) -> ValueHead:
-    """A head whose first parameters depend on the seed alone; the generators of the process are left as they are."""
+    """Make a head whose initial weights depend only on `seed`, without a change of the process's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ValueHead(layers, outputs, detach)
 
 
 class ValueLoss(PolicyLoss):
-    """Cross-entropy of a distribution over returns from -1 to 0, predicted of what a policy sees.
+    """Cross-entropy of a predicted distribution over returns from -1 to 0.
 
-    A return lies between the centres of two bins and counts in both, by how near they are (arXiv 1707.06887): the mean
-    of that target is the return. The head's parameters are named `critic.`.
+    The target distribution has the return as its mean and lies on the two nearest bins (arXiv 1707.06887). The head's
+    parameters are named `critic.`.
 
     Args:
-        seen: of the policy, none of whose other weights train. bins: K. seed: of the head's first weights.
-        backbone: what the policy sees with trains too, where `choose_trainable` has chosen it.
+        seen: loss of the policy, which computes the prefix.
+        bins: number of bins, K.
+        seed: seed of the head's initial weights.
+        backbone: also train the backbone parameters that `choose_trainable` has chosen; others are always frozen.
     """
 
     reaches_all = True
@@ -87,7 +89,7 @@ class ValueLoss(PolicyLoss):
         for name, parameter in seen.policy.named_parameters():
             parameter.requires_grad_(backbone and parts[name] in trains)
         self._backbone = backbone
-        # In a list, so that the policy's weights have one name.
+        # A list hides the module, so that the policy's parameters have only one name.
         self._seen = [seen]
         self.critic = make_value_head(seen.value_layers(), seed, bins, detach=not backbone)
         self.register_buffer("centres", torch.linspace(-1.0, 0.0, bins), persistent=False)
@@ -97,7 +99,7 @@ class ValueLoss(PolicyLoss):
 
     @property
     def compiler(self) -> Compiler | None:
-        """Return what compiles the policy's layers; None where nothing does."""
+        """Return the compiler of the policy's layers, or None."""
         return getattr(self._seen[0], "compiler", None)
 
     @property
@@ -119,8 +121,9 @@ class ValueLoss(PolicyLoss):
         """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
 
         Args:
-            batch: what the policy's loss takes, and RETURN float32 (B,). noise, time: not used.
-            per_row: the loss of each row instead, float32 (B,).
+            batch: the inputs of the policy's loss, and RETURN float32 (B,).
+            noise, time: not used.
+            per_row: return the loss of each row, float32 (B,), instead of the mean.
         """
         losses = -(two_bins(batch[RETURN], len(self.centres)) * self.logits(batch).log_softmax(dim=1)).sum(dim=1)
         for factor in batch.keys() & ROW_FACTORS:
@@ -128,7 +131,7 @@ class ValueLoss(PolicyLoss):
         return losses if per_row else losses.mean()
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the distribution's logits, float32 (B, K)."""
+        """Compute the logits of the distribution over returns, float32 (B, K)."""
         seen = self._seen[0]
         with torch.set_grad_enabled(self._backbone and torch.is_grad_enabled()):
             keys_values, bias = seen.value_inputs(seen.prefix(self.images(batch)))
@@ -136,14 +139,15 @@ class ValueLoss(PolicyLoss):
 
     def value(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean of the distribution, float32 (B,)."""
-        return (self.logits(batch).softmax(dim=1) * self.centres).sum(dim=1)  # a product would be cast by autocast
+        return (self.logits(batch).softmax(dim=1) * self.centres).sum(dim=1)  # autocast would cast a matrix product
 
 
 def two_bins(returns: Tensor, bins: int) -> Tensor:
-    """The distribution over bins whose mean is the return, on the two nearest centres: float32 (B, K).
+    """Return the distribution on the two nearest bins whose mean is the return: float32 (B, K).
 
     Args:
-        returns: float32 (B,); beyond -1 and 0 they count as these.
+        returns: float32 (B,), clamped to -1 and 0.
+        bins: number of bins, K.
     """
     place = (returns.clamp(-1.0, 0.0) + 1.0) * (bins - 1)
     low = place.floor().clamp(max=bins - 2)
@@ -156,13 +160,16 @@ def two_bins(returns: Tensor, bins: int) -> Tensor:
 def advantages_and_targets(
     rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float, after: float = 0.0
 ) -> tuple[list[float], list[float]]:
-    """Generalized advantage estimation over the decisions of one episode (arXiv 1506.02438).
+    """Estimate generalized advantages of the decisions of one episode (arXiv 1506.02438).
 
     Args:
-        rewards: of each decision. values: before each decision. after: of the state after the last one; 0: nothing
-            follows it.
+        rewards: reward of each decision.
+        values: value of the state before each decision.
+        gamma: discount factor.
+        gae_lambda: weight of longer returns.
+        after: value of the state after the last decision; 0 for a terminal state.
     Returns:
-        The advantages, and the value targets: advantage + value.
+        The advantages and the value targets, advantage + value.
     """
     following, advantage, advantages = after, 0.0, []
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):

@@ -2,8 +2,8 @@
 
 One forward computes the segments [images, prompt] [action tokens] [text] [noisy actions]. Action tokens attend to the
 prefix and to earlier action tokens, text tokens (`text_targets`) to the prefix and to earlier text tokens. Noisy
-actions attend to the prefix and to each other. The expert gets detached keys and values of the prefix, so the backbone learns
-only from the cross-entropy of tokens. Rows of datasets without actions train only their text (`TextDataset`).
+actions attend to the prefix and to each other. The expert gets detached keys and values of the prefix, so
+the backbone learns only from the cross-entropy of tokens. Rows without actions train only their text (`TextDataset`).
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, F action tokens, S text tokens, P prefix tokens.
 """
