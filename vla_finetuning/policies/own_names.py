@@ -1,7 +1,7 @@
-"""Give an exported policy the names that its robot's cameras have, so that no program has to rename them.
+"""Rename the cameras of an exported policy to the names that its robot uses.
 
-LeRobot 0.6.1 replaces a saved rename step by its own flag, empty unless given, in lerobot-rollout, lerobot-eval and its
-PolicyServer, and the server also looks a camera up by the robot's name, before it renames.
+LeRobot 0.6.1 replaces a saved rename step by its own flag, which is empty by default, in lerobot-rollout, lerobot-eval
+and its PolicyServer. The server also looks cameras up by the robot's names before it renames.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from vla_finetuning.policies.registry import family_of
 
 
 def own_camera_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """Return the robot's names of cameras by the policy's, and why they cannot be the export's; "" where they can.
+    """Return the robot's camera names by the policy's names, and the reason why the export cannot use them or "".
 
     Args:
-        config: of the policy, by its own names. rename_map: the robot's names -> the policy's.
+        config: configuration with the policy's camera names.
+        rename_map: the robot's names -> the policy's names.
     """
     names = {name: key for key, name in rename_map.items() if name in config.image_features and name != key}
     after = [names.get(key, key) for key in config.input_features or ()]
@@ -35,7 +36,7 @@ def own_camera_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) ->
 
 
 def describe_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> str:
-    """Say what LeRobot's tools need where an export keeps the policy's names of cameras; nothing where it does not."""
+    """Describe the flag that LeRobot's tools need if an export keeps the policy's camera names; "" if it does not."""
     names, reason = own_camera_names(config, rename_map)
     if not reason:
         return ""
@@ -47,13 +48,13 @@ def describe_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> s
 
 
 def saved_names(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
-    """Return what a preprocessor renames."""
+    """Return the rename map of a preprocessor, or {}."""
     steps = (step for step in preprocessor.steps if isinstance(step, RenameObservationsProcessorStep))
     return next((dict(step.rename_map) for step in steps), {})
 
 
 def config_with_names(config: PreTrainedConfig, names: Mapping[str, str]) -> PreTrainedConfig:
-    """Return the configuration with other names of cameras, in the same order."""
+    """Return a copy of the configuration with renamed cameras, in the same order."""
     changed = copy.deepcopy(config)
     for field in dataclasses.fields(config):
         setattr(changed, field.name, _renamed(getattr(changed, field.name), names))
@@ -63,10 +64,11 @@ def config_with_names(config: PreTrainedConfig, names: Mapping[str, str]) -> Pre
 def pipeline_with_names(
     pipeline: PolicyProcessorPipeline, names: Mapping[str, str], rename_map: Mapping[str, str]
 ) -> PolicyProcessorPipeline:
-    """Return LeRobot's pipeline for cameras with other names.
+    """Return a copy of LeRobot's pipeline with renamed cameras.
 
     Args:
-        names: the pipeline's -> the new ones. rename_map: what its first step renames from now on.
+        names: the pipeline's camera names -> the new names.
+        rename_map: new map of its rename step.
     """
     changed = copy.copy(pipeline)
     changed.steps = [_step_with_names(step, names, rename_map) for step in pipeline.steps]
@@ -90,7 +92,7 @@ def _step_with_names(step: ProcessorStep, names: Mapping[str, str], rename_map: 
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Return a value as JSON has it, with other names wherever one stands alone."""
+    """Replace each key or string of a JSON value that is a camera name."""
     if isinstance(value, dict):
         return {names.get(key, key): _renamed(inner, names) for key, inner in value.items()}
     if isinstance(value, list):

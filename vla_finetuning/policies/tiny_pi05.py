@@ -1,8 +1,8 @@
-"""A PI0.5 small enough to train on a laptop: LeRobot's own `PI05Policy` with other sizes and its own tokenizer.
+"""A tiny PI0.5 for the demo, rehearsals on a laptop and tests: LeRobot's `PI05Policy` with small sizes.
 
 Importing this module registers `tiny_pi05` with LeRobot, which finds `TinyPI05Policy` and
-`make_tiny_pi05_pre_post_processors` here by its naming convention. Everything that computes is LeRobot's; only sizes,
-initial weights and the tokenizer are ours. It is for the demo, for rehearsals on a laptop and for tests.
+`make_tiny_pi05_pre_post_processors` by its naming convention. LeRobot's code computes everything; this module defines
+only sizes, initial weights and the tokenizer. `make_tiny_base` writes a pretrained folder for a dataset.
 """
 
 import contextlib
@@ -44,18 +44,18 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-# Every prompt is PI0.5's "Task: {instruction}, State: {bins};\nAction: ", whose bins are 0..255, or -1 for a value
-# below the range that normalisation maps to [-1, 1].
+# Words of PI0.5's prompt "Task: {instruction}, State: {bins};\nAction: ". Bins are 0..255, or -1 for a value below the
+# range that normalisation maps to [-1, 1].
 PROMPT_WORDS = ("task", "state", "action", ":", ",", ";")
 STATE_BINS = range(-1, 256)
 PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
 MAX_VOCABULARY = 4096
-# What words begin with that are in no prompt, and stand for tokens of actions.
+# Prefix of words that stand for action tokens and are in no prompt.
 SPARE_WORD = "<action"
-# Room in the prompt for instructions longer than any in the dataset.
+# Extra prompt length for instructions longer than any in the dataset.
 SPARE_WORDS = 4
 
-# LeRobot's joint attention is written for 8 query heads and one key-value head, as in Gemma.
+# LeRobot's joint attention supports only 8 query heads and one key-value head, as in Gemma.
 NUM_HEADS, NUM_KV_HEADS = 8, 1
 
 _construction_lock = threading.Lock()
@@ -64,14 +64,14 @@ _construction_lock = threading.Lock()
 @PreTrainedConfig.register_subclass("tiny_pi05")
 @dataclass
 class TinyPI05Config(PI05Config):
-    """`PI05Config` with the sizes that PI0.5 itself takes from its Gemma variant and its SigLIP.
+    """`PI05Config` with the sizes that PI0.5 takes from its Gemma variants and its SigLIP.
 
-    `paligemma_variant` and `action_expert_variant` are inherited and mean nothing here.
+    The inherited `paligemma_variant` and `action_expert_variant` have no effect.
 
     Attributes:
-        width, depth, mlp_dim, head_dim: of the language model and of the action expert alike (8 heads).
-        vision_width, vision_depth, vision_mlp_dim, vision_heads, patch_size: of SigLIP.
-        vocabulary: words the tokenizer knows besides the prompt's own words and the integers -1 to 255.
+        width, depth, mlp_dim, head_dim: sizes of both the language model and the action expert (8 heads).
+        vision_width, vision_depth, vision_mlp_dim, vision_heads, patch_size: sizes of SigLIP.
+        vocabulary: words of the tokenizer besides the words of every prompt and the integers -1 to 255.
     """
 
     width: int = 64
@@ -102,7 +102,7 @@ class TinyPI05Config(PI05Config):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens the tokenizer can emit."""
+        """Return the number of tokens of the tokenizer."""
         return len(tokenizer_vocabulary(self.vocabulary))
 
 
@@ -120,9 +120,9 @@ class TinyPI05Policy(PI05Policy):
 
 @contextlib.contextmanager
 def _construction_at(sizes: TinyPI05Config) -> Iterator[None]:
-    """Have LeRobot build a PI0.5 of the given sizes."""
-    # LeRobot 0.6.1 takes PI0.5's sizes from a table with two entries and writes the vocabulary and SigLIP's sizes as
-    # literals into `PaliGemmaWithExpertModel.__init__`. This replaces the three names through which that builds.
+    """Patch LeRobot in the block so that it builds a PI0.5 of the given sizes."""
+    # LeRobot 0.6.1 has a table of two sizes of PI0.5, and literals of the vocabulary and SigLIP's sizes in
+    # `PaliGemmaWithExpertModel.__init__`. So the three functions that it builds with are replaced.
 
     def gemma_config(variant: str) -> modeling_pi05.GemmaConfig:
         return modeling_pi05.GemmaConfig(
@@ -161,9 +161,9 @@ def _construction_at(sizes: TinyPI05Config) -> Iterator[None]:
 
 @torch.no_grad()
 def _initialise(policy: TinyPI05Policy) -> None:
-    """Draw weights that suit a narrow network trained from scratch: scaled by width, with gates that start open."""
-    # LeRobot's standard deviation of 0.02 has each layer of a width of 64 shrink its input tenfold, and its gates near
-    # zero suit a pretrained backbone: with both the demo's task is not learned in several hundred steps.
+    """Initialise weights for training a narrow network from scratch: scaled by width, with open gates."""
+    # With LeRobot's standard deviation of 0.02 each layer of width 64 shrinks its input tenfold, and its gates near
+    # zero suit a pretrained backbone. With both, several hundred steps do not learn the demo's task.
     joint = policy.model.paligemma_with_expert
     language_model, expert = joint.paligemma.model.language_model, joint.gemma_expert.model
     for part in (language_model, expert, joint.paligemma.model.multi_modal_projector):
@@ -181,15 +181,15 @@ def _initialise(policy: TinyPI05Policy) -> None:
 
 
 def tokenizer_vocabulary(words: Sequence[str]) -> dict[str, int]:
-    """Token ids: padding, unknown, the integers -1..255, the prompt's own words, then `words` in their order."""
+    """Assign token ids to padding, unknown, the integers -1..255, the prompt's words, then `words` in order."""
     tokens = itertools.chain((PAD_TOKEN, UNKNOWN_TOKEN), map(str, STATE_BINS), PROMPT_WORDS, words)
     return {token: index for index, token in enumerate(dict.fromkeys(tokens))}
 
 
 def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per word, integer or punctuation mark; case is ignored, strangers become `<unk>`.
+    """Make a tokenizer with one token per word, integer or punctuation mark.
 
-    One token per state dimension keeps the prompt, and so the attention, short.
+    It ignores case and maps unknown words to `<unk>`. One token per state dimension keeps prompts short.
     """
     tokenizer = Tokenizer(models.WordLevel(tokenizer_vocabulary(words), unk_token=UNKNOWN_TOKEN))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
@@ -198,7 +198,7 @@ def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def split_words(text: str) -> list[str]:
-    """`text` as the tokenizer sees it: its words, integers and punctuation marks."""
+    """Split `text` as the tokenizer does into words, integers and punctuation marks."""
     backend = make_tokenizer(()).backend_tokenizer
     return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text))]
 
@@ -206,9 +206,9 @@ def split_words(text: str) -> list[str]:
 @dataclass
 @ProcessorStepRegistry.register(name="tiny_pi05_tokenizer_processor")
 class TinyPI05TokenizerProcessorStep(TokenizerProcessorStep):
-    """LeRobot's tokenizer step with a tokenizer that travels as a list of words inside the step's own JSON.
+    """LeRobot's tokenizer step with a tokenizer that is saved as a list of words in the step's JSON.
 
-    A prompt that does not fit `max_length` is a `ValueError`: truncation would cut off the state unseen.
+    Raises ValueError for a prompt longer than `max_length`, because truncation would silently cut off the state.
     """
 
     tokenizer: Any | None = None
@@ -241,7 +241,7 @@ def make_tiny_pi05_pre_post_processors(
 ) -> tuple[
     PolicyProcessorPipeline[dict[str, Any], dict[str, Any]], PolicyProcessorPipeline[PolicyAction, PolicyAction]
 ]:
-    """PI0.5's processors (the same steps in the same order) with the tokenizer of `config.vocabulary`."""
+    """Make PI0.5's processors, with the same steps in the same order, and the tokenizer of `config.vocabulary`."""
     relative = RelativeActionsProcessorStep(
         enabled=config.use_relative_actions,
         exclude_joints=config.relative_exclude_joints,
@@ -286,16 +286,16 @@ def make_tiny_base(
     The same arguments give the same bytes.
 
     Args:
-        folder: to create; must not exist.
+        folder: folder to create; must not exist.
         features: the dataset's features, as dicts or objects with `dtype`, `shape` and `names`. All RGB cameras,
             `observation.state` and `action` are used.
-        tasks: the dataset's instructions; the tokenizer's words are theirs.
-        stats: the dataset's statistics; `observation.state` and `action` need PI0.5's quantiles `q01` and `q99`. None:
-            the user of the folder gives them (LeRobot's `preprocessor_overrides`).
+        tasks: the dataset's instructions, whose words become the tokenizer's.
+        stats: the dataset's statistics; `observation.state` and `action` need the quantiles `q01` and `q99`. None: the
+            user of the folder supplies them by LeRobot's `preprocessor_overrides`.
         fps: frames per second of the dataset.
-        chunk_size: actions per prediction; None is one second of them, at most PI0.5's 50.
-        seed: of the initial weights. The process's random state is left alone.
-        spare_words: how many words there are besides for tokens of actions.
+        chunk_size: actions per prediction; None: one second of actions, at most PI0.5's 50.
+        seed: seed of the initial weights. Does not change the process's random state.
+        spare_words: number of additional words for action tokens.
         sizes: further fields of `TinyPI05Config`.
     Returns:
         `folder`.
@@ -325,7 +325,7 @@ def make_tiny_base(
         vocabulary=[*_vocabulary(prompts), *(f"{SPARE_WORD}{number}>" for number in range(spare_words))],
         tokenizer_max_length=_prompt_length(prompts),
         action_feature_names=_flat_names(features[ACTION].get("names")),
-        device="cpu",  # the one device that every machine has; may be overridden on loading
+        device="cpu",  # exists on every machine; may be overridden on loading
         **sizes,
     )
     for key, feature, limit in (
@@ -350,8 +350,8 @@ def make_tiny_base(
 def _policy_features(
     features: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, PolicyFeature], dict[str, PolicyFeature]]:
-    """The policy's inputs (RGB cameras channel-first, then the state) and its output (the action)."""
-    axes = ("height", "width", "channels")  # unless they are named
+    """Return the policy's inputs (RGB cameras channel-first, then the state) and its output (the action)."""
+    axes = ("height", "width", "channels")  # default names
     typed = dataset_to_policy_features({key: {**f, "names": f.get("names") or axes} for key, f in features.items()})
     typed = {key: PolicyFeature(feature.type, tuple(feature.shape)) for key, feature in typed.items()}
     cameras = {key: feature for key, feature in typed.items() if feature.type is FeatureType.VISUAL}
@@ -370,14 +370,14 @@ def _policy_features(
 
 
 def _flat_names(names: Any) -> list[str] | None:
-    """The names of a vector's dimensions; LeRobot stores a list, or a dict of lists."""
+    """Return the names of a vector's dimensions, which LeRobot stores as a list or a dict of lists."""
     if isinstance(names, Mapping):
         names = list(itertools.chain.from_iterable(names.values()))
     return [str(name) for name in names] if names else None
 
 
 def _prompts(tasks: Sequence[str], state_dim: int) -> list[list[str]]:
-    """The words of each instruction's prompt as LeRobot's PI0.5 writes it, for a state of zeros."""
+    """Return the words of LeRobot's PI0.5 prompt of each instruction, for a state of zeros."""
     tasks = list(dict.fromkeys(tasks)) or [""]
     transition = create_transition(
         observation={OBS_STATE: torch.zeros(len(tasks), state_dim)}, complementary_data={"task": tasks}
@@ -387,12 +387,12 @@ def _prompts(tasks: Sequence[str], state_dim: int) -> list[list[str]]:
 
 
 def _vocabulary(prompts: Sequence[Sequence[str]]) -> list[str]:
-    """The prompts' words that not every tokenizer knows, the most frequent first, at most `MAX_VOCABULARY`."""
+    """Return at most `MAX_VOCABULARY` words of the prompts that are not built in, the most frequent first."""
     counts = Counter(word for prompt in prompts for word in prompt)
     ranked = sorted(counts.keys() - tokenizer_vocabulary(()).keys(), key=lambda word: (-counts[word], word))
     return ranked[:MAX_VOCABULARY]
 
 
 def _prompt_length(prompts: Sequence[Sequence[str]]) -> int:
-    """Tokens that hold every prompt, with some to spare for longer instructions; a multiple of 8."""
+    """Return a multiple of 8 that fits each prompt and SPARE_WORDS more."""
     return -(-(max(map(len, prompts)) + SPARE_WORDS) // 8) * 8
