@@ -125,16 +125,16 @@ def load_datasets(config: Config, listed: Sequence[Member]) -> tuple[DatasetMeta
     if not any(member.rename_map for member in listed):
         return with_names(metas, config.rename_map, state)
     check_known_names(metas, config.rename_map, state)
-    named: list[DatasetMetadata] = []
+    renamed: list[DatasetMetadata] = []
     for meta, member in zip(metas, listed, strict=True):
         renames = member.rename_map
         shared = {key: name for key, name in config.rename_map.items() if key in meta.features and key not in renames}
-        joined = state if any(key in meta.features for key in state) else ()
+        state_keys = state if any(key in meta.features for key in state) else ()
         try:
-            named += with_names([meta], {**shared, **renames}, joined)
+            renamed += with_names([meta], {**shared, **renames}, state_keys)
         except ValueError as error:
             raise ValueError(f"--dataset.mixture, {meta.root}: {error}") from error
-    return tuple(named)
+    return tuple(renamed)
 
 
 def _add_absent_action(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> DatasetMetadata:

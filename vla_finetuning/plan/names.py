@@ -56,10 +56,10 @@ def with_names(
     # As in lerobot-train, the policy's processors rename observations, not the dataset.
     names = {key: name for key, name in rename_map.items() if observations or not key.startswith(OBSERVATION)}
     check_known_names(metas, rename_map)
-    named = tuple(_with_names(meta, names) for meta in metas)
-    for meta in named:
+    renamed = tuple(_with_names(meta, names) for meta in metas)
+    for meta in renamed:
         _check_names(meta, rename_map)
-    return named
+    return renamed
 
 
 def _with_names(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:

@@ -42,8 +42,8 @@ def episode_success(
             success[chosen] = [values[episode].max() >= options.threshold for episode in chosen]
         return tuple(outcomes)
     path = Path(options.success.removeprefix("@")).expanduser()
-    listed = episode_values(path, metas, roots, "success", FLAG, named)
-    for root, success, chosen, (number, value) in zip(roots, outcomes, episodes, listed, strict=True):
+    listed_values = episode_values(path, metas, roots, "success", FLAG, named)
+    for root, success, chosen, (number, value) in zip(roots, outcomes, episodes, listed_values, strict=True):
         if (missing := np.setdiff1d(chosen, number)).size:
             raise ValueError(f"{path}: does not say whether episode {missing[0]} of {root} succeeded")
         is_chosen = np.isin(number, chosen)
@@ -71,8 +71,8 @@ def corrected_frames(
 
 def intervention_columns(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[str | None, ...]:
     """Return each dataset's column of corrections, None if it has none. Raises as `corrected_frames`."""
-    known = INTERVENTIONS if options.intervention is None else (options.intervention,)
-    columns = [[name for name in known if name in meta.features] for meta in metas]
+    candidates = INTERVENTIONS if options.intervention is None else (options.intervention,)
+    columns = [[name for name in candidates if name in meta.features] for meta in metas]
     if options.intervention is not None and not any(columns):
         features = sorted({key for meta in metas for key in meta.features})
         raise ValueError(
@@ -100,12 +100,12 @@ def _frame_values(meta: DatasetMetadata, episodes: np.ndarray, key: str, flag: s
     if int(np.prod(feature.shape)) != 1 or np.dtype(feature.dtype).kind not in "biuf":
         raise ValueError(f"dataset {meta.root}: {flag}={key} is {feature.dtype} {feature.shape}; expected one number")
 
-    def of_file(file: dict[str, Any]) -> list[tuple[int, np.ndarray]]:
+    def read_file(file: dict[str, Any]) -> list[tuple[int, np.ndarray]]:
         episodes = episode_arrays(meta.fs, features=[feature], **file)
         return [(episode, arrays[feature.key].reshape(-1).astype(np.float64)) for episode, arrays in episodes]
 
     values, first = np.zeros(meta.total_frames), np.cumsum(meta.episode_length) - meta.episode_length
-    for file_arrays in in_threads(meta, episodes, of_file):
+    for file_arrays in in_threads(meta, episodes, read_file):
         for episode, array in file_arrays:
             values[first[episode] : first[episode] + len(array)] = array
     return values

@@ -90,19 +90,17 @@ class Rows:
             The chunk's steps; the number of shorter episodes; the number of episodes; the padding's share of all steps.
         """
         chunk = 1 + round(max(self.features.delta_timestamps.get("action", (0.0,))) * self.metas[0].fps)
-        count = short = padded = frames = 0
+        count = short_episodes = padded_steps = frames = 0
         for number, (meta, episodes) in enumerate(zip(self.metas, self.train_episodes, strict=True)):
             if meta.without_actions:
                 continue
             length, step = meta.episode_length[episodes], self.window_step(number)
-            beyond = (chunk - 1) * step  # frames at an episode's end whose chunk is padded
-            extra = np.append(0, np.cumsum(chunk - 1 - np.arange(beyond) // step))
-            short, padded = (
-                short + int((length <= beyond).sum()),
-                padded + extra[np.minimum(length, beyond)].sum(),
-            )
+            padded_frames = (chunk - 1) * step  # frames at an episode's end whose chunk is padded
+            extra = np.append(0, np.cumsum(chunk - 1 - np.arange(padded_frames) // step))
+            short_episodes += int((length <= padded_frames).sum())
+            padded_steps += extra[np.minimum(length, padded_frames)].sum()
             count, frames = count + len(length), frames + length.sum()
-        return chunk, short, count, padded / (frames * chunk)
+        return chunk, short_episodes, count, padded_steps / (frames * chunk)
 
     def window_step(self, dataset: int) -> int:
         """Return the frames of a dataset between two actions of a chunk."""

@@ -54,13 +54,14 @@ def with_statistics(config: Config, rows: Rows, robots: Sequence[Robot]) -> tupl
         The options with "exact", "stored" or "lerobot"; the robots with their statistics, or with the names of the
         statistics to compute (`missing_stats`).
     """
-    views = [(rows.select_datasets(robot.datasets), robot) for robot in robots]
-    decided, modes = zip(*(_decide_robot(config, *view) for view in views), strict=True)
+    pairs = [(rows.select_datasets(robot.datasets), robot) for robot in robots]
+    decided = [_decide_robot(config, *pair) for pair in pairs]
+    modes = [mode for _, mode in decided]
     mode: Mode = "exact" if "exact" in modes else modes[0]
     config = replace(config, dataset=replace(config.dataset, statistics=mode))
-    again = zip(decided, modes, views, strict=True)
     return config, tuple(
-        robot if robot_mode == mode else _decide_robot(config, *view)[0] for robot, robot_mode, view in again
+        result if robot_mode == mode else _decide_robot(config, *pair)[0]
+        for (result, robot_mode), pair in zip(decided, pairs, strict=True)
     )
 
 
@@ -159,10 +160,10 @@ def decide(
                 )
                 if shares.max() > LIMITS[low, high]:
                     misdescribed.append(key)
-            if names and requested != "lerobot" and (still := _constant_dimensions(meta, key, rows[key])):
+            if names and requested != "lerobot" and (constant := _constant_dimensions(meta, key, rows[key])):
                 lines.append(
-                    f"{label}{key}: {still} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its value "
-                    "(at least of 1), where LeRobot would divide by 1e-8"
+                    f"{label}{key}: {constant} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its "
+                    "value (at least of 1), where LeRobot would divide by 1e-8"
                 )
     mode: Mode = requested
     quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
@@ -235,9 +236,8 @@ def _entry_names(meta: DatasetMetadata, key: str, width: int) -> list[str]:
 
 
 def _constant_dimensions(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
-    names = [
-        name for name, still in zip(dimension_names(meta, key), np.ptp(values, axis=0) == 0, strict=False) if still
-    ]
+    is_constant = np.ptp(values, axis=0) == 0
+    names = [name for name, flag in zip(dimension_names(meta, key), is_constant, strict=False) if flag]
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
