@@ -1,4 +1,4 @@
-"""A start of the worker group: where the run goes on."""
+"""Start an attempt of a training process: set up logs and PyTorch, and find the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Attempt:
     """A start of the worker group.
 
     Attributes:
-        number: how many starts there were before. progress: how far the run is.
-        checkpoint: the newest sound one, which has that progress; None where there is none yet.
+        number: number of earlier starts.
+        progress: progress of the run when this start begins.
+        checkpoint: newest usable checkpoint, or None before the first one.
     """
 
     number: int
@@ -31,7 +32,7 @@ class Attempt:
 
 
 def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
-    """Log to the run's folder, set PyTorch up, and find where the run goes on. Every rank must call it."""
+    """Log to the run's folder, configure PyTorch, and find the checkpoint to resume from. Every rank must call it."""
     pull(job.output_dir, at_the_top=True)
     log_to(job.output_dir)
     enable_gpu_perf_flags(deterministic)
@@ -39,14 +40,14 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
     progress, checkpoint = saved_progress(job, worker)
     is_first = worker.rank == 0
     number = worker.broadcast(start_attempt(job.output_dir, progress.step, worker.world) if is_first else None)
-    # Rank 0 looks for requests to stop and for what was evaluated; the others only write.
+    # Rank 0 alone reads requests to stop and results of evaluations.
     keep_synced(job.output_dir, partial(is_newest, job.output_dir, number), pulls="top" if is_first else None)
     return Attempt(number, progress, checkpoint)
 
 
 def saved_progress(job: Job, worker: Worker) -> tuple[Progress, Path | None]:
-    """Return how far the run is, and its newest checkpoint; a collective. Raises ValueError: none can be used."""
-    # Where the folder is on a network, other ranks may see its files late.
+    """Return the run's progress and newest checkpoint. A collective. Raises ValueError if no checkpoint is usable."""
+    # On a network file system, other ranks may see new files late.
     checkpoint = worker.broadcast(checkpoint_to_resume(job.output_dir) if worker.rank == 0 else None)
     progress = job.start if checkpoint is None else load_progress(checkpoint)
     check_resumable(progress, job.start)

@@ -1,4 +1,4 @@
-"""What attaches to every training loop: logs, counts of work, checkpoints, requests to stop, compilation."""
+"""Callbacks of every training loop: logs, counts of work, checkpoints, requests to stop, compilation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vla_finetuning.training.state import Callback, LoopState, TrainState, noise
 
 
 class WorkDone(Callback):
-    """Counts positions and FLOPs by the shapes of micro-batches, which the host knows without asking the device."""
+    """Count tokens and FLOPs from the shapes of micro-batches, without a read from the device."""
 
     def __init__(self, state: TrainState):
         self._policy = state.run.policy
@@ -55,13 +55,13 @@ class WorkDone(Callback):
 
 
 def mfu(flops_per_s: float | None, world: int, device: torch.device) -> float | None:
-    """Compute the model FLOP utilisation of so many devices; None where policy or hardware are not known."""
+    """Compute the model FLOP utilisation of `world` devices; None for unknown hardware or FLOPs."""
     peak = peak_flops(device)
     return flops_per_s / (world * peak) if flops_per_s and peak else None
 
 
 class RowLog(Callback):
-    """Writes down which rows each step has trained on (--run.record_rows)."""
+    """Record the rows that each step trains on (--run.record_rows)."""
 
     def __init__(self, state: TrainState):
         self._log = RowsLog(state.run.job.output_dir, state.worker.rank, state.attempt.number)
@@ -76,10 +76,10 @@ class RowLog(Callback):
 
 
 class ExactMean(Callback):
-    """Divides each micro-batch's loss by what the whole step has on average (--train.exact_mean)."""
+    """Divide each micro-batch's loss by the step's mean count of loss terms (--train.exact_mean)."""
 
     def on_step_begin(self, state: TrainState, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the step's micro-batches, all of which are there before the first is taken. Reads no device."""
+        """Yield the step's micro-batches, after fetching all of them. Reads nothing from the device."""
         micro_batches = list(itertools.islice(batches, state.micros))
         count = torch.stack([state.loss.count(batch) for batch in micro_batches]).sum(dim=0).to(torch.float32)
         if state.worker.world > 1:
@@ -90,7 +90,7 @@ class ExactMean(Callback):
 
 
 class Compile(Callback):
-    """Compiles the layers before the first step (--train.compile)."""
+    """Compile the layers before the first step (--train.compile)."""
 
     def on_start(self, state: TrainState) -> None:
         if state.finished:
@@ -108,12 +108,12 @@ class Compile(Callback):
 
 
 class CollectGarbage(Callback):
-    """Collects garbage at log steps alone: in between it would stall the host at random."""
+    """Collect garbage at log steps only: a collection between them would stall the host at random."""
 
     def on_start(self, state: TrainState) -> None:
         gc.disable()
         gc.collect()
-        gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
+        gc.freeze()  # else each log step scans all objects of libraries and model again: half a second
 
     def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
         gc.collect()
@@ -131,10 +131,10 @@ class StopFile(Callback):
 
 
 class NonfiniteSteps(Callback):
-    """Ends a run that keeps producing losses or gradients that are not finite (--train.max_nonfinite)."""
+    """End a run that keeps producing losses or gradients that are not finite (--train.max_nonfinite)."""
 
     def __init__(self) -> None:
-        self._count = 0  # since the worker group was started
+        self._count = 0  # since the worker group started
 
     def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
         run, recent = state.run, line["nonfinite_steps"]
@@ -152,7 +152,7 @@ class NonfiniteSteps(Callback):
 
 
 class SkippedRows(Callback):
-    """Ends a run that skips more rows than --dataset.max_skipped (--dataset.on_error skip)."""
+    """End a run that skips more rows than --dataset.max_skipped (--dataset.on_error skip)."""
 
     def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
         if state.worker.rank == 0:
@@ -162,7 +162,7 @@ class SkippedRows(Callback):
 
 
 class Checkpoints(Callback):
-    """Takes checkpoints: every --save_freq steps, every --save_every_s, and when a node is about to be taken away."""
+    """Save checkpoints every --save_freq steps, every --save_every_s seconds, and before a node is preempted."""
 
     def __init__(self, options: Config):
         self._options = options
@@ -184,13 +184,13 @@ class Checkpoints(Callback):
         return {"save": float(state.worker.rank == 0 and self._writer.due())}
 
     def on_log(self, state: LoopState, line: dict[str, Any]) -> None:
-        if math.isfinite(line["loss"]):  # else all of its steps were skipped, which changed nothing
+        if math.isfinite(line["loss"]):  # else all steps of the window were skipped
             self._losses.append(line["loss"])
-        # What is not over all held-out rows does not decide which checkpoint is best.
+        # A loss over a part of the held-out rows must not decide which checkpoint is best.
         self._eval_loss = None if line.get("eval_skipped") else line.get("eval_loss")
         line["checkpoint_pause_s"] = self._writer.paused_s()
-        # Ray Train starts the group anew when the node is gone. Asking is a barrier of all ranks, and their answer is
-        # one (Ray 2.60); the deadline may be known later than the notice.
+        # The call is a barrier, and all ranks get the same answer (Ray 2.60). The deadline may come later than the
+        # notice. Ray Train restarts the group when the node is gone.
         deadline_ms = state.worker.preemption_deadline_ms()
         if deadline_ms is not None:
             state.save = state.save or not self._preempted
@@ -203,7 +203,7 @@ class Checkpoints(Callback):
         self._losses.clear()
 
     def progress(self, state: LoopState) -> Progress:
-        """Return what the checkpoint of this moment says of itself; its loss is the mean since the one before."""
+        """Return the progress to save, with the mean loss since the last checkpoint."""
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         return replace(state.attempt.progress, step=state.step, rows=state.rows, loss=loss, eval_loss=self._eval_loss)
 
@@ -212,7 +212,7 @@ class Checkpoints(Callback):
 
 
 class MetricsLines(Callback):
-    """Writes metrics.jsonl, by rank 0. The last callback: a line has what the others added, and no time before them."""
+    """Write metrics.jsonl on rank 0. The last callback, so that a line includes the metrics that others added."""
 
     def __init__(self, state: TrainState):
         self._log: MetricsLog | None = None

@@ -1,6 +1,6 @@
-"""Which GPUs a run fits, as planned: said by `--dry_run`, and before a run starts that would end out of memory.
+"""Compare the planned memory of a run with its GPUs.
 
-Runs on the driver.
+`--dry_run` prints the plan. A run that would end out of memory is refused before it starts. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from vla_finetuning.run.cluster import is_local
 from vla_finetuning.terminal import print_safe_text
 from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 
-# Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
+# GPUs of a usual node, for which hsdp is planned on a driver without GPUs.
 GPUS_OF_A_NODE = 8
 # Optimizers that a run refuses with sharded parameters (`policies.optim.make_recipe`).
 UNSHARDED_OPTIMIZERS = ("sgd", "muon")
 
 
-# What each worker needs with some options; None where it cannot be planned.
+# Returns the memory that each worker needs with these options, or None if it cannot be planned.
 Plan = Callable[[Config], StepMemory | None]
 
 
 def planned_memory(spec: PolicySpec, frames: Sequence[tuple[int, int]]) -> Plan:
-    """Return what each worker needs, as a function of the options. `frames`: (height, width) of each camera's."""
+    """Return the function that plans a worker's memory from options. `frames`: (height, width) of each camera."""
 
     def planned(config: Config) -> StepMemory | None:
         family = family_of(spec.config)
         if not family.from_config:
             return None
-        # Of the lengths that prompts may have, the longest.
         policy = family.with_cameras(spec.config, spec.cameras, spec.prompts[-1])
         shards = planned_shards(config)
         return step_memory(policy, config, cameras=spec.cameras, frames=frames, shard_workers=shards)
@@ -48,7 +47,7 @@ def planned_memory(spec: PolicySpec, frames: Sequence[tuple[int, int]]) -> Plan:
 
 
 def planned_shards(config: Config) -> int | None:
-    """Return how many workers hold a replica together in the plan of an hsdp run; None for the other strategies."""
+    """Return the number of workers that share a replica in an hsdp run; None for the other strategies."""
     scaling = config.scaling
     if scaling.strategy != "hsdp" or scaling.shard_workers is not None:
         return scaling.shard_workers
@@ -69,12 +68,12 @@ def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None
 
 
 def fits(needed: StepMemory, gib: float) -> bool:
-    """Return whether the plan of a step fits a GPU with so much memory, as CUDA reports it."""
+    """Return whether a planned step fits a GPU with `gib` GiB, as CUDA reports its memory."""
     return needed.needed <= gib * GIB
 
 
 def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -> str:
-    """The plan's lines for people. `checkpoint_bytes`: of host memory, on the node that holds most of a checkpoint."""
+    """Return the plan's lines on memory. `checkpoint_bytes`: host memory for a checkpoint, at most on a node."""
     large, small = (
         [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if fits(needed, size) is fitting]
         for fitting in (True, False)
@@ -100,7 +99,7 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
 
 
 def check_memory(run: Run) -> int:
-    """Return the bytes that a worker needs of its GPU, 0 where that is not known. Raises as `check_capacity`."""
+    """Return the bytes that a worker needs on its GPU, or 0 if unknown. Raises as `check_capacity`."""
     config, planned = run.config, planned_memory(run.policy, run.rows.frames)
     needed = planned(config) if run.job.use_gpu or config.dry_run else None
     if needed is None:
@@ -123,7 +122,7 @@ def check_capacity(
         found_gib: memory of a GPU of this machine; None without a GPU.
         optimizer: type of the run's optimizer, as in `--optimizer.type`.
     Raises:
-        ValueError: names flags with which the same rows of a step fit.
+        ValueError: the run does not fit; the message names flags with which a step on the same rows fits.
     """
     card = card_of(config, found_gib)
     if card is None or fits(needed, card[1]):
@@ -132,7 +131,7 @@ def check_capacity(
     remedy = "nor would it with smaller micro-batches, recomputed activations and sharded parameters"
     for recomputed in sorted({config.train.activation_checkpointing, True}):
         ways = list(_smaller(config, recomputed, optimizer))
-        # The last takes the least, and each costs seconds to find out.
+        # Each plan takes seconds: try the last first, which needs the least.
         if ways and _fits(planned, ways[-1][1], size):
             enough = next(flags for flags, smaller in ways if _fits(planned, smaller, size))
             remedy = f"it would fit with {enough}"
@@ -149,7 +148,7 @@ def _fits(planned: Plan, config: Config, gib: float) -> bool:
 
 
 def _smaller(config: Config, recomputed: bool, optimizer: str) -> Iterator[tuple[str, Config]]:
-    """Ways to train on the same rows in each step with less memory, as flags, the fastest first."""
+    """Yield flags and options that train on the same rows of a step with less memory, the fastest first."""
     scaling, rows, was_recomputed = config.scaling, config.batch_size, config.train.activation_checkpointing
     strategies = [scaling.strategy]
     if scaling.num_workers > 1 and optimizer not in UNSHARDED_OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""Checkpoints that are taken while training goes on."""
+"""Write checkpoints in the background while training continues."""
 
 from __future__ import annotations
 
@@ -49,23 +49,24 @@ from vla_finetuning.training.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
+# A shorter notice does not leave time to write another checkpoint.
 SHORTEST_NOTICE_S = 10.0
-# As slow as a checkpoint may travel to a bucket while other ranks wait.
+# Slowest upload to a bucket for which other ranks wait.
 SLOWEST_UPLOAD_BYTES_PER_S = 2**20
 
 
 class CheckpointWriter:
-    """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
+    """Write checkpoints asynchronously: a step waits for a copy to host memory, not for the disk.
 
-    Rank 0, or where parameters are sharded every rank of the first replica, copies its shards; a thread of Ray Train's
-    then writes them to a disk, and from there into the bucket of a run in one. When all ranks have written theirs, rank
-    0 has the checkpoint appear. One is in flight at a time, so host memory holds one copy (12 bytes for each parameter
-    that trains). All ranks make their writers together.
+    With sharded parameters, every rank of the first replica copies its shards; otherwise rank 0 copies everything. A
+    thread of Ray Train writes the copy to a disk, and uploads it if the run is in a bucket. Rank 0 commits the
+    checkpoint when all ranks have written their files. One checkpoint is in flight at a time, so host memory holds one
+    copy (12 bytes for each trainable parameter). All ranks must make their writers together.
 
     Args:
         attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
-        every_s: --save_every_s. prune: deletes the checkpoints that the run need not keep.
+        every_s: --save_every_s.
+        prune: function that deletes checkpoints that the run need not keep.
 
     Raises:
         OSError: this node's disk is too small for a checkpoint on its way to a bucket.
@@ -83,13 +84,13 @@ class CheckpointWriter:
         self._job, self._optimizer, self._worker, self._rank = job, optimizer, worker, worker.rank
         self._attempt, self._every_s, self._prune = attempt, every_s, prune
         self._writers = max((first_replica(param) for param in optimizer.params), key=len, default=[0])
-        forget_unsent(job.checkpoints_dir)  # of earlier attempts, without which this one has begun
+        forget_unsent(job.checkpoints_dir)  # of earlier attempts
         self._failing_since: float | None = None
         self._away: StoreAwayError | None = None
         self._group = None
         if worker.world > 1:
-            # A group for this alone: threads must not disturb each other's collectives. One rank may send and try for
-            # so long, while the others have nothing to send.
+            # A group of its own, because this thread must not disturb collectives of other threads. Its timeout
+            # covers an upload with retries by one rank while the others have nothing to send.
             tensors = [tensor for named in self._state().values() for tensor in named.values()]
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             timeout_s = job.timeouts.collective + job.timeouts.store + size / SLOWEST_UPLOAD_BYTES_PER_S
@@ -109,9 +110,9 @@ class CheckpointWriter:
         self._paused_s = 0.0
 
     def due(self) -> bool:
-        """Return whether a checkpoint is due, by this rank's clock: --save_every_s has gone by since the last one.
+        """Return whether a checkpoint is due by this rank's clock: --save_every_s has passed since the last one.
 
-        When a node is about to be taken away, also whenever half of the time has gone that was left at the last one.
+        Before a preemption, a checkpoint is also due when half of the time that was left at the last one has passed.
         """
         every_s, now = self._every_s, time.monotonic()
         remaining_s = self._ends - self._last
@@ -120,17 +121,17 @@ class CheckpointWriter:
         )
 
     def ends_at(self, deadline_ms: int) -> None:
-        """A node is taken away then (UNIX time in ms); 0: at an unknown time."""
+        """Set the time at which a node is preempted: UNIX time in ms, or 0 if unknown."""
         if deadline_ms:
             self._ends = time.monotonic() + deadline_ms / 1000 - time.time()
 
     def paused_s(self) -> float:
-        """Seconds that training has waited for checkpoints since this was last asked."""
+        """Return the seconds that training has waited for checkpoints since the last call."""
         paused_s, self._paused_s = self._paused_s, 0.0
         return paused_s
 
     def save(self, progress: Progress) -> None:
-        """Take a checkpoint of this moment. Every rank must call it."""
+        """Begin to write a checkpoint of the current state. Every rank must call it."""
         started = time.monotonic()
         name = f"step_{progress.step:08d}"
         self.wait()
@@ -140,7 +141,7 @@ class CheckpointWriter:
             torch.cuda.synchronize()
         self._worker.report(
             {"step": progress.step},
-            # Not what is uploaded: `_write` makes that from memory, straight in its place.
+            # A stand-in: `_write` writes the checkpoint from memory.
             checkpoint=ray.train.Checkpoint.from_directory(self._worker.storage),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
@@ -151,11 +152,11 @@ class CheckpointWriter:
         self._paused_s += self._last - started
 
     def wait(self) -> None:
-        """Wait until nothing is being written. An error while writing ends the attempt by way of Ray Train."""
+        """Wait until nothing is being written. Ray Train ends the attempt after an error while writing."""
         self._idle.wait()
 
     def close(self) -> None:
-        """Wait until nothing is being written. Raises StoreAwayError: the last one did not reach the bucket."""
+        """Wait for the last checkpoint. Raises StoreAwayError if it did not reach the bucket."""
         self.wait()
         if self._staging is not None:
             self._staging.close()
@@ -165,13 +166,13 @@ class CheckpointWriter:
             push(self._job.output_dir)
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint holds, by kind and name, on the device."""
+        """Return the tensors of a checkpoint on the device, by kind and name."""
         optimizer = self._optimizer
         kinds = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state(), AVERAGE: optimizer.named_average()}
         return {group: tensors for group, tensors in kinds.items() if tensors}
 
     def _shards(self) -> dict[str, dict[str, Piece]]:
-        """Return what this rank writes: its own shards, and on rank 0 all that is whole."""
+        """Return the tensors that this rank writes: its own shards, and on rank 0 also unsharded tensors."""
         return {
             group: {
                 name: Piece(*shard_of(tensor))
@@ -182,7 +183,7 @@ class CheckpointWriter:
         }
 
     def _copies(self) -> dict[str, dict[str, Piece]]:
-        """Copy what this rank writes to host memory, where further steps do not change it."""
+        """Copy the tensors that this rank writes to host memory."""
         if self._staging is None:
             return {}
         groups = self._shards()
@@ -198,7 +199,7 @@ class CheckpointWriter:
         folder = self._job.checkpoints_dir / name
         limit_s, started = self._job.timeouts.store, time.monotonic()
         try:
-            # The last one has all the time there is: no other comes after it.
+            # Only the last checkpoint gets the whole timeout: a later one can replace the others.
             with within(limit_s if progress.step == self._job.steps else limit_s / 10):
                 written = self._write_pieces(folder, copies)
                 everyones = self._gathered(written)
@@ -215,12 +216,12 @@ class CheckpointWriter:
         return ray.train.Checkpoint.from_directory(Path(rays.path) / name)
 
     def _write_pieces(self, folder: Path, copies: dict[str, dict[str, Piece]]) -> _Written:
-        """Write this rank's pieces, and have them and its lines where the run is. An error is for `_finish`."""
+        """Write and send this rank's pieces and its logs. Return any error to `_finish`."""
         files: Files = {}
         error: Exception | None = None
         try:
             if resumed_at(attempts(self._job.output_dir), self._attempt) is not None:
-                raise superseded(folder)  # before it writes where a later attempt does
+                raise superseded(folder)  # before it writes to the folder of a later attempt
             if self._rank in self._writers:
                 files = write_pieces(folder, copies, self._writers.index(self._rank), len(self._writers))
             push(self._job.output_dir)
@@ -232,7 +233,7 @@ class CheckpointWriter:
         return _Written(files, error, f"{socket.gethostname()}:{partial_folder(folder)}")
 
     def _gathered(self, written: _Written) -> list[_Written]:
-        """On rank 0 what all ranks have written, when all have; its own first. On others this rank's."""
+        """Return, on rank 0, the reports of all ranks in order; on other ranks, their own."""
         if self._group is None:
             return [written]
         everyones: list[Any] = [None] * self._worker.world if self._rank == 0 else []
@@ -240,8 +241,8 @@ class CheckpointWriter:
         return everyones or [written]
 
     def _tidy(self, folder: Path, step: int, appeared: bool) -> None:
-        """Remove this node's files of a checkpoint that has `appeared` (known to rank 0), and of earlier ones."""
-        # Of a checkpoint that ends the attempt, neither: nothing is of use.
+        """Remove this node's files of a checkpoint that has `appeared` (valid on rank 0), and of earlier ones."""
+        # Neither is true for a checkpoint that ends the attempt.
         is_kept = self._rank == 0 and not appeared and (partial_folder(folder) / STATE).exists()
         if self._group is not None:
             outcome = [appeared, is_kept]
@@ -255,13 +256,13 @@ class CheckpointWriter:
             keep_small_files(folder, self._rank)
             if self._group is not None:
                 try:
-                    dist.barrier(self._group)  # an error of rank 0 ends all
-                except RuntimeError:  # of another rank, which says by itself what is wrong
+                    dist.barrier(self._group)  # raises if rank 0 failed
+                except RuntimeError:  # another rank failed, and reports its error
                     return
         forget_unsent(folder.parent, before=step)
 
     def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> bool:
-        """Have the checkpoint appear, or raise a rank's error; return False where the store failed."""
+        """Commit the checkpoint, or raise a rank's error. Return False if the store failed."""
         errors = [report.error for report in everyones if report.error is not None]
         files = {name: file for report in everyones for name, file in report.files.items()}
         try:
@@ -281,12 +282,12 @@ class CheckpointWriter:
         try:
             checkpoint_written(self._job.output_dir, progress.step, self._attempt)
             self._prune()
-        except Exception as error:  # this one is in its place, whatever is wrong with older ones
+        except Exception as error:  # the new checkpoint is committed
             logger.warning("%s is written; old checkpoints are not deleted: %s", folder.name, error)
         return True
 
     def _give_up(self, progress: Progress, everyones: list[_Written], error: StorageError, started: float) -> None:
-        """Go on without this checkpoint, or stop after VLA_STORE_TIMEOUT_S without any."""
+        """Continue without this checkpoint, or raise after VLA_STORE_TIMEOUT_S without any."""
         self._failing_since = started if self._failing_since is None else self._failing_since
         since_s = time.monotonic() - self._failing_since
         places = ", ".join(sorted({report.place for report in everyones if report.files}))
@@ -305,7 +306,7 @@ class CheckpointWriter:
 
 
 class _Written(NamedTuple):
-    """What a rank wrote of a checkpoint, or the error that it met; and where on which node it is."""
+    """Report of a rank: the files of a checkpoint that it wrote, its error, and their host and folder."""
 
     files: Files
     error: Exception | None

@@ -1,4 +1,4 @@
-"""Action chunks of a run's rows as its policy learns them, for what a family fits to them and the plan says of them."""
+"""Read normalised action chunks of a run, to fit a tokenizer of actions and to describe tokens in the plan."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Columns, LazyPickle
 
-# What a family learns of a run's rows, it learns of these: the first of the stream, which is shuffled.
+# Rows that a family is fitted to: the first of the shuffled stream.
 FITTED_ROWS = 20_000
-# What the plan says of them is of so many rows and episodes of each dataset.
+# Rows of the sample in the plan, and episodes of each dataset.
 LOOK_ROWS, LOOK_EPISODES = 2_000, 25
-# Of a row without cameras, about.
+# Rough size of a row without cameras.
 ROW_BYTES = 16_384
 
 
 def read_chunks(run: Run) -> list[Chunks]:
-    """Return the first chunks of a run's stream, of each robot, in a Ray Data pass; always the same ones."""
+    """Read the first chunks of a run's stream by Ray Data, and return them by robot."""
     rows = _without_cameras(run.rows)
     prepare = LazyPickle(make_prepare(run.policy, rows))
     source = rows.source((0, min(FITTED_ROWS, rows.per_epoch, rows.last_row)), prepare, ROW_BYTES)
@@ -45,9 +45,9 @@ def read_chunks(run: Run) -> list[Chunks]:
 
 
 def sample_chunks(run: Run) -> list[Chunks]:
-    """Return chunks of a few episodes, of each robot, read in this process without Ray.
+    """Read chunks of a few episodes in this process without Ray, and return them by robot.
 
-    Where statistics are yet to be computed, actions are normalised by those of the sample.
+    Chunks of a robot without statistics are scaled by quantiles of the sample.
     """
     rows = _without_cameras(run.rows)
     some = tuple(episodes[evenly_spaced(len(episodes), LOOK_EPISODES)] for episodes in rows.train_episodes)
@@ -64,7 +64,7 @@ def sample_chunks(run: Run) -> list[Chunks]:
 
 
 def fit_to_rows(run: Run) -> Run:
-    """Return the run with what its policy's family learns of its rows before training, in a Ray Data pass."""
+    """Fit the policy's family to the run's rows in a Ray Data pass, and return the run."""
     config = run.policy.config
     family = family_of(config).fit_to_rows(lambda: read_chunks(run), run.job.output_dir)
     if family is not family_of(config):
@@ -74,12 +74,12 @@ def fit_to_rows(run: Run) -> Run:
 
 
 def describe_chunks(run: Run) -> list[str]:
-    """Return the plan's lines of what the policy's family makes of action chunks, by a sample of the run's rows."""
+    """Return the plan's lines on action chunks, from a sample of the run's rows."""
     return family_of(run.policy.config).describe_chunks(lambda: sample_chunks(run))
 
 
 def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> list[str]:
-    """Return lines on a dataset's action chunks as tokens (`name`: --train.action_tokenizer): of a few episodes."""
+    """Return lines on tokens of a few episodes of a dataset. `name`: --train.action_tokenizer."""
     windows = {ACTION: [step / meta.fps for step in range(chunk_size)]}
     features = Features(camera_keys=[], columns=[ACTION], delta_timestamps=windows)
     some = [evenly_spaced(meta.num_episodes, LOOK_EPISODES)]
@@ -111,7 +111,7 @@ def _by_robot(policy: PolicySpec, rows: Rows, columns: Columns) -> list[Chunks]:
 
 
 def _ends(policy: PolicySpec, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what 0 and 1 of a robot's normalised actions are in its own units, float64 (width,) each."""
+    """Unnormalise 0 and 1 to a robot's units, float64 (width,) each."""
     _, postprocessor = policy.processors()
     step = next(step for step in postprocessor.steps if isinstance(step, UnnormalizerProcessorStep))
     zero, one = (step({TransitionKey.ACTION: torch.full((width,), value)}) for value in (0.0, 1.0))

@@ -1,11 +1,11 @@
-"""Which processes deal the rows to the ranks: a coordinator of Ray Data for each group of ranks.
+"""Split the stream of rows over the ranks with several coordinators of Ray Data.
 
-Every block of an execution passes one process, its split coordinator, whose Python runs on one core: for hundreds of
-ranks that is the limit (docs/scale.md). So each group of consecutive ranks has an execution of its own, which reads
-its ranks' blocks of the stream; a rank gets what one coordinator for all would give it (`stream.RankSchedule`).
+All blocks of an execution pass through one process, its split coordinator. Its single core limits a run of hundreds of
+ranks (docs/scale.md). Each group of consecutive ranks therefore has its own execution, which reads the blocks of these
+ranks. A rank gets the same rows as from one coordinator (`stream.RankSchedule`).
 
-Where the rows are divided into shards, the ranks of a node are a group, and their rows are read on that node, which has
-decoded them before. Ray's controller opens this too: nothing heavy is imported.
+If the rows are divided into shards, the ranks of a node form a group, and that node reads their rows, because it caches
+their decoded frames. Ray's controller imports this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from vla_finetuning.data.read_tasks import BlockShare
 
 logger = logging.getLogger(__name__)
 
-# Of a group at most, if there are CPUs for so many groups: half as many as one coordinator could just deal to where a
-# rank takes 20 rows a second in blocks of 8 (docs/scale.md).
+# Largest group, if there are CPUs for that many groups: half of the ranks that one coordinator can serve with 20 rows a
+# second each, in blocks of 8 (docs/scale.md).
 RANKS_PER_COORDINATOR = 128
 
 
 class GroupedRanks(ray.train.DataConfig):
-    """Splits datasets over the ranks, a group of consecutive ranks at a time. Datasets come from `read_source`.
+    """Split datasets of `read_source` over groups of consecutive ranks.
 
     Args:
-        execution_options: of the data, if one execution read it all.
-        cpus_per_worker: that each rank holds; the rest is for the executions to share.
-        cpus_per_read_task: there are no more groups than read tasks that can run at once, one for each.
+        execution_options: options for a single execution that reads all rows.
+        cpus_per_worker: CPUs of each rank; the executions share the rest.
+        cpus_per_read_task: CPUs of a read task; each group needs enough for one.
     """
 
     def __init__(self, execution_options: ExecutionOptions, cpus_per_worker: float, cpus_per_read_task: float):
@@ -52,7 +52,7 @@ class GroupedRanks(ray.train.DataConfig):
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """Return what each rank iterates over, by dataset. Called at every start of the worker group, by Ray Train."""
+        """Return each rank's iterators by dataset. Ray Train calls it at every start of the worker group."""
         node_ids = worker_node_ids or []
         sharded = any(dataset.context.get_config(SHARDS, 1) > 1 for dataset in datasets.values())
         on_nodes = self._on_nodes(node_ids) if sharded else []
@@ -69,7 +69,7 @@ class GroupedRanks(ray.train.DataConfig):
         splits: list[dict[str, Any]] = []
         for first, last, options in groups:
             for dataset in datasets.values():
-                # Goes with it to its coordinator.
+                # Sent to the coordinator with the dataset.
                 dataset.context.set_config(SHARE, BlockShare(first, last, world_size))
             handles = worker_handles and worker_handles[first:last]
             group_config = ray.train.DataConfig(execution_options=options)
@@ -80,12 +80,12 @@ class GroupedRanks(ray.train.DataConfig):
         return splits
 
     def _groups(self, world_size: int) -> list[tuple[int, int, ExecutionOptions]]:
-        """The ranks, [first, last), that a coordinator each deals to, from anywhere; and its options."""
+        """Return the ranks [first, last) and the options of each coordinator, whose tasks may run on any node."""
         groups = -(-world_size // RANKS_PER_COORDINATOR)
         if groups > 1:
             in_all = ray.cluster_resources().get("CPU", 0) - world_size * self._cpus_per_worker
             cpus = max(0.0, in_all - self._options.exclude_resources.cpu)
-            # Ranks wait for one another: a group without a CPU would block the others, which hold all CPUs.
+            # Ranks wait for one another: a group without a CPU would block the groups that hold all CPUs.
             groups = min(groups, int(cpus / self._cpus_per_read_task))
         if groups <= 1:
             return []
@@ -93,8 +93,8 @@ class GroupedRanks(ray.train.DataConfig):
         return [(*ends, options) for ends in itertools.pairwise(world_size * i // groups for i in range(groups + 1))]
 
     def _on_nodes(self, node_ids: Sequence[str]) -> list[tuple[int, int, ExecutionOptions]]:
-        """The same of the ranks of each node, from there; nothing if there is one, or one cannot read for its own."""
-        # In the order of ranks, which Ray Train 2.60 counts node by node.
+        """Return a group for each node, whose tasks run there; empty for one node, or if a node has too few CPUs."""
+        # Ray Train 2.60 numbers ranks node by node.
         rank_counts = [(node, len(list(ranks))) for node, ranks in itertools.groupby(node_ids)]
         if len(rank_counts) <= 1:
             return []
@@ -117,12 +117,12 @@ class GroupedRanks(ray.train.DataConfig):
 
 
 def shared(options: ExecutionOptions, executions: int, cpus: float) -> ExecutionOptions:
-    """Return the share of one execution's resources that each of several at once may use. `cpus`: for each.
+    """Return options for each of `executions` that run at once, with `cpus` and an equal share of the rest.
 
-    Ray Data 2.60 divides what a node has left by the executions, but gives more to one that asks first.
+    Ray Data 2.60 divides a node's free resources by the executions, but gives more to one that asks first.
     """
     options, excluded = copy.deepcopy(options), options.exclude_resources
-    if not excluded.is_zero():  # setting it warns (Ray 2.60); of CPUs, Ray allows a limit or that
+    if not excluded.is_zero():  # setting it warns (Ray 2.60); Ray allows a limit of CPUs or excluded CPUs
         options.exclude_resources = excluded.copy(cpu=0).scale(1 / executions)
     limits = options.resource_limits.scale(1 / executions)
     options.resource_limits = limits.min(ExecutionResources.for_limits(cpu=cpus))
@@ -130,16 +130,16 @@ def shared(options: ExecutionOptions, executions: int, cpus: float) -> Execution
 
 
 class Coordinators:
-    """The first of some coordinators; ending its execution ends all of theirs.
+    """Act as the first of several coordinators, and end the executions of all of them together.
 
-    Ray Train 2.60 ends rank 0's alone with a worker group; the others would hold the CPUs that the next one waits for.
+    Ray Train 2.60 ends only rank 0's with a worker group; the others would hold the CPUs that the next group needs.
     """
 
     def __init__(self, actors: list[Any]):
         self._actors = actors
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is unpickled there are no actors yet
+        if name.startswith("_"):  # `_actors` does not exist yet while pickle restores the object
             raise AttributeError(name)
         return getattr(self._actors[0], name)
 
@@ -148,5 +148,5 @@ class Coordinators:
         return self
 
     def remote(self) -> Any:
-        """`shutdown_executor.remote()`: when the first has ended its execution."""
+        """End all executions, and return the reference of the first."""
         return [actor.shutdown_executor.remote() for actor in self._actors][0]

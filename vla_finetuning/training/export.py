@@ -1,4 +1,4 @@
-"""The trained policy: of a checkpoint, and as `pretrained_model` for LeRobot to load."""
+"""Load the trained policy of a checkpoint, and export it as `pretrained_model` for LeRobot."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from vla_finetuning.run.job import Job
 
 
 def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
-    """The policy of a checkpoint, on the CPU, as it is exported and as it plays: the base with what trained put in.
+    """Return the policy of a checkpoint on the CPU: the base with the trained tensors.
 
-    The base is read anew, because what is frozen may have been rounded to bf16 for training. With --ema.enable it is
-    the average of what trained. Adapters are merged into it.
+    The base is read again, because training may have rounded frozen tensors to bf16. With --ema.enable the trained
+    tensors are averages. Adapters are merged into the weights.
 
     Raises:
-        ValueError, OSError: the checkpoint cannot be read, or is of another policy.
+        ValueError, OSError: the checkpoint cannot be read, or belongs to another policy.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     if adapted is not None:
@@ -55,20 +55,20 @@ def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
 
 
 def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
-    """`policy_at`, with the run's adapters still beside its weights; and PEFT's model of it, None without any."""
+    """Return the policy of a checkpoint with unmerged adapters, and PEFT's model of it, or None without adapters."""
     policy, peft = spec.start(), spec.adapters
     adapted = add_adapters(policy, peft, spec.seed) if peft.enabled else None
     tensors = policy.state_dict() | family_of(spec.config).training_state()
 
     def targets(folder: Path, group_name: str, prefix: str = "") -> dict[str, Tensor]:
-        names = {n for n in checkpoint_names(folder, group_name) if not n.startswith(CRITIC)}  # not the policy's
+        names = {n for n in checkpoint_names(folder, group_name) if not n.startswith(CRITIC)}  # not part of the policy
         if foreign := sorted(name for name in names if name.removeprefix(prefix) not in tensors):
             raise ValueError(f"checkpoint {folder}: it is of another policy, and holds {foreign[:5]}")
         return {name: tensors[name.removeprefix(prefix)] for name in names}
 
     with on_disk(checkpoint, (TRAINABLE, AVERAGE)) as folder:
         load_checkpoint(folder, targets(folder, TRAINABLE))
-        if spec.ema.enable:  # of parameters; buffers are as they were
+        if spec.ema.enable:  # averages exist for parameters; buffers come from TRAINABLE
             load_checkpoint(folder, None, average=targets(folder, AVERAGE, "average."))
     return policy, adapted
 
@@ -80,15 +80,16 @@ def export(
     renderings: Mapping[str, Any],
     facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
-    """Write `pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
+    """Write the policy of a checkpoint with its processors to `pretrained_model`, as LeRobot loads it.
 
-    Of robots that differ, `pretrained_model/ROBOT` for each, which share the weights. Adapters are written to `adapter`
-    if that was asked for, and merged into the weights.
+    Several robots get a folder `pretrained_model/ROBOT` each, which share the weights. Adapters are merged into the
+    weights, and also written to `adapter` if the options ask for that.
 
     Args:
-        checkpoint: whose policy it is. output_dir: the run's folder.
-        renderings: how the simulator that a robot's data is from drew its pictures, if any, by the robot's name.
-        facts: what each robot's robot.json says (`plan.robot_facts`), by its name; that of the base where none is said.
+        checkpoint: checkpoint with the policy.
+        output_dir: the run's folder.
+        renderings: rendering options of the simulator that recorded a robot's data, by the robot's name.
+        facts: content of each robot's robot.json (`plan.robot_facts`), by its name; the base's file if absent.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [robot.by_own_names() for robot in spec.robots]
@@ -103,13 +104,13 @@ def export(
                 for key, size in about["cameras"].items()
             }
         if robot.opening:
-            # Of a policy that goes on from one of several robots no name is known, and none is needed.
+            # The name is unknown in a run that starts from the policy of one of several robots.
             about |= {"robot": robot.name} if robot.name else {}
             about["instructions_begin_with"] = robot.opening
         if about:
             write_json(folder / ROBOT_NAME, about)
         if rendering := renderings.get(robot.name):
-            # An evaluation in the simulator must show it the same pictures.
+            # Evaluations in the simulator must render the same images.
             write_json(folder / ENVIRONMENT_NAME, {"drawn": rendering})
 
     if adapted is not None:
@@ -131,13 +132,13 @@ def export(
 
 
 def export_run(run: Run) -> None:
-    """Export the policy of a run that has done its last step, with what each robot must know. Raises as `export`."""
+    """Export the policy of a run that has done its last step, with the facts of its robots. Raises as `export`."""
     checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
     export(run.policy, checkpoint, run.job.output_dir, run.drawn, robot_facts(run))
 
 
 def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[str, str]]:
-    """Return the processors and the configuration of a robot's export, and which of its names are still renamed."""
+    """Return the processors and configuration of a robot's export, and the map of names that it still renames."""
     config, (before, after), (robot,) = exported_config(spec), spec.processors(), spec.robots
     rename_map = {**saved_names(before), **robot.rename_map}
     names, reason = own_camera_names(config, rename_map)
@@ -148,7 +149,7 @@ def in_own_names(spec: PolicySpec) -> tuple[Processors, PreTrainedConfig, dict[s
 
 
 def exported_config(spec: PolicySpec) -> PreTrainedConfig:
-    """LeRobot's configuration of what a run trained, of one robot: with the policy's options that the run's replace.
+    """Return LeRobot's configuration of a robot's policy, with the options that the run replaces.
 
     `optimizer_*` and `scheduler_*` stay, as with `lerobot-train`.
     """
@@ -157,7 +158,7 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
     replaced = {
         "train_expert_only": part,
         "freeze_vision_encoder": part,
-        "compile_model": False,  # how a process computes, and not what
+        "compile_model": False,  # a setting of the process, not of the policy
         "gradient_checkpointing": False,
     }
     for name in replaced.keys() & family_of(config).ignored_options.keys():
@@ -168,7 +169,7 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def _made_for(path: Path) -> Iterator[Path]:
-    """A folder to write a policy to; of one in a bucket the files are sent after the block, and not kept here."""
+    """Yield a folder to write a policy to; then upload the files of a run in a bucket, and remove them here."""
     if mirror_of(path):
         remove(path)
     try:
@@ -179,7 +180,7 @@ def _made_for(path: Path) -> Iterator[Path]:
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:
-    """Return what a finished run exports: its last checkpoint, or the best one. Raises RuntimeError: it has no last."""
+    """Return the checkpoint to export, the last or the best. Raises RuntimeError without one of the last step."""
     newest = latest_checkpoint(job.checkpoints_dir)
     if newest is None or load_progress(newest).step != job.steps:
         raise RuntimeError(
@@ -189,7 +190,7 @@ def exported_checkpoint(job: Job, best: bool) -> Path:
 
 
 def describe_exported(config: Config, job: Job) -> str:
-    """Say which weights were exported, if not the last step's."""
+    """Return words on the exported weights, or "" for those of the last step."""
     average = ", averaged weights (--ema.enable)" if config.ema.enable else ""
     if config.export == "last":
         return average

@@ -1,7 +1,7 @@
-"""A rank's micro-batches on their way from the stream of rows to the policy.
+"""Feed a rank's micro-batches from the stream of rows to the policy.
 
-On the host, in Ray Data's prefetching thread, a list of transforms changes the numpy columns of a micro-batch, which
-then become tensors. They are copied to the device, where the policy gets its inputs without the columns about rows.
+On the host, transforms change the numpy columns of a micro-batch in Ray Data's prefetching thread. The columns become
+tensors and are copied to the device. The policy gets them without the columns that identify rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vla_finetuning.policies.texts import with_texts
 from vla_finetuning.training.stream import Columns, RankSchedule, stream_batches, with_timeout
 from vla_finetuning.training.worker import Worker
 
-# Changes the numpy columns of a micro-batch, on the host; several threads may call it.
+# Changes the numpy columns of a micro-batch on the host. Several threads may call it.
 HostTransform = Callable[[Columns], Columns]
 
 
@@ -41,15 +41,15 @@ def feed(
     to_tensors: NumpyToTorchCollate | None = None,
     clock: Clock = UNWATCHED,
 ) -> TimedIterator:
-    """Return this rank's micro-batches on its device, from a position of the stream to the run's end.
+    """Return this rank's micro-batches on its device, from stream position `first_row` to the run's end.
 
-    The first one is fetched at once.
+    Fetching begins immediately.
 
     Args:
         hooks: callbacks of the loop (`state.Callback`).
-        to_tensors: `NumpyToTorchCollate` when None.
+        to_tensors: collate function; `NumpyToTorchCollate` when None.
     Raises:
-        TimeoutError: a batch does not come within VLA_BATCH_TIMEOUT_S.
+        TimeoutError: no batch arrived within VLA_BATCH_TIMEOUT_S.
     """
     rows, policy = run.rows, run.policy
     on_host = [hook.on_host_batch for hook in hooks]
@@ -68,7 +68,7 @@ def feed(
 
 @dataclass(frozen=True)
 class Collate:
-    """Make CPU tensors of a micro-batch's numpy columns, after transforms, one after the other."""
+    """Apply `transforms` in order to a micro-batch's numpy columns, and make CPU tensors of them."""
 
     transforms: Sequence[HostTransform]
     to_tensors: Callable[[Columns], Batch]
@@ -80,9 +80,9 @@ class Collate:
 
 
 def input_transforms(rows: Rows, policy: PolicySpec) -> list[HostTransform]:
-    """List what makes prepared rows the inputs of a loss, of training rows and of held-out ones."""
+    """Return the transforms from prepared rows to inputs of a loss, for training rows and held-out rows."""
     transforms: list[HostTransform] = []
-    if not policy.train.compile:  # which would compile anew for each combination of cameras
+    if not policy.train.compile:  # each combination of cameras would be compiled
         transforms.append(drop_absent_cameras)
     if rows.returns is not None:
         transforms.append(partial(add_returns, returns=rows.returns))
@@ -92,13 +92,13 @@ def input_transforms(rows: Rows, policy: PolicySpec) -> list[HostTransform]:
 
 
 def training_transforms(run: Run) -> list[HostTransform]:
-    """List what rows of the run's stream need besides: what their losses are multiplied by."""
+    """Return the further transforms of training rows, which add the weights of their losses."""
     weights, epsilon = run.rows.weights, run.config.sample_weighting.epsilon
     return [] if weights is None else [partial(weigh_rows, weights=weights, epsilon=epsilon)]
 
 
 def drop_absent_cameras(batch: Columns) -> Columns:
-    """Leave out the cameras that no row has; those that all rows have need no mask (`PrepareRobots`)."""
+    """Remove cameras that no row has, and masks of cameras that all rows have (`PrepareRobots`)."""
     masks = {key.removesuffix(IS_PRESENT): key for key in batch if key.endswith(IS_PRESENT)}
     if not masks:
         return batch
@@ -109,19 +109,19 @@ def drop_absent_cameras(batch: Columns) -> Columns:
 
 
 def add_returns(batch: Columns, returns: PerFrame) -> Columns:
-    """Add the return of each row's frame, for a value function to learn."""
+    """Add the return of each row's frame, the target of a value function."""
     return {**batch, RETURN: returns(batch)}
 
 
 def weigh_rows(batch: Columns, weights: np.ndarray, epsilon: float) -> Columns:
-    """Add the factor of each row's loss (`row_weights.loss_factors`); rows that could not be read weigh nothing."""
-    return {**batch, "row_weight": loss_factors(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
+    """Add the weight of each row's loss (`row_weights.of_batch`); 0 for rows that could not be read."""
+    return {**batch, "row_weight": of_batch(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
 
 
 def policy_batches(
     batches: Iterable[Batch], policy_config: PreTrainedConfig, hooks: Sequence[Any] = ()
 ) -> Iterator[Batch]:
-    """Yield what the policy sees: no columns about rows, texts as strings. Raises as `Family.check_batch`."""
+    """Yield the policy's inputs: no columns that identify rows, texts as strings. Raises as `Family.check_batch`."""
     for number, batch in enumerate(batches):
         rows = {key: value for key, value in batch.items() if key in ROW_COLUMNS}
         inputs = with_texts({key: value for key, value in batch.items() if key not in ROW_COLUMNS})
@@ -133,7 +133,7 @@ def policy_batches(
 
 
 def describe_batch(rows: Rows, dealt: RankSchedule, number: int) -> str:
-    """Name a rank's `number`-th micro-batch since its start: its step, and the rows of all ranks in that step."""
+    """Describe a rank's `number`-th micro-batch since its start: its step, and the rows of all ranks in that step."""
     step, size = dealt.step_of(number), dealt.rows_per_step
     listed = rows.in_words(step * size, (step + 1) * size)
     return f"a batch of step {step + 1} on rank {dealt.rank}; rows by `index`: {listed}"

@@ -1,4 +1,4 @@
-"""A run on its cluster: its worker group on Ray Train, followed from the driver to its end."""
+"""Run training on a cluster: start the worker group by Ray Train, and follow it from the driver to its end."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from vla_finetuning.run.recovery import recover_local_checkpoints
 from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.chunks import fit_to_rows
 
-# Between looks at whether there is capacity for more workers of an elastic group.
+# Interval of checks whether an elastic group can grow.
 RESIZE_INTERVAL_S = 60.0
 
 
 class Trainer(TorchTrainer):
-    """A `TorchTrainer` whose workers nothing ends but the run itself.
+    """`TorchTrainer` without Ray Train's placement group cleaner.
 
-    Ray Train 2.60 has an actor remove the workers' placement group when the State API does not list the controller:
-    while that API starts, a healthy attempt is killed. Without it, the group is removed with the driver's job.
+    In Ray Train 2.60 it removes the workers' placement group when the State API does not list the controller. While
+    that API starts, it kills a healthy attempt. Without it, Ray removes the group with the driver's job.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -44,7 +44,7 @@ class Trainer(TorchTrainer):
 
 
 def join_cluster(run: Run) -> cluster.Needs:
-    """Join or start the run's cluster, and return what the run needs on every node, which the nodes have."""
+    """Join or start the run's cluster, check its nodes, and return the requirements of a node."""
     job, roots = run.job, [meta.root for meta in run.rows.metas]
     needs = cluster.node_needs(job.scaling, roots, run.policy.shared_folder, run.gpu_bytes)
     cluster.start(job.scaling, needs, job.output_dir)
@@ -52,12 +52,12 @@ def join_cluster(run: Run) -> cluster.Needs:
 
 
 def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
-    """Join or start the run's cluster, compute what is missing of its rows, and wait for capacity.
+    """Join or start the run's cluster, compute missing statistics, and wait for capacity.
 
-    Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
+    Statistics come first, so that nodes that an autoscaler adds for training do not stand idle.
 
     Returns:
-        The run with all its statistics and what its policy's family learns of its rows; how Ray Data reads them.
+        The run with all statistics and its policy's family fitted to the rows, and the options of Ray Data.
     """
     print_safe("Starting     Ray and the workers; the first step takes about a minute")
     job, needs = run.job, join_cluster(run)
@@ -68,7 +68,7 @@ def on_cluster(run: Run) -> tuple[Run, ExecutionOptions]:
 
 
 def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: Any, **data: Any) -> TorchTrainer:
-    """Training processes as the job says; `loop` runs in each. `data`: what `TorchTrainer` takes of datasets."""
+    """Return the trainer that runs `loop` in each process of the job. `data`: arguments of `TorchTrainer`."""
     scaling = job.scaling
     workers: dict[str, Any] = {"num_workers": scaling.num_workers}
     if scaling.min_workers:
@@ -85,7 +85,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
         ),
         run_config=ray.train.RunConfig(
             name=job.checkpoints_dir.name,
-            # Ray Train's list of checkpoints, which nothing here reads; of a run in a bucket on each node's disk.
+            # Ray Train writes its own list of checkpoints there, on each node's disk for a run in a bucket.
             storage_path=str(job.output_dir),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
             callbacks=[StopRetrying(job.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
@@ -94,7 +94,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
 
 
 def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line, *, unit: str = "step") -> bool:
-    """Train, on SIGTERM or Ctrl-C to the next checkpoint; return whether all steps are done. `unit`: a step's name."""
+    """Train until the last step, or until a checkpoint after SIGTERM or Ctrl-C. Return whether all steps are done."""
     if mirror_of(job.output_dir):
         recover_local_checkpoints(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
         push(job.output_dir)
@@ -107,14 +107,14 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
             trained.set_exception(error)
 
     with follow_progress(job.output_dir, job.steps, line), stopping_on_signals(job.output_dir):
-        # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
-        # second signal need not wait for.
+        # In the main thread, Ray Train would handle Ctrl-C itself and lose steps. A second signal does not wait for a
+        # daemon thread.
         threading.Thread(target=work, daemon=True).start()
         try:
             cluster.wait_for(trained, job.scaling)
         except Exception as error:
             if isinstance(cause_of(error), StoreAwayError):
-                limit_retries(NEARLY_NONE_S)  # the report and all else would each wait for the store once more
+                limit_retries(NEARLY_NONE_S)  # the report would wait for the store again
             raise
     done = steps_done(job)
     if done < job.steps:
@@ -123,6 +123,6 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
 
 
 def steps_done(job: Job) -> int:
-    """Return the step of the newest checkpoint; 0 of a run that has none."""
+    """Return the step of the newest checkpoint, or 0 without one."""
     newest = checkpoint_to_resume(job.output_dir)
     return load_progress(newest).step if newest is not None else 0

@@ -1,7 +1,7 @@
-"""The loss on held-out episodes while training: the same rows, noise and times at every evaluation.
+"""Measure the loss on held-out episodes during training, with the same rows, noise and times at every evaluation.
 
-Rows are read by tasks beside the stream of training rows. Small sets stay in the object store; larger ones are read
-again each time.
+Tasks read the rows independently of the training stream. Small sets stay in the object store; larger ones are read
+again for each evaluation.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from vla_finetuning.training.state import Callback, TrainState
 from vla_finetuning.training.stream import Columns, LazyPickle
 from vla_finetuning.training.worker import Worker
 
-# Chunks that a rank has read before it needs them.
+# Chunks that a rank requests in advance.
 LOOK_AHEAD = 4
-# Share of the cluster's object stores that held-out rows may fill from one evaluation to the next.
+# Share of the cluster's object stores that held-out rows may fill between evaluations.
 STORE_SHARE = 0.1
-# Rows whose noise and times are drawn together, whatever the size of a batch.
+# Rows whose noise and times are drawn together, for any batch size.
 DRAWN_TOGETHER = 64
-# Intervals of the flow time, from 0 (the action) to 1 (noise), and tasks, that are reported.
+# Reported intervals of the flow time, from 0 (action) to 1 (noise), and reported tasks.
 TIME_PARTS, TASKS_REPORTED = 10, 32
 
 
 class HeldOut(Callback):
-    """Measures the held-out loss every --eval_steps, of the averaged weights where those are exported."""
+    """Measure the held-out loss every --eval_steps, with the averaged weights if they are exported."""
 
     def on_start(self, state: TrainState) -> None:
         run, config = state.run, state.run.config
@@ -72,14 +72,15 @@ class HeldOut(Callback):
 
 
 class HeldOutLoss:
-    """A rank's share of the held-out rows, and how their loss is computed. All ranks make theirs together.
+    """Compute the loss of a rank's share of the held-out rows. All ranks must make theirs together.
 
-    Rows are dealt in chunks of `batch_size` to the ranks in turn. All ranks run equally many forwards, as FSDP2 needs:
-    one that has no chunk left computes the last one again, which does not count.
+    Chunks of `batch_size` rows are assigned to the ranks in turn. FSDP2 needs the same number of forwards on all ranks:
+    a rank without a chunk repeats the last one and discards the result.
 
     Args:
-        batch_size: rows of a forward. limit: the most rows, 0 for all.
-        timeout_s: how long to wait for the rows of a chunk, in seconds.
+        batch_size: rows of a forward.
+        limit: maximum number of rows, 0 for all.
+        timeout_s: limit of the wait for a chunk's rows, in seconds.
     """
 
     def __init__(self, rows: Rows, spec: PolicySpec, worker: Worker, *, batch_size: int, limit: int, timeout_s: float):
@@ -87,12 +88,12 @@ class HeldOutLoss:
         rank, world = worker.rank, worker.world
         self._rows = rows.held_out_rows(limit)
         self._size = batch_size
-        # Where the loss is not known by row, all rows of a batch count as its mean.
+        # A loss without values by row counts its mean for all rows of a batch.
         self._family = family_of(spec.config)
         self._per_row = spec.train.noise_draws if self._family.row_losses else 1
         self._chunks = -(-len(self._rows.positions) // self._size)
         self._mine = list(range(rank, -(-self._chunks // world) * world, world))
-        # As in training: another shape would be compiled anew, here and on this rank alone.
+        # The same shapes as in training: another one would be compiled again, on this rank only.
         self._collate = Collate(input_transforms(rows, spec), NumpyToTorchCollate(worker.device.type == "cuda"))
         source = rows.held_out()
         most = STORE_SHARE * ray.cluster_resources().get("object_store_memory", 0)
@@ -102,17 +103,19 @@ class HeldOutLoss:
         self._asked: dict[int, Any] = {}
 
     def evaluate(self, loss: PolicyLoss, autocast: torch.dtype | None) -> dict[str, Any]:
-        """Compute it; every rank must call it, and gets the same. One collective and one read from the device.
+        """Compute the held-out loss, the same on all ranks. Every rank must call it.
+
+        It takes one collective and one read from the device.
 
         Returns:
-            `eval_loss`, the mean over all rows and draws, and `eval_s`. Where rows could not be read
-            (--dataset.on_error=skip) `eval_skipped`, how many. Of several robots `eval_loss_by_robot`. Where the loss
-            is known by row also, of the tasks with the most rows `eval_loss_by_task`, and `eval_loss_by_time`, over
-            equal intervals of the flow time; None where there is none.
+            `eval_loss`, the mean over all rows and draws, and `eval_s`. `eval_skipped` counts rows that could not be
+            read (--dataset.on_error=skip). Several robots add `eval_loss_by_robot`. A loss by row adds
+            `eval_loss_by_task` for the tasks with the most rows, and `eval_loss_by_time` over equal intervals of the
+            flow time, None for an empty interval.
         """
         started = time.perf_counter()
         rows = len(self._rows.positions) * self._per_row
-        # Of every draw of every row: its loss, whether it counts, its time. Zeros where another rank has it.
+        # Loss, whether it counts, and time of every draw of every row. Zeros for rows of other ranks.
         table = torch.zeros(3, rows, device=self._device)
         loss.eval()
         try:
@@ -123,7 +126,7 @@ class HeldOutLoss:
                     if number < self._chunks:
                         first = number * self._size * self._per_row
                         chunk_columns = table[:, first : first + self._size * self._per_row]
-                        # The last chunk may have been filled up.
+                        # The last chunk may be padded.
                         values, times = values[: chunk_columns.shape[1]], times[: chunk_columns.shape[1]]
                         counted = batch[IS_SKIPPED].logical_not() if IS_SKIPPED in batch else torch.ones(self._size)
                         counted = counted.repeat_interleave(self._per_row)[: chunk_columns.shape[1]]
@@ -139,7 +142,7 @@ class HeldOutLoss:
     def _losses(
         self, loss: PolicyLoss, batch: Batch, number: int, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """Losses and times of a chunk's draws; where it is not known by row, the batch's loss for every row."""
+        """Return losses and times of a chunk's draws; a loss without values by row repeats its mean for every row."""
         inputs = with_texts({key: value for key, value in batch.items() if key not in ROW_COLUMNS})
         rows = len(next(iter(inputs.values())))
         with torch.autocast(self._device.type, autocast, enabled=autocast is not None):
@@ -152,11 +155,11 @@ class HeldOutLoss:
                 return loss(inputs).expand(rows), torch.zeros(rows, device=self._device)
 
     def _draws(self, number: int) -> tuple[Tensor, Tensor]:
-        """Noise and times of a chunk's rows: functions of the run's seed and of a row's place among them all."""
+        """Draw noise and times of a chunk's rows, as functions of the run's seed and of the rows' positions."""
         first = number * self._size if number < self._chunks else (self._chunks - 1) * self._size
         groups = range(first // DRAWN_TOGETHER, -(-(first + self._size) // DRAWN_TOGETHER))
         config, seed, many = self._spec.config, self._spec.seed, DRAWN_TOGETHER * self._per_row
-        # Steps that training never has.
+        # Negative steps never occur in training.
         pairs = [self._family.draw(config, many, seed, -1 - group, self._device) for group in groups]
         skip = (first - groups.start * DRAWN_TOGETHER) * self._per_row
         row_slice = slice(skip, skip + self._size * self._per_row)
@@ -164,7 +167,7 @@ class HeldOutLoss:
         return noise, time_without_given(times)  # comparable with policies that were trained otherwise
 
     def _summary(self, losses: np.ndarray, counted: np.ndarray, times: np.ndarray) -> dict[str, Any]:
-        """Return what an evaluation tells, of float64 (N*K,) each."""
+        """Return the metrics of an evaluation from float64 (N*K,) each."""
         chosen = counted > 0
         summary: dict[str, Any] = {"eval_loss": _mean(losses[chosen])}
         if skipped := int((~chosen).sum()) // self._per_row:
@@ -188,7 +191,7 @@ class HeldOutLoss:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def _host_batches(self) -> Iterator[Batch]:
-        """This rank's chunks, prepared, in CPU memory."""
+        """Yield this rank's prepared chunks in CPU memory."""
         limit_s = self._timeout_s
         for at, number in enumerate(self._mine):
             for ahead in self._mine[at : at + LOOK_AHEAD]:
@@ -203,7 +206,7 @@ class HeldOutLoss:
             if not self._keeps:
                 del self._asked[number]
             missing = self._size - len(next(iter(columns.values())))
-            if missing and self._family.row_losses:  # no other shape than in training, which might have to be compiled
+            if missing and self._family.row_losses:  # another shape than in training might be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
             yield self._collate(columns)
 
@@ -215,7 +218,7 @@ class HeldOutLoss:
 
 
 def read_chunk(source: LeRobotDatasource, prepare: LazyPickle, positions: np.ndarray) -> Columns:
-    """Rows at these places, as the policy sees them. Runs in a task of its own."""
+    """Read the rows at stream `positions`, and prepare them. Runs in a Ray task."""
     (rows,) = source.read_rows(positions.tolist(), len(positions))
     return prepare(rows)
 

@@ -1,7 +1,7 @@
-"""How much memory a training process needs, found by running its step on tensors without storage.
+"""Plan the memory of a training process by running its step on tensors without storage.
 
-`parallel.spread` and `util.train_step` run for real, on PyTorch's fake tensors and a fake process group, and what would
-be alive at each moment is added up. What a GPU holds besides is the few constants below. Runs on the driver.
+`parallel.spread` and `util.train_step` run on PyTorch's fake tensors and a fake process group, while `Alive` adds up
+the bytes of live storages. The constants below cover the rest of a GPU's memory. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from vla_finetuning.policies.trainable import build_loss
 from vla_finetuning.training.parallel import cache_casts, gathered_bytes, hold_gradients, is_sharded, spread, units
 
 GIB = 2**30
-# What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
+# Memory of a GPU besides tensors of the step: estimates, not measurements.
 # CUDA's context with the kernels that PyTorch loads, about half a GiB; workspaces of cuBLAS and cuDNN.
 CONTEXT_BYTES = GIB
 # NCCL's buffers, a few MiB for each channel and neighbour.
 COLLECTIVES_BYTES = GIB
-# The caching allocator holds blocks that are not quite what is asked for; shapes repeat, so it is little.
+# Blocks of the caching allocator are larger than requested; little is lost, because shapes repeat.
 FRAGMENTATION = 0.04
 # Fused attention's backward sums the gradients of queries, keys and values in float32, beside those it returns.
 ATTENTION_WORKSPACE_TENSORS = 3
@@ -48,13 +48,14 @@ ATTENTION_WORKSPACE_TENSORS = 3
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on the device of one training process, at worst.
+    """Bytes on the device of one training process in the worst case.
 
     Attributes:
-        weights: parameters, their average with --ema.enable, and buffers. gradients: of what trains. optimizer: Adam's
-            moments. Of all three, this process's shards.
-        saved: what a micro-batch's forward leaves for its backward, parameters that it gathered included.
-        peak: all of the above that is alive at one time, with what is computed in between.
+        weights: this process's shards of parameters, their average with --ema.enable, and buffers.
+        gradients: its shards of gradients.
+        optimizer: its shards of Adam's moments.
+        saved: tensors that a micro-batch's forward saves for its backward, gathered parameters included.
+        peak: most bytes alive at one time, temporary tensors included.
         beside: the prefetcher's next batch, workspaces, contexts, fragmentation.
     """
 
@@ -86,12 +87,14 @@ def step_memory(
     frames: Sequence[tuple[int, int]] = (),
     shard_workers: int | None = None,
 ) -> StepMemory:
-    """Run a step of a run without storage, Adam's moments being there, and add up what would be alive.
+    """Run a step without storage, with Adam's moments in place, and return the memory that it would take.
 
     Args:
-        policy: whose family is built `from_config`, with prompts of the longest length. options: of the run.
-        cameras: in a batch. frames: (height, width) of each camera's, uint8, if not as the policy sees them.
-        shard_workers: for hsdp, how many workers hold a replica together; all when None.
+        policy: configuration, with prompts of the longest length, of a family that is built `from_config`.
+        options: options of the run.
+        cameras: number of cameras in a batch.
+        frames: (height, width) of each camera's uint8 frames, if they differ from the policy's.
+        shard_workers: for hsdp, number of workers that share a replica; all when None.
     """
     train, batch_size, strategy = options.train, options.batch_size, options.scaling.strategy
     workers = options.scaling.min_workers or options.scaling.num_workers
@@ -103,7 +106,7 @@ def step_memory(
     config = family.with_cameras(policy, cameras)
     sharded = workers > 1 and strategy != "ddp"
     autocast = torch.bfloat16 if bf16 else None
-    # On the meta device, as PEFT moves adapters about, which fake tensors cannot be.
+    # On the meta device, because PEFT moves adapters between devices, which fake tensors do not support.
     loss = build_loss(
         meta_policy(config),
         train.mode,
@@ -113,20 +116,20 @@ def step_memory(
         attention=train.attention,
         checkpointing=checkpointing,
     )
-    # The CPU's autocast in place of CUDA's, and its fused attention: autograd runs fake tensors on no other device.
+    # The CPU's autocast and fused attention stand in for CUDA's: autograd runs fake tensors on no other device.
     pretended = _pretended_group(workers) if sharded else contextlib.nullcontext()
     with _without_collector(), pretended, FakeTensorMode():
         _give_storage(loss, cpu)
-        # On CUDA the next unit is gathered while one computes; on the CPU that is run here, one after the other.
+        # CUDA gathers the next unit while one computes; the CPU runs both in sequence.
         ahead = max((gathered_bytes(unit, autocast) for unit in units(loss)), default=0) if sharded else 0
         model: nn.Module = loss
         if sharded:
-            with unset_fake_temporarily():  # a mesh of processes holds numbers
+            with unset_fake_temporarily():  # a device mesh needs real tensors
                 shard_size = shard_workers or workers
                 copies = [list(range(first, first + shard_size)) for first in range(0, workers, shard_size)]
                 model = spread(loss, strategy, cpu, workers, replicas=copies, autocast=autocast)
         elif workers > 1 and loss.reaches_all:
-            hold_gradients(loss)  # DDP itself takes no fake tensors; what it holds are these, in its buckets
+            hold_gradients(loss)  # stand in for the buckets of DDP, which takes no fake tensors
         optimizer = make_trainable_optimizer(
             loss.policy,
             schedule=lambda step: 0.0,
@@ -137,8 +140,8 @@ def step_memory(
             decay=options.ema.decay if options.ema.enable else None,
         )
         micros = min(grad_accum, 2)
-        # From the second micro-batch on gradients are there from the start; so they are from the first, and one is run.
-        # But where gradients are whole until the last one, FSDP2 has them in places of its own.
+        # Later micro-batches begin with gradients: make them first, and run one micro-batch. But FSDP2 keeps whole
+        # gradients in its own storage until the last one.
         if micros == 2 and not (sharded and strategy != "fsdp2_reshard"):
             hold_gradients(loss)
             micros = 1
@@ -164,7 +167,7 @@ def step_memory(
         with alive:
             state = [local_shard(tensor) for tensor in optimizer.state().values()]
             alive.peak = alive.bytes
-            # DDP makes its buckets anew before its second step, in the order of backward, and copies from the old.
+            # DDP rebuilds its buckets before the second step, in the order of backward, and copies the old ones.
             rebuilt = alive.bytes + gradients if optimizer.keeps_gradients else 0
             train_step(
                 model,
@@ -178,14 +181,14 @@ def step_memory(
                 device=cpu,
                 keep_casts=cache_casts(strategy, options.grad_accum, checkpointing),
             )
-        # Without gradients in them, DDP's buckets stand beside these.
+        # Without kept gradients, DDP's buckets are separate copies.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
         peak = max(alive.peak + buckets, rebuilt)
-        # The prefetcher's next batch; and those of the step that is under way, where all are there before the first.
+        # The prefetcher's next batch, and all batches of the step if they are fetched together.
         waiting = grad_accum if train.averages_step else 1
         batches = _bytes(inputs) + _bytes([*batch.values()]) * (waiting - 1)
         if train.feature_cache is not None:
-            # In the first epoch frames are there too: features of this batch, and of the next, come on top.
+            # In the first epoch, frames and features of this batch and the next coexist.
             row_bytes = family.feature_bytes(policy, policy.image_features, bf16)
             batches += (1 + waiting) * batch_size * sum(row_bytes.values())
         extra_bytes = CONTEXT_BYTES + round(FRAGMENTATION * peak) + batches + 2 * ahead
@@ -197,7 +200,7 @@ def step_memory(
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Collect no garbage while the block runs: looking for it among all that is imported takes seconds."""
+    """Disable garbage collection in the block: a scan of all imported objects takes seconds."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -209,7 +212,7 @@ def _without_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _pretended_group(workers: int) -> Iterator[None]:
-    """Make a process group of so many ranks, with this process as rank 0 and no others."""
+    """Make a fake process group of `workers` ranks in the block, with this process as rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend (torch 2.11)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
@@ -220,14 +223,14 @@ def _pretended_group(workers: int) -> Iterator[None]:
 
 
 def _attention_workspace(loss: PolicyLoss, cameras: int, prompt: int, rows: int) -> int:
-    """Return the bytes for so many rows, in whichever attention takes the most."""
+    """Return the workspace bytes of the attention that needs most for `rows`."""
     attentions: list[tuple[Any, Shape]] = loss.attentions(cameras, [prompt])
     keys = [shape.keys * layer.head_dim * layer.config.num_attention_heads for layer, shape in attentions]
     return ATTENTION_WORKSPACE_TENSORS * rows * max(keys, default=0) * 4
 
 
 def _give_storage(module: nn.Module, device: torch.device) -> None:
-    """Replace tensors on the meta device; under a FakeTensorMode, `Module.to_empty` cannot."""
+    """Replace tensors on the meta device. `Module.to_empty` fails under a FakeTensorMode."""
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
@@ -240,12 +243,12 @@ def _give_storage(module: nn.Module, device: torch.device) -> None:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    """Return the bytes of their storages, each counted once."""
+    """Return the bytes of the storages of `tensors`, each counted once."""
     return sum({id(s): s.nbytes() for s in [tensor.untyped_storage() for tensor in tensors]}.values())
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive: those of `tensors`, and those made while it is active."""
+    """Count the bytes of live storages: those of `tensors`, and those made while the mode is active."""
 
     def __init__(self, tensors: list[Tensor]):
         super().__init__()
@@ -263,7 +266,7 @@ class Alive(TorchDispatchMode):
                 self._set(self._sizes[storage], size)
             return result
 
-        torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]  # no operator: not dispatched
+        torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]  # not dispatched
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -271,12 +274,12 @@ class Alive(TorchDispatchMode):
         super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Inside of an operator on DTensors nothing is looked at: it tries itself out on whole tensors of no memory.
+        # Not called inside an operator on DTensors, which runs on whole tensors without memory to find shapes.
         result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.prim.device.default:  # asked by autograd for every gradient
+        if func is not torch.ops.prim.device.default:  # autograd calls it for every gradient
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    # `local_shard` would run another operator.
+                    # `local_shard` would dispatch another operator.
                     self._add(cast(Any, leaf)._local_tensor if is_sharded(leaf) else leaf)
         return result
 

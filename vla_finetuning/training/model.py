@@ -1,4 +1,4 @@
-"""The model and the optimizer that a training process starts from."""
+"""Build the model, the optimizer and the preprocessing of a training process."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
-    """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: float32 throughout).
+    """Return the policy's loss on `device`, trainable parameters chosen, and the autocast dtype (None for float32).
 
-    Without what training never uses: `export` has it from the base, which it reads anew.
+    Modules that training never uses are removed: `export` reads them from the base again.
     """
     policy, train = spec.start(), spec.train
     autocast = autocast_dtype(train.precision, device)
     preprocessor, _ = spec.processors()
-    # Its device half: uint8 images become what the policy expects, on the device.
+    # Converts uint8 images on the device.
     cameras = list(spec.config.image_features)
     augmentation = make_augmentation(train.augmentation, spec.image_transforms, spec.seed, cameras)
     images = DeviceHalf(preprocessor, spec.config, augmentation)
@@ -76,7 +76,7 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
 def check_attention(
     spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None, record_in: Path | None
 ) -> None:
-    """Have the loss use a kernel that is right on this device, at the shapes of the run, and name it in `record_in`."""
+    """Choose an attention kernel that is correct on this device for the run's shapes, and record it in `record_in`."""
     counts = range(spec.fewest_cameras, spec.cameras + 1)
     shapes = [shape for cameras in counts for shape in loss.attentions(cameras, spec.prompts)]
     if not shapes:
@@ -98,12 +98,13 @@ def compile_all(
     *,
     evaluates: bool,
 ) -> None:
-    """With --train.compile, compile the layers for every length of prompts, in all processes at the same time.
+    """With --train.compile, compile the layers for every prompt length, on all ranks at the same time.
 
     Args:
-        loss, model: `model` is `loss`, spread over the processes.
-        batch, draws: a micro-batch as the loss takes it, with prompts cut and padded.
-        evaluates: whether held-out losses are computed, which takes the layers without gradients too.
+        model: `loss`, spread over the processes.
+        batch: micro-batch as the loss takes it, with prompts cut and padded.
+        draws: noise and times of the batch.
+        evaluates: whether to compile the layers without gradients too, for held-out losses.
     """
     if getattr(loss, "compiler", None) is None:
         return
@@ -127,7 +128,7 @@ def compile_all(
 
 
 def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
-    """The policy's own optimizer (LeRobot's preset) and learning rate, with what the run's options replace."""
+    """Return the policy's optimizer and learning rate schedule: LeRobot's preset with the run's options."""
     recipe, policy = spec.recipe, loss.policy
     if isinstance(loss, ValueLoss):
         assert spec.value is not None
@@ -149,7 +150,7 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
 
 
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
-    """The CPU half of the policy's preprocessor, or of each robot's, for the tasks that read rows."""
+    """Return the CPU half of the policy's preprocessor, or of each robot's, for read tasks."""
     texts, robots = family_of(spec.config).reads_texts, []
     for robot in spec.robots:
         preprocessor, _ = spec.select_robot(robot).processors()

@@ -1,4 +1,4 @@
-"""How a model's parameters are spread over the training processes: whole on each, or sharded."""
+"""Spread a model's parameters over the training processes, replicated or sharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def cache_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
-    """Return whether a step casts weights once for all its micro-batches: where that takes no memory."""
+    """Return whether a step casts weights once for all micro-batches, which takes no more memory under DDP."""
     return micros > 1 and strategy == "ddp" and not checkpointing
 
 
@@ -36,22 +36,23 @@ def spread(
     autocast: torch.dtype | None = None,
     find_unused_parameters: bool | None = None,
 ) -> nn.Module:
-    """The module to train, before its optimizer is made: parameters that FSDP2 shards are replaced in place.
+    """Return the module to train. Call it before the optimizer is made: FSDP2 replaces parameters in place.
 
-    ddp: parameters and gradients are whole on every process. fsdp2: they and the optimizer's state are sharded;
-    parameters are gathered from a step's first forward to its last backward, as in ZeRO-2. fsdp2_reshard: a unit's only
-    while it computes, as in ZeRO-3. hsdp: as fsdp2 among the processes that hold a replica together. What does not
-    train stays whole on every process.
+    - ddp: parameters and gradients are whole on every process.
+    - fsdp2: parameters, gradients and the optimizer's state are sharded. Parameters are gathered from a step's first
+      forward to its last backward, as in ZeRO-2.
+    - fsdp2_reshard: a unit's parameters are gathered only while it computes, as in ZeRO-3.
+    - hsdp: fsdp2 among the processes that share a replica.
+
+    Frozen parameters stay whole on every process.
 
     Args:
-        loss: on `device`, with what trains chosen. Its `forward` must be called as the module.
-        world: training processes; 1 leaves the module alone.
-        replicas: for hsdp, the ranks that hold each replica together, from `replicas_on`; all hold one when None.
-        autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision.
-            Gradients travel in float32.
-        find_unused_parameters: DDP's search, in every step, for what got no gradient on any process, which AdamW then
-            leaves alone (zeros, it would decay); when None, where a policy's loss may leave some out (not
-            `PolicyLoss.reaches_all`).
+        loss: module on `device` with trainable parameters chosen. Call the module, not its `forward`.
+        world: number of training processes; 1 returns `loss` unchanged.
+        replicas: for hsdp, the ranks of each replica, from `replicas_on`; one replica when None.
+        autocast: dtype of the forward. FSDP2 gathers units of linear layers alone in it. Gradients travel in float32.
+        find_unused_parameters: whether DDP searches every step for parameters without a gradient on any process. AdamW
+            skips them, but would decay parameters with zero gradients. When None, not `PolicyLoss.reaches_all`.
     """
     if world == 1:
         return loss
@@ -59,19 +60,19 @@ def spread(
         if find_unused_parameters is None:
             find_unused_parameters = isinstance(loss, PolicyLoss) and not loss.reaches_all
         if not find_unused_parameters:
-            # DDP moves gradients that it finds into its buckets. Those made later, between the exchanges, would stay
-            # beside them: a second copy (torch 2.11).
+            # DDP moves existing gradients into its buckets. Gradients that are made later, between the exchanges, would
+            # be a second copy (torch 2.11).
             hold_gradients(loss)
         return DistributedDataParallel(
             loss,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=25,  # DDP's own, of the first bucket too
-            # Rank 0's, before every forward, where training changes some; others are constants.
+            # Only if training changes buffers; rank 0's are then sent before every forward.
             broadcast_buffers=isinstance(loss, PolicyLoss) and bool(saved_buffers(loss.policy)),
             find_unused_parameters=find_unused_parameters,
         )
-    # Here: importing it takes half a second, and most runs need none of it.
+    # The import takes half a second, and most runs do not need it.
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -85,34 +86,34 @@ def spread(
         policy = MixedPrecisionPolicy(
             autocast if _only_products(unit) else None,
             reduce_dtype=torch.float32,
-            # A unit's inputs stay as they are: autocast casts those that need it.
+            # Autocast casts the inputs that need it.
             cast_forward_inputs=False,
         )
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=strategy == "fsdp2_reshard", mp_policy=policy, ignored_params=frozen
         )
         in_units.update(unit.parameters())
-    # The rest: its backward comes last, so there is nothing to be gained by giving it up in between.
+    # The remaining parameters: their backward comes last, so resharding after the forward gains nothing.
     sharded: Any = fully_shard(loss, mesh=mesh, reshard_after_forward=False, ignored_params=frozen | in_units)
     sharded.whole_between_micro_batches = strategy != "fsdp2_reshard"
     return sharded
 
 
 def replicas(worker: Worker, shard_workers: int | None) -> list[list[int]]:
-    """For hsdp, the ranks that hold each replica together. Every rank must call it. Raises as `replicas_on`."""
+    """Gather the nodes of all ranks, and return `replicas_on` them. Every rank must call it."""
     nodes = torch.empty(worker.world, dtype=torch.int64, device=worker.device)
     dist.all_gather_into_tensor(nodes, torch.tensor([worker.node_rank], device=worker.device))
     return replicas_on(nodes.tolist(), shard_workers)
 
 
 def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[int]]:
-    """For hsdp, the ranks that hold each replica together, which are on one node; rank 0's first.
+    """Return the ranks of each replica of hsdp, all on one node, rank 0's replica first.
 
     Args:
-        nodes: the node of every rank.
-        shard_workers: how many hold a replica; all that are on a node when None.
+        nodes: node of every rank.
+        shard_workers: number of ranks that share a replica; all ranks of a node when None.
     Raises:
-        ValueError: nodes have unequally many ranks, or a node's do not make whole replicas.
+        ValueError: nodes have different numbers of ranks, or a node's ranks do not form whole replicas.
     """
     counts = Counter(nodes)
     size = shard_workers or counts[nodes[0]]
@@ -129,42 +130,42 @@ def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[in
 
 
 def hold_gradients(loss: nn.Module) -> None:
-    """Give all that trains gradients of zeros, which `util.TrainableOptimizer` then keeps."""
+    """Set the gradients of all trainable parameters to zeros, which `util.TrainableOptimizer` then keeps."""
     for parameter in loss.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
 
 
 def free_gathered(loss: nn.Module) -> None:
-    """After a forward without a backward: FSDP2's parameters are in parts again, on every process."""
+    """Reshard FSDP2's parameters after a forward without a backward."""
     for module in loss.modules():
         if hasattr(module, "reshard"):
             cast("FSDPModule", module).reshard()
 
 
 def units(loss: nn.Module) -> list[nn.Module]:
-    """Modules that FSDP2 gathers and gives up one at a time; none of what is no policy's loss."""
+    """Return the modules that FSDP2 gathers one at a time; none of a module that is not a `PolicyLoss`."""
     return loss.make_units() if isinstance(loss, PolicyLoss) else []
 
 
 def gathered_bytes(unit: nn.Module, autocast: torch.dtype | None) -> int:
-    """Return the bytes of a unit while it is whole."""
+    """Return the bytes of a unit's gathered parameters."""
     elements = sum(parameter.numel() for parameter in unit.parameters() if parameter.requires_grad)
     return elements * (autocast if autocast and _only_products(unit) else torch.float32).itemsize
 
 
 def _only_products(unit: nn.Module) -> bool:
-    """Return whether all parameters are of `nn.Linear`."""
+    """Return whether all parameters belong to `nn.Linear` modules."""
     return all(isinstance(m, nn.Linear) for m in unit.modules() if next(m.parameters(recurse=False), None) is not None)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this process holds a part of the tensor, and others hold others."""
+    """Return whether the tensor is a DTensor."""
     return hasattr(tensor, "to_local")
 
 
 def first_replica(tensor: Tensor) -> list[int]:
-    """The ranks that hold the shards of a tensor, each once; of one that is whole everywhere, rank 0 alone."""
+    """Return the ranks that hold one copy of a tensor: of a DTensor its first replica, else rank 0."""
     if not is_sharded(tensor):
         return [0]
     ranks = cast("DTensor", tensor).device_mesh.mesh
@@ -172,9 +173,9 @@ def first_replica(tensor: Tensor) -> list[int]:
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this process's shard of a tensor, all of it unless it is a DTensor, and where in the whole it begins."""
+    """Return this process's shard of a tensor and its offsets in the whole; a plain tensor is its own shard."""
     if not is_sharded(tensor):
         return tensor, (0,) * tensor.ndim
-    # What torch.distributed.checkpoint asks a DTensor (torch 2.11).
+    # As torch.distributed.checkpoint does (torch 2.11).
     (chunk,) = cast("DTensor", tensor).__create_chunk_list__()
     return local_shard(tensor), tuple(chunk.offsets)

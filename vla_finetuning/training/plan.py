@@ -1,4 +1,4 @@
-"""The plan of a run, printed and checked on the driver before Ray starts."""
+"""Print and check the plan of a run on the driver, before Ray starts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vla_finetuning.training.chunks import describe_chunks
 
 
 def show_plan(run: Run, datasets: Datasets | None) -> Run:
-    """Print what a run will do, and return it with what a worker needs of its GPU.
+    """Print the plan of a run, and return the run with the planned bytes of a worker's GPU.
 
     Raises:
-        ValueError, OSError: what would end the run later, and what to do.
+        ValueError, OSError: a problem that would end the run later, and its remedy.
     """
     print_safe_text(describe(run))
     print_safe(*look_at_rows(run, datasets))

@@ -1,4 +1,4 @@
-"""What a training loop and its callbacks share: where a run stands, its model and optimizer, and its metrics."""
+"""State that a training loop shares with its callbacks: step, model, optimizer and metrics."""
 
 from __future__ import annotations
 
@@ -24,62 +24,65 @@ from vla_finetuning.training.worker import Worker
 
 
 class Callback:
-    """Attaches to a training loop. Every rank makes the same callbacks and calls them in the same order.
+    """Base of callbacks of a training loop. Every rank makes the same callbacks and calls them in the same order.
 
-    `state` is a `LoopState`. Between two log steps none may read a value from the device.
+    `state` is a `LoopState`. Callbacks must not read from the device between two log steps.
     """
 
     def on_host_batch(self, columns: Columns) -> Columns:
-        """Change the numpy columns of a micro-batch, in Ray Data's thread, before its cached frames are filled in."""
+        """Change the numpy columns of a micro-batch, in Ray Data's thread."""
         return columns
 
     def on_device_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Change micro-batches on the device, before the columns about rows are taken off."""
+        """Change micro-batches on the device, before the columns that identify rows are removed."""
         return batches
 
     def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
-        """See a micro-batch as it is taken: its number since the start, the columns about rows, the policy's inputs."""
+        """Handle a micro-batch: its number since the start, the columns that identify rows, and the policy's inputs."""
 
     def on_start(self, state: Any) -> None:
-        """Prepare for the first step; model and optimizer are there, with the checkpoint's values."""
+        """Prepare for the first step, after model and optimizer are built and loaded."""
 
     def on_step_begin(self, state: Any, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the micro-batches that the next step takes."""
+        """Return the micro-batches of the next step."""
         return batches
 
     def on_step_end(self, state: Any) -> None:
-        """See a step that is done: `state.step` counts it."""
+        """Handle the end of a step; `state.step` counts it."""
 
     def wants_log(self, state: Any) -> bool:
-        """Return whether this step is a log step whatever --log_freq says; the same answer on every rank."""
+        """Return whether to log this step regardless of --log_freq, with the same answer on every rank."""
         return False
 
     def host_metrics(self, state: Any) -> dict[str, float]:
-        """Return numbers of this rank for the collective of a log step, under the same names on all ranks.
+        """Return this rank's numbers for the collective of a log step, under the same names on all ranks.
 
-        `stop` and `save` are requests: all ranks stop, or save, where any rank's is not zero.
+        `stop` and `save` are requests: all ranks stop, or save, if any rank's number is not zero.
         """
         return {}
 
     def on_log(self, state: Any, line: dict[str, Any]) -> None:
-        """See a log step's metrics, and add to them; `state.by_rank` has every rank's `host_metrics`."""
+        """Add metrics to the line of a log step; `state.by_rank` has every rank's `host_metrics`."""
 
     def on_save(self, state: Any) -> None:
-        """Save: `state` is that of a checkpoint."""
+        """Save a checkpoint of `state`."""
 
     def on_end(self, state: Any) -> None:
-        """Finish, after the last step of this process."""
+        """Clean up after the last step of this process."""
 
 
 @dataclass
 class LoopState:
-    """A process of a training loop between two steps.
+    """State of a process of a training loop between two steps.
 
     Attributes:
-        run: with `config` and `job`. step: steps done.
-        save, stop: whether this step is saved; whether the loop ends after it.
-        by_rank: of the newest log step, each rank's numbers by name (`Callback.host_metrics`).
-        clock: gets what the process does when. make_checkpoints: makes the writer of checkpoints.
+        run: the run, with `config` and `job`.
+        step: number of completed steps.
+        save: whether to save a checkpoint after this step.
+        stop: whether to end the loop after this step.
+        by_rank: each rank's numbers of the newest log step, by name (`Callback.host_metrics`).
+        clock: records the phases of the process.
+        make_checkpoints: makes the writer of checkpoints.
     """
 
     run: Any
@@ -96,16 +99,16 @@ class LoopState:
 
     @classmethod
     def restore(cls, run: Any, worker: Worker, **options: Any) -> Self:
-        """Find where the run goes on. Every rank must call it; `options`: fields of the state."""
+        """Make the state of the newest checkpoint. Every rank must call it. `options`: fields of the state."""
         attempt = begin(run.job, worker, run.config.train.deterministic)
         return cls(run, worker, attempt, attempt.progress.step, **options)
 
     def open_batches(self, hooks: Sequence[Callback]) -> None:
-        """Begin to fetch what the first step needs, while the model is made."""
+        """Begin to fetch the batches of the first step, while the model is built."""
         raise NotImplementedError
 
     def build(self) -> None:
-        """Make the model and the optimizer, and load the checkpoint. Every rank must call it."""
+        """Build the model and the optimizer, and load the checkpoint. Every rank must call it."""
         raise NotImplementedError
 
     def take_step(self, batches: Iterator[Batch]) -> None:
@@ -113,12 +116,12 @@ class LoopState:
         raise NotImplementedError
 
     def gather(self, hooks: Sequence[Callback]) -> dict[str, Any]:
-        """Fetch a log step's metrics of all ranks, and what they request. Every rank must call it."""
+        """Fetch the metrics and requests of all ranks at a log step. Every rank must call it."""
         raise NotImplementedError
 
     @property
     def finished(self) -> bool:
-        """Return whether the last step of the run is done."""
+        """Return whether all steps of the run are done."""
         return self.step >= self.run.job.steps
 
     @property
@@ -128,15 +131,15 @@ class LoopState:
 
     @property
     def rows(self) -> int:
-        """Rows of the run's stream that its steps have taken."""
+        """Rows of the stream that the completed steps have used."""
         return self.step * self.run.job.rows_per_step
 
     def every(self, steps: int) -> bool:
-        """Return whether so many steps have gone by once more, or all have; never for 0."""
+        """Return whether `step` is a multiple of `steps` or the last one; False for 0."""
         return steps > 0 and (self.finished or self.step % steps == 0)
 
     def heed(self, by_rank: dict[str, list[float]]) -> None:
-        """Take the numbers of all ranks, and do what any of them requests: stop, or save."""
+        """Store the numbers of all ranks, and set `stop` and `save` if any rank requests it."""
         self.by_rank = by_rank
         stop, save = (any(by_rank.get(request, ())) for request in ("stop", "save"))
         self.stop, self.save = self.stop or stop, self.save or stop or save
@@ -144,10 +147,11 @@ class LoopState:
 
 @dataclass
 class TrainState(LoopState):
-    """A process that trains on the rows of a stream, between two optimizer steps.
+    """State of a process that trains on a stream of rows, between two optimizer steps.
 
     Attributes:
-        dealt: which rows of the stream this rank gets. make_optimizer: stands in for the usual one.
+        schedule: assignment of the stream's rows to ranks.
+        make_optimizer: builds the optimizer.
         find_unused_parameters: whether DDP searches for parameters without a gradient; when None, as the loss needs.
     """
 
@@ -220,7 +224,7 @@ class TrainState(LoopState):
         self.metrics.add_step(result, samples=job.batch_size * self.micros)
 
     def gather(self, hooks: Sequence[Callback]) -> dict[str, Any]:
-        """Fetch a log step's metrics of all ranks: one collective, one read. The next window begins."""
+        """Fetch the metrics of all ranks in one collective and one read, and begin the next window."""
         waited_s = self.batches.waited_s
         host = {"waited_s": waited_s - self._waited_s}
         for hook in hooks:
@@ -233,20 +237,20 @@ class TrainState(LoopState):
 
 
 def noise_for(spec: PolicySpec, step: int, dealt: RankSchedule, device: torch.device) -> Callable[[int], Draws]:
-    """Draw noise and time for this rank's rows of each micro-step.
+    """Draw noise and times of a step, and return a function from a micro-step to those of this rank's rows.
 
-    They are drawn for the whole global batch, so the trajectory of a run does not depend on the number of workers.
+    They are drawn for the whole global batch, so that a run does not depend on the number of workers.
     """
     per_row, seed = spec.train.noise_draws, spec.seed
     rows = dealt.rows_per_step * per_row
     noise, time = family_of(spec.config).draw(spec.config, rows, seed, step, device)
     if noise is None or time is None:
-        # Other policies draw their own, from the default generators.
+        # The policy draws its own from the default generators.
         torch.manual_seed(seed * 1_000_003 + step * dealt.world + dealt.rank)
         return lambda micro: (None, None)
 
     def draws(nth: int) -> Draws:
-        # Block by block: indexing with a list of rows would have the host wait for the device.
+        # Slices of blocks: indexing with a list of rows would make the host wait for the device.
         starts = dealt.rows_of_step(step, nth)[:: dealt.block_rows].tolist()
         blocks = [slice(start * per_row, (start + dealt.block_rows) * per_row) for start in starts]
         return torch.cat([noise[block] for block in blocks]), torch.cat([time[block] for block in blocks])

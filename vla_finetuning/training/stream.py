@@ -1,7 +1,8 @@
-"""The training rows as Ray Train wants them: a function it calls at every start of the worker group.
+"""Stream training rows to the ranks: the dataset of Ray Train, the ranks' schedule, and their micro-batches.
 
-Ray's controller and data coordinators unpickle it too, and importing LeRobot takes ten seconds: what needs LeRobot is
-unpickled in the read tasks, at their first row.
+Ray Train calls `TrainingData` at every start of the worker group. Ray's controller and data coordinators unpickle it
+too, and importing LeRobot takes ten seconds. Functions that need LeRobot are therefore unpickled at the first row of a
+read task (`LazyPickle`).
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The rows that the newest sound checkpoint has not seen; Ray Train calls it again after a failure.
+    """Make the dataset of rows after the newest usable checkpoint. Ray Train calls it again after a failure.
 
     Attributes:
-        read: makes the datasource of stream positions `stream`. last_row: where the run's stream ends.
-        prepare: the CPU half of the policy's preprocessor. row_bytes: of a prepared row.
-        checkpoints_dir: where the run's checkpoints are.
+        read: makes the datasource of stream positions `stream`.
+        last_row: end of the run's stream.
+        prepare: CPU half of the policy's preprocessor.
+        row_bytes: size of a prepared row.
+        checkpoints_dir: folder of the run's checkpoints.
     """
 
     read: Callable[..., LeRobotDatasource]
@@ -53,27 +56,27 @@ class TrainingData:
         newest = set_aside_damaged(self.checkpoints_dir)
         first_row = load_progress(newest).rows if newest else 0
         stream = (first_row, self.last_row)
-        # Prepared where they are read, so that frames cross the object store once. Not by `map_batches`: it would cut
-        # blocks of prepared rows by the size of those that are read.
+        # Read tasks prepare rows, so that frames cross the object store once. `map_batches` would cut blocks of
+        # prepared rows by the size of rows that were read.
         rows = read_source(self.read(stream=stream, prepare=self.prepare, prepared_bytes=self.row_bytes))
         rows.context.enable_progress_bars = False
-        # Training may take no batch for longer, as while it measures held-out rows; `with_timeout` watches its waits.
+        # Training may pause for long, as for held-out rows; `with_timeout` limits its waits for batches.
         rows.context.execution_no_progress_timeout_s = -1
         return rows
 
 
 class LazyPickle:
-    """A function whose pickle is opened at its first call, once per process: it may hold a tokenizer of 17 MB."""
+    """Wrap a function that is unpickled at its first call in a process: it may hold a tokenizer of 17 MB."""
 
     def __init__(self, function: Callable[[Columns], Columns]):
-        # An array, because Ray then shares its memory instead of copying it into every task. Never on a disk.
+        # Ray shares the memory of an array instead of copying it into every task. Never written to a disk.
         self._payload = np.frombuffer(pickle.dumps(function, protocol=5), np.uint8)
         self._digest = hashlib.sha256(self._payload).hexdigest()
 
     def __call__(self, batch: Columns) -> Columns:
         function: Any = _opened.get(self._digest)
         if function is None:
-            # A task has a CPU or so: a pool of threads for every tokenizer on the node would only contend.
+            # A task has about one CPU: a thread pool per tokenizer would only contend.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             function = _opened[self._digest] = pickle.loads(self._payload)
         return function(batch)
@@ -84,7 +87,7 @@ _opened: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class WithPosition:
-    """What `prepare` makes of rows, and for each its place in the run's stream, in a column that goes to the device."""
+    """Prepare rows, and add their stream positions as a column for the device."""
 
     prepare: Callable[[Columns], Columns]
 
@@ -95,12 +98,16 @@ class WithPosition:
 
 @dataclass(frozen=True)
 class WithAdvantage:
-    """`prepare`, of rows whose instructions say whether the frame's advantage is positive.
+    """Append words on the frame's advantage to each instruction, and prepare the rows.
 
-    Training rows lack it at random, drawn by seed and place in the run's stream; held-out rows always have it.
+    Training rows lack the words at random, by seed and stream position; held-out rows always have them.
 
     Args:
-        words: what an instruction ends with, by the label. dropout: share of training rows without a label.
+        prepare: function that prepares rows.
+        positive: label of each frame.
+        words: end of an instruction, by the label.
+        dropout: share of training rows without a label.
+        seed: seed of the dropout.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -120,21 +127,22 @@ class WithAdvantage:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number from [0, 1), a function of both."""
+    """Return a number from [0, 1) that `seed` and `position` determine."""
     return xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, position)) / 2**64
 
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """Which rows of the stream a rank gets: blocks are dealt to the ranks in turn.
+    """Assignment of the stream's rows to a rank: blocks are assigned to the ranks in turn.
 
-    An optimizer step is the next `batches_per_step x batch_size` rows of the stream, whatever the number of ranks. Its
-    micro-batches need not be a multiple of the ranks, provided that a block is a micro-batch.
+    An optimizer step takes the next `batches_per_step x batch_size` rows of the stream for any number of ranks. Its
+    micro-batches need not be a multiple of the ranks if a block is a micro-batch.
 
     Attributes:
-        block_rows: of a block; divides `batch_size`.
-        batches_per_step: micro-batches of an optimizer step, of all ranks together; at least `world`.
-        first_step: optimizer steps done when the ranks were started; rows and micro-batches are counted from there.
+        batch_size: rows of a micro-batch.
+        block_rows: rows of a block; divides `batch_size`.
+        batches_per_step: micro-batches of an optimizer step over all ranks; at least `world`.
+        first_step: number of steps before the ranks started; rows and micro-batches are counted from there.
     """
 
     batch_size: int
@@ -154,29 +162,29 @@ class RankSchedule:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimizer step, of all ranks: the global batch size."""
+        """Rows of an optimizer step over all ranks: the global batch size."""
         return self.batches_per_step * self.batch_size
 
     def micros(self, step: int) -> range:
-        """This rank's micro-batches of optimizer step `step` (steps done before it)."""
+        """Return the numbers of this rank's micro-batches of optimizer step `step`, from 0."""
         start = (step - self.first_step) * self.batches_per_step - self.rank
         return range(-(-start // self.world), -(-(start + self.batches_per_step) // self.world))
 
     def step_of(self, micro: int) -> int:
-        """The optimizer step that this rank's `micro`-th batch belongs to."""
+        """Return the optimizer step of this rank's `micro`-th batch."""
         return self.first_step + (micro * self.world + self.rank) // self.batches_per_step
 
     def block_starts(self, micro: int) -> np.ndarray:
-        """Return where the blocks of this rank's `micro`-th batch start, in rows: int64 (blocks per batch,)."""
+        """Return the first row of each block of this rank's `micro`-th batch: int64 (blocks per batch,)."""
         blocks = self.batch_size // self.block_rows
         return ((micro * blocks + np.arange(blocks)) * self.world + self.rank) * self.block_rows
 
     def rows(self, micro: int) -> np.ndarray:
-        """This rank's `micro`-th batch: its rows, int64 (batch_size,)."""
+        """Return the rows of this rank's `micro`-th batch: int64 (batch_size,)."""
         return (self.block_starts(micro)[:, None] + np.arange(self.block_rows)).ravel()
 
     def rows_of_step(self, step: int, nth: int) -> np.ndarray:
-        """This rank's `nth` micro-batch of a step: its rows' places among the step's, int64 (batch_size,)."""
+        """Return the rows of this rank's `nth` micro-batch of a step, relative to the step: int64 (batch_size,)."""
         before = (step - self.first_step) * self.rows_per_step
         return self.rows(self.micros(step)[nth]) - before
 
@@ -184,13 +192,13 @@ class RankSchedule:
 def stream_batches(
     shard: ray.data.DataIterator, dealt: RankSchedule, first_row: int, steps: int, collate: Callable[[Columns], Batch]
 ) -> Iterator[Batch]:
-    """This rank's micro-batches in CPU memory up to a step, each checked to be exactly the rows that the plan says.
+    """Yield this rank's micro-batches in CPU memory up to step `steps`, and check their rows against the schedule.
 
     Args:
-        first_row: stream position where the ranks start. steps: of the whole run.
+        first_row: stream position at which the ranks start.
+        steps: steps of the whole run.
     Raises:
-        RuntimeError: the rows are not those of the plan (out of step with the checkpoint, lost or repeated), or
-            `collate` raised StopIteration.
+        RuntimeError: rows are lost, repeated or out of order, or `collate` raised StopIteration.
     """
     count = dealt.micros(steps - 1).stop
     micro = 0
@@ -198,11 +206,11 @@ def stream_batches(
     def collated(columns: Columns) -> Batch:
         try:
             return collate(columns)
-        except StopIteration as error:  # Ray's iterators would take it for the end of the data
+        except StopIteration as error:  # Ray's iterators would end the data
             raise RuntimeError(f"rank {dealt.rank}: a batch could not be made of its rows") from error
 
     while micro < count:
-        # A long stream is several executions of the dataset (LeRobotDatasource).
+        # A long stream takes several executions of the dataset (LeRobotDatasource).
         executed = micro
         for batch in shard.iter_torch_batches(
             batch_size=dealt.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
@@ -216,7 +224,7 @@ def stream_batches(
             micro += 1
             yield batch
             if micro == count:
-                return  # what follows only fills up the ranks' equal shares
+                return  # later rows only pad the ranks to equal shares
         if micro == executed:
             raise RuntimeError(
                 f"rank {dealt.rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"
@@ -224,12 +232,13 @@ def stream_batches(
 
 
 def with_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
-    """Yield batches, the first of which is fetched at once; a thread waits for them, as a wait inside Ray cannot end.
+    """Yield batches that a thread waits for, because a wait inside Ray has no timeout. Fetching begins at once.
 
     Args:
-        limit_s: that a batch is waited for. waited_for: says in words what the n-th batch (from 0) is.
+        limit_s: limit of the wait for a batch, in seconds.
+        waited_for: describes the n-th batch, from 0.
     Raises:
-        TimeoutError: the next batch did not come in time; says which.
+        TimeoutError: the next batch did not arrive in time.
     """
 
     def fetch() -> Future[Batch | None]:

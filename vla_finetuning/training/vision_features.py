@@ -1,7 +1,7 @@
-"""A frozen vision tower that sees each frame once: its features are cached on the node, and take the frames' place.
+"""Cache the features of a frozen vision tower on each node, and use them in place of frames.
 
-Features are looked up where batches are made, on the host. Missing ones are computed on the device before the step, and
-written by a thread: no step waits for a disk.
+Features are looked up on the host when batches are made. Missing features are computed on the device before the step. A
+thread writes them, so no step waits for a disk.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.state import Callback, TrainState
 from vla_finetuning.training.stream import Columns
 
-# To be raised with every change of what `PolicyLoss.features` computes.
+# Increase it with every change of the values of `PolicyLoss.features`.
 RULES = 1
-# Features that wait to be written, at most: beyond it they are not kept, and computed once more in the next epoch.
+# Limit of features that wait to be written. Further ones are dropped, and computed again in the next epoch.
 WAITING_BYTES = 2**29
-# After a camera's key, where a batch has features of some rows only: these; and which rows have none.
+# Suffixes of a camera's key in a partly cached batch: cached features, and indices of rows without them.
 FOUND, MISSING = ".features_found", ".features_missing"
-# NumPy has no bfloat16: its bits.
+# NumPy has no bfloat16: its bits are stored.
 STORED: dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16)}
 
 
 class CachedFeatures(Callback):
-    """Puts cached features of a frozen vision tower in place of the frames of a rank's rows (--train.feature_cache)."""
+    """Replace the frames of a rank's rows by cached features of a frozen vision tower (--train.feature_cache)."""
 
     def __init__(self, state: TrainState):
         folder, job = state.run.config.train.feature_cache, state.run.job
@@ -50,12 +50,12 @@ class CachedFeatures(Callback):
         self._waiting, self._lock = 0, threading.Lock()
 
     def on_start(self, state: TrainState) -> None:
-        """Take the loss that computes features; batches wait for it, as only its weights say which features are its."""
+        """Open the store of the loss's features. Batches wait for it, because its weights identify the features."""
         loss, autocast = state.loss, state.autocast
         family, config = family_of(loss.policy.config), loss.policy.config
         weight = next(family.vision(loss.policy)[-1].parameters())
         self._loss, self._autocast, self._dtype = loss, autocast, autocast or weight.dtype
-        # What is compiled is compiled for the shapes of a whole batch, and for no others.
+        # Layers are compiled for the shapes of a whole batch only.
         self._whole = getattr(loss, "compiler", None) is not None
         self._store = self._rows.feature_store(
             self._where, family.feature_shapes(config), STORED[self._dtype], made_by(loss, autocast, weight.device)
@@ -63,15 +63,15 @@ class CachedFeatures(Callback):
         self._started.set()
 
     def on_end(self, state: TrainState) -> None:
-        """Wait until all is written that is to be."""
+        """Wait until all features are written."""
         self._writer.shutdown()
         self._check_writer()
 
     def on_host_batch(self, columns: Columns) -> Columns:
-        """Return a batch with features of frames in place of the frames, if all are cached.
+        """Replace frames by features if all are cached. Several threads may call it.
 
-        If some are, beside the frames: FOUND (B, tokens, width), and MISSING, int64, the rows that have none; and
-        FEATURES_MISSING. Threads may share it.
+        Otherwise, add FEATURES_MISSING. A partly cached batch also gets FOUND, (B, tokens, width), and MISSING, int64
+        indices of rows without features.
         """
         self._started.wait()
         lookups = {
@@ -89,7 +89,7 @@ class CachedFeatures(Callback):
         return batch
 
     def on_device_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches with all their features in place of frames. Reads nothing of the device."""
+        """Yield batches with all features in place of frames. Reads nothing from the device."""
         for batch in batches:
             cameras = [key for key in self._store.shapes if key in batch]
             if FEATURES_MISSING not in batch:
@@ -134,7 +134,7 @@ class CachedFeatures(Callback):
     def _keep(
         self, computed: Mapping[str, Tensor], new: Mapping[str, np.ndarray], places: Mapping[str, list[np.ndarray]]
     ) -> None:
-        """Have features written, by camera: of the rows that are `new`, bool, which are at `places`."""
+        """Queue features to be written, by camera: those of rows where `new` is True, with their `places`."""
         self._check_writer()
         computed = {key: features for key, features in computed.items() if new[key].any()}
         size = sum(features.nbytes for features in computed.values())
@@ -171,13 +171,13 @@ class CachedFeatures(Callback):
                 self._waiting -= size
 
     def _check_writer(self) -> None:
-        """Raise what writing raised: no error of a disk, which costs the cache alone."""
+        """Raise an error of the writer. Disk errors are not among them: they only lose cached features."""
         while self._written and self._written[0].done():
             self._written.popleft().result()
 
 
 def made_by(loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> str:
-    """Return what features depend on but the frame: weights by their content, processing, precision, libraries."""
+    """Identify features apart from the frame: content of weights, processing, precision, device and libraries."""
     config: Any = loss.policy.config
     digest = hashlib.sha256()
     for module in (*family_of(config).vision(loss.policy), loss.images):

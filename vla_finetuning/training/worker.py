@@ -1,4 +1,4 @@
-"""A training process among the others of its run: rank, device, rows, and what all of them must agree on."""
+"""Represent a training process: its rank, device and rows, and communication with the other ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Worker:
     """A process that trains alone.
 
     Args:
-        device: that it computes on.
-        shard: its rows, as a `ray.data.DataIterator`; None where it reads none.
+        device: device of the process.
+        shard: its rows, a `ray.data.DataIterator`, or None.
     """
 
     rank, world, node_rank, local_world = 0, 1, 0, 1
@@ -32,22 +32,22 @@ class Worker:
 
     @property
     def storage(self) -> Path:
-        """Return where Ray Train believes that checkpoints are."""
+        """Return the folder that Ray Train takes for that of checkpoints."""
         return Path()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value. Every rank must call it."""
+        """Return rank 0's value. Every rank must call it."""
         return value
 
     def report(self, metrics: dict[str, Any], **checkpoint: Any) -> None:
-        """Have the checkpoint of this moment taken. Every rank must call it."""
+        """Report metrics and a checkpoint to Ray Train. Every rank must call it."""
 
     def preemption_deadline_ms(self) -> int | None:
-        """When a node of this group is taken away, UNIX time in ms; 0 for an unknown time; None for never."""
+        """Return the time at which a node of this group is preempted: UNIX time in ms, 0 if unknown, None for never."""
         return None
 
     def spilled_bytes(self) -> int | None:
-        """Bytes that the cluster's object stores have written to disk since it started; None: a node did not say."""
+        """Return the bytes that the cluster's object stores have spilled; None if a node did not answer."""
         return 0
 
 
