@@ -195,7 +195,7 @@ def run(dataset, tmp_path):
 def test_of_a_batch_only_what_was_not_seen_is_computed(run, tmp_path, seen, compiled):
     torch.manual_seed(0)
     features, loss = started(run, tmp_path / "features")
-    features._whole = compiled
+    features._whole_batches = compiled
     batch = batch_of(run, 6)
     whole = loss.features(loss.images(NumpyToTorchCollate(False)(batch)))
     some = {key: value[:4] for key, value in batch.items()}

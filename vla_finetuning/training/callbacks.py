@@ -65,13 +65,13 @@ class RowLog(Callback):
 
     def __init__(self, state: TrainState):
         self._log = RowsLog(state.run.job.output_dir, state.worker.rank, state.attempt.number)
-        self._rows, self._dealt = state.run.rows, state.dealt
+        self._rows, self._schedule = state.run.rows, state.schedule
 
     def on_batch(self, number: int, columns: Batch, inputs: Batch) -> None:
         arrays = {key: column.numpy() for key, column in columns.items()}
         skipped = arrays.get(IS_SKIPPED, np.zeros(len(arrays["index"]), bool))
         epochs = self._rows.epochs_of(arrays["position"])
-        step = self._dealt.step_of(number) + 1
+        step = self._schedule.step_of(number) + 1
         self._log.write(step, epochs, arrays["dataset_index"], arrays["index"], skipped)
 
 
@@ -101,7 +101,7 @@ class Compile(Callback):
             state.model,
             state.optimizer,
             state.batches.peek(),
-            noise_for(state.run.policy, state.step, state.dealt, state.worker.device)(0),
+            noise_for(state.run.policy, state.step, state.schedule, state.worker.device)(0),
             state.autocast,
             evaluates=bool(state.run.config.eval_steps),
         )
@@ -194,7 +194,7 @@ class Checkpoints(Callback):
         deadline_ms = state.worker.preemption_deadline_ms()
         if deadline_ms is not None:
             state.save = state.save or not self._preempted
-            self._writer.ends_at(deadline_ms)
+            self._writer.preempted_at(deadline_ms)
         self._preempted = deadline_ms is not None
 
     def on_save(self, state: LoopState) -> None:

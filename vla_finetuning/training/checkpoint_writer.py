@@ -86,7 +86,7 @@ class CheckpointWriter:
         self._writers = max((first_replica(param) for param in optimizer.params), key=len, default=[0])
         forget_unsent(job.checkpoints_dir)  # of earlier attempts
         self._failing_since: float | None = None
-        self._away: StoreAwayError | None = None
+        self._store_error: StoreAwayError | None = None
         self._group = None
         if worker.world > 1:
             # A group of its own, because this thread must not disturb collectives of other threads. Its timeout
@@ -106,7 +106,7 @@ class CheckpointWriter:
         self._idle = threading.Event()
         self._idle.set()
         self._last = time.monotonic()
-        self._ends = math.inf
+        self._preempted_at = math.inf
         self._paused_s = 0.0
 
     def due(self) -> bool:
@@ -115,15 +115,15 @@ class CheckpointWriter:
         Before a preemption, a checkpoint is also due when half of the time that was left at the last one has passed.
         """
         every_s, now = self._every_s, time.monotonic()
-        remaining_s = self._ends - self._last
+        remaining_s = self._preempted_at - self._last
         return (every_s is not None and now - self._last >= every_s) or (
             remaining_s > SHORTEST_NOTICE_S and now - self._last >= remaining_s / 2
         )
 
-    def ends_at(self, deadline_ms: int) -> None:
+    def preempted_at(self, deadline_ms: int) -> None:
         """Set the time at which a node is preempted: UNIX time in ms, or 0 if unknown."""
         if deadline_ms:
-            self._ends = time.monotonic() + deadline_ms / 1000 - time.time()
+            self._preempted_at = time.monotonic() + deadline_ms / 1000 - time.time()
 
     def paused_s(self) -> float:
         """Return the seconds that training has waited for checkpoints since the last call."""
@@ -160,8 +160,8 @@ class CheckpointWriter:
         self.wait()
         if self._staging is not None:
             self._staging.close()
-        if self._away is not None:
-            raise self._away
+        if self._store_error is not None:
+            raise self._store_error
         with within(self._job.timeouts.store / 10):
             push(self._job.output_dir)
 
@@ -194,7 +194,7 @@ class CheckpointWriter:
         }
 
     def _write(
-        self, copies: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
+        self, copies: dict[str, dict[str, Piece]], progress: Progress, ray_checkpoint: ray.train.Checkpoint, name: str
     ) -> ray.train.Checkpoint:
         folder = self._job.checkpoints_dir / name
         limit_s, started = self._job.timeouts.store, time.monotonic()
@@ -202,18 +202,18 @@ class CheckpointWriter:
             # Only the last checkpoint gets the whole timeout: a later one can replace the others.
             with within(limit_s if progress.step == self._job.steps else limit_s / 10):
                 written = self._write_pieces(folder, copies)
-                everyones = self._gathered(written)
+                reports = self._gather(written)
                 appeared = False
                 try:
                     if self._rank == 0:
-                        appeared = self._finish(folder, progress, everyones, started)
+                        appeared = self._finish(folder, progress, reports, started)
                 finally:
-                    self._tidy(folder, progress.step, appeared)
+                    self._remove_local(folder, progress.step, appeared)
             if written.error is not None and not isinstance(written.error, StorageError):
                 raise written.error
         finally:
             self._idle.set()
-        return ray.train.Checkpoint.from_directory(Path(rays.path) / name)
+        return ray.train.Checkpoint.from_directory(Path(ray_checkpoint.path) / name)
 
     def _write_pieces(self, folder: Path, copies: dict[str, dict[str, Piece]]) -> _Written:
         """Write and send this rank's pieces and its logs. Return any error to `_finish`."""
@@ -232,15 +232,15 @@ class CheckpointWriter:
             error = raised
         return _Written(files, error, f"{socket.gethostname()}:{partial_folder(folder)}")
 
-    def _gathered(self, written: _Written) -> list[_Written]:
+    def _gather(self, written: _Written) -> list[_Written]:
         """Return, on rank 0, the reports of all ranks in order; on other ranks, their own."""
         if self._group is None:
             return [written]
-        everyones: list[Any] = [None] * self._worker.world if self._rank == 0 else []
-        dist.gather_object(written, everyones or None, group=self._group)
-        return everyones or [written]
+        reports: list[Any] = [None] * self._worker.world if self._rank == 0 else []
+        dist.gather_object(written, reports or None, group=self._group)
+        return reports or [written]
 
-    def _tidy(self, folder: Path, step: int, appeared: bool) -> None:
+    def _remove_local(self, folder: Path, step: int, appeared: bool) -> None:
         """Remove this node's files of a checkpoint that has `appeared` (valid on rank 0), and of earlier ones."""
         # Neither is true for a checkpoint that ends the attempt.
         is_kept = self._rank == 0 and not appeared and (partial_folder(folder) / STATE).exists()
@@ -261,10 +261,10 @@ class CheckpointWriter:
                     return
         forget_unsent(folder.parent, before=step)
 
-    def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> bool:
+    def _finish(self, folder: Path, progress: Progress, reports: list[_Written], started: float) -> bool:
         """Commit the checkpoint, or raise a rank's error. Return False if the store failed."""
-        errors = [report.error for report in everyones if report.error is not None]
-        files = {name: file for report in everyones for name, file in report.files.items()}
+        errors = [report.error for report in reports if report.error is not None]
+        files = {name: file for report in reports for name, file in report.files.items()}
         try:
             for error in sorted(errors, key=lambda error: isinstance(error, StorageError)):
                 raise error
@@ -273,12 +273,12 @@ class CheckpointWriter:
             commit(folder, progress, files, self._attempt)
         except StorageError as error:
             keep_manifest(folder, progress, files, self._attempt)
-            self._give_up(progress, everyones, error, started)
+            self._give_up(progress, reports, error, started)
             return False
         except OSError:
             discard(folder)
             raise
-        self._failing_since = self._away = None
+        self._failing_since = self._store_error = None
         try:
             checkpoint_written(self._job.output_dir, progress.step, self._attempt)
             self._prune()
@@ -286,19 +286,19 @@ class CheckpointWriter:
             logger.warning("%s is written; old checkpoints are not deleted: %s", folder.name, error)
         return True
 
-    def _give_up(self, progress: Progress, everyones: list[_Written], error: StorageError, started: float) -> None:
+    def _give_up(self, progress: Progress, reports: list[_Written], error: StorageError, started: float) -> None:
         """Continue without this checkpoint, or raise after VLA_STORE_TIMEOUT_S without any."""
         self._failing_since = started if self._failing_since is None else self._failing_since
         since_s = time.monotonic() - self._failing_since
-        places = ", ".join(sorted({report.place for report in everyones if report.files}))
-        self._away = StoreAwayError(
+        places = ", ".join(sorted({report.place for report in reports if report.files}))
+        self._store_error = StoreAwayError(
             f"no checkpoint has reached {address(self._job.output_dir)} for {since_s:.0f} s (VLA_STORE_TIMEOUT_S): "
             f"{error}; the state of step {progress.step} is in {places}: --resume with these nodes in the cluster "
             "sends it and goes on from there; without them, the run goes on from the newest checkpoint in the bucket, "
             "if there is one"
         )
         if since_s >= self._job.timeouts.store or progress.step == self._job.steps:
-            raise self._away
+            raise self._store_error
         logger.warning(
             "the checkpoint of step %d is given up, and training goes on (for %.0f of %.0f s without one): %s",
             *(progress.step, since_s, self._job.timeouts.store, error),

@@ -116,12 +116,12 @@ def export(
     if adapted is not None:
         for robot in robots if spec.adapters.export == "adapter" else ():
             robot_spec = spec.select_robot(robot)
-            with _made_for(output_dir / "adapter" / robot.name) as folder:
+            with _export_folder(output_dir / "adapter" / robot.name) as folder:
                 pipelines, config, renamed = in_own_names(robot_spec)
                 save_adapters(adapted, robot_spec.base["path"], robot_spec.base["revision"], *pipelines, folder, config)
                 describe_to(folder, robot, renamed)
         merge(adapted)
-    with _made_for(output_dir / "pretrained_model") as root:
+    with _export_folder(output_dir / "pretrained_model") as root:
         written = None
         for robot in robots:
             robot_spec, folder = spec.select_robot(robot), root / robot.name
@@ -154,10 +154,10 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
     `optimizer_*` and `scheduler_*` stay, as with `lerobot-train`.
     """
     config = copy.deepcopy(spec.config)
-    part = spec.train.mode != "full" and not spec.adapters.enabled
+    partly_frozen = spec.train.mode != "full" and not spec.adapters.enabled
     replaced = {
-        "train_expert_only": part,
-        "freeze_vision_encoder": part,
+        "train_expert_only": partly_frozen,
+        "freeze_vision_encoder": partly_frozen,
         "compile_model": False,  # a setting of the process, not of the policy
         "gradient_checkpointing": False,
     }
@@ -168,7 +168,7 @@ def exported_config(spec: PolicySpec) -> PreTrainedConfig:
 
 
 @contextlib.contextmanager
-def _made_for(path: Path) -> Iterator[Path]:
+def _export_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to write a policy to; then upload the files of a run in a bucket, and remove them here."""
     if mirror_of(path):
         remove(path)

@@ -34,7 +34,7 @@ HostTransform = Callable[[Columns], Columns]
 def feed(
     run: Run,
     worker: Worker,
-    dealt: RankSchedule,
+    schedule: RankSchedule,
     first_row: int,
     *,
     hooks: Sequence[Any] = (),
@@ -55,8 +55,8 @@ def feed(
     on_host = [hook.on_host_batch for hook in hooks]
     transforms = [*input_transforms(rows, policy), *on_host, *training_transforms(run)]
     collate = Collate(transforms, to_tensors or NumpyToTorchCollate(worker.device.type == "cuda"))
-    host_batches = stream_batches(worker.shard, dealt, first_row, run.job.steps, collate)
-    in_time = with_timeout(host_batches, run.job.timeouts.batch, partial(describe_batch, rows, dealt))
+    host_batches = stream_batches(worker.shard, schedule, first_row, run.job.steps, collate)
+    in_time = with_timeout(host_batches, run.job.timeouts.batch, partial(describe_batch, rows, schedule))
 
     def to_policy(batches: Iterator[Batch]) -> Iterator[Batch]:
         for hook in hooks:
@@ -132,8 +132,8 @@ def policy_batches(
         yield inputs
 
 
-def describe_batch(rows: Rows, dealt: RankSchedule, number: int) -> str:
+def describe_batch(rows: Rows, schedule: RankSchedule, number: int) -> str:
     """Describe a rank's `number`-th micro-batch since its start: its step, and the rows of all ranks in that step."""
-    step, size = dealt.step_of(number), dealt.rows_per_step
+    step, size = schedule.step_of(number), schedule.rows_per_step
     listed = rows.in_words(step * size, (step + 1) * size)
-    return f"a batch of step {step + 1} on rank {dealt.rank}; rows by `index`: {listed}"
+    return f"a batch of step {step + 1} on rank {schedule.rank}; rows by `index`: {listed}"

@@ -41,7 +41,7 @@ STORE_SHARE = 0.1
 # Rows whose noise and times are drawn together, for any batch size.
 DRAWN_TOGETHER = 64
 # Reported intervals of the flow time, from 0 (action) to 1 (noise), and reported tasks.
-TIME_PARTS, TASKS_REPORTED = 10, 32
+TIME_INTERVALS, TASKS_REPORTED = 10, 32
 
 
 class HeldOut(Callback):
@@ -62,8 +62,8 @@ class HeldOut(Callback):
         return state.every(state.run.config.eval_steps)
 
     def on_log(self, state: TrainState, line: dict[str, Any]) -> None:
-        asked_to_stop = any(state.by_rank.get("stop", ()))
-        if not self.wants_log(state) or (asked_to_stop and not state.finished):
+        stop_requested = any(state.by_rank.get("stop", ()))
+        if not self.wants_log(state) or (stop_requested and not state.finished):
             return
         state.clock.mark("evaluation")
         with state.optimizer.averaged() if state.run.policy.ema.enable else contextlib.nullcontext():
@@ -92,15 +92,15 @@ class HeldOutLoss:
         self._family = family_of(spec.config)
         self._per_row = spec.train.noise_draws if self._family.row_losses else 1
         self._chunks = -(-len(self._rows.positions) // self._size)
-        self._mine = list(range(rank, -(-self._chunks // world) * world, world))
+        self._assigned = list(range(rank, -(-self._chunks // world) * world, world))
         # The same shapes as in training: another one would be compiled again, on this rank only.
         self._collate = Collate(input_transforms(rows, spec), NumpyToTorchCollate(worker.device.type == "cuda"))
         source = rows.held_out()
         most = STORE_SHARE * ray.cluster_resources().get("object_store_memory", 0)
-        self._keeps = len(self._rows.positions) * source.row_bytes() <= most
-        self._read: Any = ray.remote(read_chunk).options(num_cpus=source.num_cpus)
+        self._caches = len(self._rows.positions) * source.row_bytes() <= most
+        self._read_task: Any = ray.remote(read_chunk).options(num_cpus=source.num_cpus)
         self._shared = ray.put(source), ray.put(LazyPickle(make_prepare(spec, rows)))
-        self._asked: dict[int, Any] = {}
+        self._pending: dict[int, Any] = {}
 
     def evaluate(self, loss: PolicyLoss, autocast: torch.dtype | None) -> dict[str, Any]:
         """Compute the held-out loss, the same on all ranks. Every rank must call it.
@@ -121,7 +121,7 @@ class HeldOutLoss:
         try:
             with torch.no_grad():
                 batches = cuda_prefetcher(self._host_batches(), self._device)
-                for number, batch in zip(self._mine, batches, strict=True):
+                for number, batch in zip(self._assigned, batches, strict=True):
                     values, times = self._losses(loss, batch, number, autocast)
                     if number < self._chunks:
                         first = number * self._size * self._per_row
@@ -136,8 +136,8 @@ class HeldOutLoss:
             free_gathered(loss)
         if dist.is_initialized():
             dist.all_reduce(table)
-        found_losses = self._summary(*table.cpu().double().numpy())
-        return {**found_losses, "eval_s": time.perf_counter() - started}
+        summary = self._summary(*table.cpu().double().numpy())
+        return {**summary, "eval_s": time.perf_counter() - started}
 
     def _losses(
         self, loss: PolicyLoss, batch: Batch, number: int, autocast: torch.dtype | None
@@ -184,8 +184,10 @@ class HeldOutLoss:
                 robot.name: _mean(losses[chosen & (numbers == n)]) for n, robot in enumerate(self._spec.robots)
             }
         if self._family.row_losses and self._spec.value is None:
-            part = np.minimum((times * TIME_PARTS).astype(int), TIME_PARTS - 1)
-            summary["eval_loss_by_time"] = [_mean(losses[chosen & (part == number)]) for number in range(TIME_PARTS)]
+            interval = np.minimum((times * TIME_INTERVALS).astype(int), TIME_INTERVALS - 1)
+            summary["eval_loss_by_time"] = [
+                _mean(losses[chosen & (interval == number)]) for number in range(TIME_INTERVALS)
+            ]
         return summary
 
     # ---- reading ----------------------------------------------------------------------------------------------------
@@ -193,28 +195,28 @@ class HeldOutLoss:
     def _host_batches(self) -> Iterator[Batch]:
         """Yield this rank's prepared chunks in CPU memory."""
         limit_s = self._timeout_s
-        for at, number in enumerate(self._mine):
-            for ahead in self._mine[at : at + LOOK_AHEAD]:
-                self._ask(ahead)
+        for at, number in enumerate(self._assigned):
+            for ahead in self._assigned[at : at + LOOK_AHEAD]:
+                self._request(ahead)
             try:
-                columns: Columns = ray.get(self._asked[number], timeout=limit_s)
+                columns: Columns = ray.get(self._pending[number], timeout=limit_s)
             except GetTimeoutError as error:
                 raise TimeoutError(
                     f"no held-out rows for {limit_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the "
                     "cluster has no CPU left for it (`ray list tasks` and `ray status` tell)"
                 ) from error
-            if not self._keeps:
-                del self._asked[number]
+            if not self._caches:
+                del self._pending[number]
             missing = self._size - len(next(iter(columns.values())))
             if missing and self._family.row_losses:  # another shape than in training might be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
             yield self._collate(columns)
 
-    def _ask(self, number: int) -> None:
-        if number not in self._asked:
+    def _request(self, number: int) -> None:
+        if number not in self._pending:
             first = min(number, self._chunks - 1) * self._size
             positions = self._rows.positions[first : first + self._size]
-            self._asked[number] = self._read.remote(*self._shared, positions)
+            self._pending[number] = self._read_task.remote(*self._shared, positions)
 
 
 def read_chunk(source: LeRobotDatasource, prepare: LazyPickle, positions: np.ndarray) -> Columns:

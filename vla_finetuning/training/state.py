@@ -157,7 +157,7 @@ class TrainState(LoopState):
 
     make_optimizer: Callable[[PolicySpec, PolicyLoss, int], TrainableOptimizer] = build_optimizer
     find_unused_parameters: bool | None = None
-    dealt: RankSchedule = field(init=False)
+    schedule: RankSchedule = field(init=False)
     metrics: DeviceMetrics = field(init=False)
     batches: TimedIterator = field(init=False)
     loss: PolicyLoss = field(init=False)
@@ -167,14 +167,14 @@ class TrainState(LoopState):
 
     def __post_init__(self) -> None:
         job, worker = self.run.job, self.worker
-        self.dealt = RankSchedule(
+        self.schedule = RankSchedule(
             job.batch_size, self.run.rows.block_rows, worker.rank, worker.world, job.batches_per_step, self.step
         )
         self.metrics = DeviceMetrics(worker.device)
 
     def open_batches(self, hooks: Sequence[Callback]) -> None:
         first_row = self.attempt.progress.rows
-        self.batches = feed(self.run, self.worker, self.dealt, first_row, hooks=hooks, clock=self.clock)
+        self.batches = feed(self.run, self.worker, self.schedule, first_row, hooks=hooks, clock=self.clock)
 
     def build(self) -> None:
         run, worker, scaling, policy = self.run, self.worker, self.run.job.scaling, self.run.policy
@@ -203,7 +203,7 @@ class TrainState(LoopState):
     @property
     def micros(self) -> int:
         """Micro-batches of this rank in the next step."""
-        return len(self.dealt.micros(self.step))
+        return len(self.schedule.micros(self.step))
 
     def take_step(self, batches: Iterator[Batch]) -> None:
         job, train, device = self.run.job, self.run.config.train, self.worker.device
@@ -214,7 +214,7 @@ class TrainState(LoopState):
             step=self.step,
             grad_accum=self.micros,
             mean_over=job.batches_per_step / self.worker.world,
-            draws=noise_for(self.run.policy, self.step, self.dealt, device),
+            draws=noise_for(self.run.policy, self.step, self.schedule, device),
             autocast=self.autocast,
             device=device,
             keep_casts=cache_casts(job.scaling.strategy, self.run.config.grad_accum, train.activation_checkpointing),
@@ -236,23 +236,23 @@ class TrainState(LoopState):
         return line
 
 
-def noise_for(spec: PolicySpec, step: int, dealt: RankSchedule, device: torch.device) -> Callable[[int], Draws]:
+def noise_for(spec: PolicySpec, step: int, schedule: RankSchedule, device: torch.device) -> Callable[[int], Draws]:
     """Draw noise and times of a step, and return a function from a micro-step to those of this rank's rows.
 
     They are drawn for the whole global batch, so that a run does not depend on the number of workers.
     """
     per_row, seed = spec.train.noise_draws, spec.seed
-    rows = dealt.rows_per_step * per_row
+    rows = schedule.rows_per_step * per_row
     noise, time = family_of(spec.config).draw(spec.config, rows, seed, step, device)
     if noise is None or time is None:
         # The policy draws its own from the default generators.
-        torch.manual_seed(seed * 1_000_003 + step * dealt.world + dealt.rank)
+        torch.manual_seed(seed * 1_000_003 + step * schedule.world + schedule.rank)
         return lambda micro: (None, None)
 
     def draws(nth: int) -> Draws:
         # Slices of blocks: indexing with a list of rows would make the host wait for the device.
-        starts = dealt.rows_of_step(step, nth)[:: dealt.block_rows].tolist()
-        blocks = [slice(start * per_row, (start + dealt.block_rows) * per_row) for start in starts]
+        starts = schedule.rows_of_step(step, nth)[:: schedule.block_rows].tolist()
+        blocks = [slice(start * per_row, (start + schedule.block_rows) * per_row) for start in starts]
         return torch.cat([noise[block] for block in blocks]), torch.cat([time[block] for block in blocks])
 
     return draws

@@ -190,7 +190,11 @@ class RankSchedule:
 
 
 def stream_batches(
-    shard: ray.data.DataIterator, dealt: RankSchedule, first_row: int, steps: int, collate: Callable[[Columns], Batch]
+    shard: ray.data.DataIterator,
+    schedule: RankSchedule,
+    first_row: int,
+    steps: int,
+    collate: Callable[[Columns], Batch],
 ) -> Iterator[Batch]:
     """Yield this rank's micro-batches in CPU memory up to step `steps`, and check their rows against the schedule.
 
@@ -200,25 +204,25 @@ def stream_batches(
     Raises:
         RuntimeError: rows are lost, repeated or out of order, or `collate` raised StopIteration.
     """
-    count = dealt.micros(steps - 1).stop
+    rank, count = schedule.rank, schedule.micros(steps - 1).stop
     micro = 0
 
     def collated(columns: Columns) -> Batch:
         try:
             return collate(columns)
         except StopIteration as error:  # Ray's iterators would end the data
-            raise RuntimeError(f"rank {dealt.rank}: a batch could not be made of its rows") from error
+            raise RuntimeError(f"rank {rank}: a batch could not be made of its rows") from error
 
     while micro < count:
         # A long stream takes several executions of the dataset (LeRobotDatasource).
         executed = micro
         for batch in shard.iter_torch_batches(
-            batch_size=dealt.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
+            batch_size=schedule.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
         ):
-            actual, expected = batch["position"].numpy(), first_row + dealt.rows(micro)
+            actual, expected = batch["position"].numpy(), first_row + schedule.rows(micro)
             if not np.array_equal(actual, expected):
                 raise RuntimeError(
-                    f"rank {dealt.rank}: expected stream positions {expected[0]}..{expected[-1]}, found {actual.min()}"
+                    f"rank {rank}: expected stream positions {expected[0]}..{expected[-1]}, found {actual.min()}"
                     f"..{actual.max()} ({len(actual)} rows): rows were lost, repeated or reordered on the way"
                 )
             micro += 1
@@ -227,7 +231,7 @@ def stream_batches(
                 return  # later rows only pad the ranks to equal shares
         if micro == executed:
             raise RuntimeError(
-                f"rank {dealt.rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"
+                f"rank {rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"
             )
 
 

@@ -43,11 +43,11 @@ class CachedFeatures(Callback):
     def __init__(self, state: TrainState):
         folder, job = state.run.config.train.feature_cache, state.run.job
         assert folder is not None
-        self._rows, self._where, self._clock = state.run.rows, FeatureCache(folder, job.feature_cache_gb), state.clock
+        self._rows, self._cache, self._clock = state.run.rows, FeatureCache(folder, job.feature_cache_gb), state.clock
         self._started = threading.Event()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "features")
-        self._written: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-        self._waiting, self._lock = 0, threading.Lock()
+        self._writes: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        self._pending_bytes, self._lock = 0, threading.Lock()
 
     def on_start(self, state: TrainState) -> None:
         """Open the store of the loss's features. Batches wait for it, because its weights identify the features."""
@@ -56,9 +56,9 @@ class CachedFeatures(Callback):
         weight = next(family.vision(loss.policy)[-1].parameters())
         self._loss, self._autocast, self._dtype = loss, autocast, autocast or weight.dtype
         # Layers are compiled for the shapes of a whole batch only.
-        self._whole = getattr(loss, "compiler", None) is not None
+        self._whole_batches = getattr(loss, "compiler", None) is not None
         self._store = self._rows.feature_store(
-            self._where, family.feature_shapes(config), STORED[self._dtype], made_by(loss, autocast, weight.device)
+            self._cache, family.feature_shapes(config), STORED[self._dtype], made_by(loss, autocast, weight.device)
         )
         self._started.set()
 
@@ -83,7 +83,7 @@ class CachedFeatures(Callback):
         if not missing.any():
             return {**columns, **{key: features for key, (features, _) in lookups.items()}}
         batch = {**columns, FEATURES_MISSING: missing}
-        if not (missing.all() or self._whole):
+        if not (missing.all() or self._whole_batches):
             for (key, (features, _)), absent in zip(lookups.items(), missing.T, strict=True):
                 batch[key + FOUND], batch[key + MISSING] = features, np.flatnonzero(absent)
         return batch
@@ -139,9 +139,9 @@ class CachedFeatures(Callback):
         computed = {key: features for key, features in computed.items() if new[key].any()}
         size = sum(features.nbytes for features in computed.values())
         with self._lock:
-            if not computed or self._waiting + size > WAITING_BYTES:
+            if not computed or self._pending_bytes + size > WAITING_BYTES:
                 return
-            self._waiting += size
+            self._pending_bytes += size
         on_gpu = next(iter(computed.values())).is_cuda
         copies, copied = {}, torch.cuda.Event() if on_gpu else None
         for key, features in computed.items():
@@ -149,7 +149,7 @@ class CachedFeatures(Callback):
             copies[key].copy_(features, non_blocking=True)
         if copied is not None:
             copied.record()
-        self._written.append(self._writer.submit(self._write, copies, new, places, size, copied))
+        self._writes.append(self._writer.submit(self._write, copies, new, places, size, copied))
 
     def _write(
         self,
@@ -168,12 +168,12 @@ class CachedFeatures(Callback):
                 self._store.write(key, dataset_index, index, bits.numpy()[new[key]])
         finally:
             with self._lock:
-                self._waiting -= size
+                self._pending_bytes -= size
 
     def _check_writer(self) -> None:
         """Raise an error of the writer. Disk errors are not among them: they only lose cached features."""
-        while self._written and self._written[0].done():
-            self._written.popleft().result()
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().result()
 
 
 def made_by(loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> str:
