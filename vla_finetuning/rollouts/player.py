@@ -228,8 +228,6 @@ class Player:
             observation, instructions, keys: as for a call. left: of each row's last chunk; None: there was none.
         Returns:
             Actions in the environment's units, float32 (n_action_steps, A) of each row, and what is left of its chunk.
-        Raises:
-            ValueError: a chunk is shorter than n_action_steps and delay.
         """
         if self._draws_itself and len(keys) > 1:  # as for a call
             alone = [
@@ -239,11 +237,6 @@ class Player:
             return [executed[0] for executed, _ in alone], [remaining[0] for _, remaining in alone]
         steps = self._policy.config.n_action_steps
         predicted = self._chunk(observation, instructions, keys, delay, left)
-        if predicted.shape[1] < steps + delay:
-            raise ValueError(
-                f"a '{self._policy.config.type}' policy predicts {predicted.shape[1]} actions, and {steps} are "
-                f"executed and {delay} more until the next ones arrive: lower --policy.n_action_steps"
-            )
         absolute = self._absolute(predicted)
         actions = self._env_units(absolute[:, : steps + delay])
         if left is None:
