@@ -1,7 +1,7 @@
-"""Episodes that are fixed beforehand: what each is played under, its random numbers, and its line of what became of it.
+"""Define episodes, the conditions they are played under, their random numbers and their result lines.
 
-An episode is a function of its own numbers: its seed fixes the scene, and the noise of its n-th decision is drawn from
-(seed, task, episode, n), so that neither batches nor the order in which things happen change it.
+An episode is a function of its own numbers. Its seed fixes the scene, and the noise of its n-th decision is drawn from
+(seed, task, episode, n). Batching and the order of execution therefore change nothing.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 
 import numpy as np
 
-# Of a decision's random numbers: the seed of the noise, the task, the episode's number and the decision's.
+# Key of a decision's random numbers: seed of the noise, task, episode number, decision number.
 Key = tuple[int, str, int, int]
-# What became of an episode, as episodes.jsonl has it.
+# An episode's result, as a line of episodes.jsonl.
 Line = dict[str, Any]
-# An episode that came to its end: its line, and the actions that were executed, (steps, A).
+# A finished episode: its line and the executed actions, (steps, A).
 PlayedEpisode = tuple[Line, np.ndarray]
-# An episode is begun so often before what it failed of is its result.
+# Attempts at an episode before its error becomes its result.
 ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Under what an episode is played.
+    """How an episode is played.
 
     Attributes:
-        policy: which of the policies that take part.
-        instructions: what the policy gets in place of an instruction; itself where there is no entry.
-        blindfolded: the policy sees black images.
-        delay: steps that the environment goes on while a chunk is computed (`Player.act_late`); None: it stands still.
+        policy: name of the policy that decides.
+        instructions: replacement for each instruction; an instruction without an entry stays.
+        blindfolded: whether the policy sees black images.
+        delay: environment steps while a chunk is computed (`Player.act_late`); None: the environment waits.
     """
 
     policy: str = "policy"
@@ -43,10 +43,14 @@ class Condition:
 
 @dataclass(frozen=True)
 class Episode:
-    """One of the list. `seed` is the environment's; `condition` names one of the evaluation's conditions.
+    """An episode to play.
 
-    Where an environment has a list of states to start from, `episode` modulo its length is the place in it, as in
-    `lerobot-eval`.
+    Attributes:
+        condition: name of one of the evaluation's conditions.
+        task: name of the task.
+        episode: number of the episode; modulo the length of the environment's list of initial states, if it has one,
+            the index of its initial state, as in `lerobot-eval`.
+        seed: seed of the environment.
     """
 
     condition: str
@@ -57,12 +61,12 @@ class Episode:
 
 @dataclass(frozen=True)
 class LeftOver:
-    """What is left of a chunk when the next one is computed.
+    """The rest of a chunk while the next chunk is computed.
 
     Attributes:
-        actions: to execute until that arrives, float32 (delay, A), in the environment's units.
-        prefix: all that is left, float32 (T, A), for real-time chunking, or None: normalised, but absolute and in the
-            dataset's units where the policy's actions are relative to the state.
+        actions: actions to execute until the next chunk arrives, float32 (delay, A), in the environment's units.
+        prefix: all remaining actions for real-time chunking, float32 (T, A), or None. They are normalised; those of a
+            policy with relative actions are absolute and in the dataset's units.
     """
 
     actions: np.ndarray
@@ -71,15 +75,16 @@ class LeftOver:
 
 @dataclass(eq=False)
 class Playing:
-    """An episode that is not over.
+    """A running episode.
 
     Attributes:
-        number: which of the list. chunks: what it was given to execute, (T, A) each; it begins anew with these.
-        failures: how many processes failed that held it.
-        bootstraps: what is seen when its time is over is shown to the policy too, as a decision that is not executed.
-        left: of its last chunk, where chunks are late.
-        is_suspect: it is played alone, since it may be what made processes fail.
-        texts: that the policy wrote, one a decision (`Player.written`).
+        number: index in the list of episodes.
+        episode: the episode.
+        chunks: chunks to execute so far, (T, A) each; a restarted episode replays them.
+        failures: number of processes that failed while they held the episode.
+        bootstraps: whether the policy also decides for the state at the time limit; this decision is not executed.
+        left: the rest of the last chunk, if chunks are late.
+        texts: texts that the policy wrote, one per decision (`Player.written`).
     """
 
     number: int
@@ -92,20 +97,23 @@ class Playing:
 
     @property
     def is_suspect(self) -> bool:
+        """Return whether to play the episode alone, because it may have made processes fail."""
         return self.failures > 1
 
 
 @dataclass(frozen=True)
 class Ended:
-    """An episode that is over.
+    """A finished episode.
 
     Attributes:
-        number: which of the list. instruction: of the environment; the policy's may be another one.
-        success_once, success_at_end, success_at_reset: what `info["is_success"]` said.
-        info: strings, numbers and truth values of the last step's info.
-        initial_state, final_state: hashes of the state; "" where only images show it, and none were rendered.
-        rewards: the sum of each decision's rewards. success_decision: the first that succeeded, from 0, or None.
-        truncated: it ended because its time was over.
+        number: index in the list of episodes.
+        instruction: the environment's instruction; the policy may get another one.
+        success_once, success_at_end, success_at_reset: values of `info["is_success"]`.
+        info: strings, numbers and booleans of the last step's info.
+        initial_state, final_state: hashes of the state; "" if the state has no hash and was not rendered.
+        rewards: sum of the rewards of each decision.
+        success_decision: index of the first successful decision, or None.
+        truncated: whether the time limit ended the episode.
     """
 
     number: int
@@ -125,7 +133,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """An episode that cannot be played: its environment failed ATTEMPTS times. `error` says of what."""
+    """An episode whose environment failed ATTEMPTS times; `error` is the last failure."""
 
     number: int
     error: str
@@ -138,22 +146,26 @@ def episode_list(
     seed: int,
     number: Callable[[str, int], int] = lambda _, i: i,
 ) -> list[Episode]:
-    """`count` episodes of each task for each condition, the same ones: seeds from `seed` on, as in `lerobot-eval`.
+    """Return `count` episodes of each task, equal for all conditions.
 
     Args:
-        number: `Episode.episode` of a task's i-th.
+        conditions: names of the conditions.
+        tasks: names of the tasks.
+        count: episodes per task.
+        seed: seed of a task's first episode; the others count up, as in `lerobot-eval`.
+        number: function from a task and an index to `Episode.episode`.
     """
     names = list(conditions)
     return [Episode(name, task, number(task, i), seed + i) for task in tasks for i in range(count) for name in names]
 
 
 def noise(seed: int, task: str, episode: int, decision: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return what a policy's sampling starts from: standard normal, float32."""
+    """Draw the initial noise of a policy's sampling: standard normal, float32."""
     return generator(seed, task, episode, decision).standard_normal(shape, np.float32)
 
 
 def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Generator:
-    """Return the generator of all random numbers of a decision; conditions are compared on the same draws."""
+    """Return the generator of a decision's random numbers; all conditions share its draws."""
     return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
 
 
@@ -162,7 +174,7 @@ def line_of(
 ) -> Line:
     """Return an episode's line, with `texts` if the policy wrote any.
 
-    One that could not be played to its end has an `error`, and null for the unknown.
+    The line of an unfinished episode has an `error` and null for all unknown values.
     """
     outcome = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
     outcome.pop("number")
@@ -171,15 +183,15 @@ def line_of(
 
 
 def name_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells an episode's line from the others' of its list."""
+    """Return the key that identifies an episode's line in its list."""
     return tuple(line[name] for name in Episode.__dataclass_fields__)
 
 
 def pack_actions(actions: np.ndarray) -> dict[str, Any]:
-    """Return actions (steps, A) as JSON has them, to the bit."""
+    """Encode actions (steps, A) as JSON without loss."""
     return {"dtype": actions.dtype.str, "shape": actions.shape, "base64": base64.b64encode(actions.tobytes()).decode()}
 
 
 def unpack_actions(line: Mapping[str, Any]) -> np.ndarray:
-    """Undo `pack_actions`."""
+    """Decode the actions of `pack_actions`."""
     return np.frombuffer(base64.b64decode(line["base64"]), line["dtype"]).reshape(line["shape"])

@@ -1,4 +1,4 @@
-"""Demonstrations by scripted experts, written as one LeRobot v3 dataset by all CPUs of a cluster (`record.py`)."""
+"""Record demonstrations of scripted experts as a LeRobot v3 dataset, on all CPUs of a cluster (`record.py`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vla_finetuning.envs.protocol import Maker, choose_initial_state
 from vla_finetuning.options.programs import RecordConfig
 from vla_finetuning.rollouts.recording import SHARE_EPISODES, DatasetForm, Frame, record_dataset
 
-# Environments with scripted experts (`expert_action`), and their options where the command line says nothing: of
-# Meta-World what policies see, drawn as fast as it goes.
+# Environments with scripted experts (`expert_action`), and their default options. Those of Meta-World are the usual
+# image size of policies and the fastest rendering.
 DEFAULTS = {
     "metaworld": ("--image_size=[224,224]", "--render_quality=fast"),
     "two_bins": (),
@@ -32,7 +32,10 @@ def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any]
     """Play an episode; return its frames, each with the action that followed, or None if it did not succeed.
 
     Args:
-        first_seed: of the episode that begins in the first initial state, where the environment has a list of them.
+        config: configuration of the environment.
+        first_seed: seed of the episode that starts in the first of the environment's initial states, if it has a list.
+        env: environment of the episode's task.
+        seed: seed of the episode.
     """
     names = {key: config.features_map[key] for key in config.features}
     choose_initial_state(env, seed - first_seed)
@@ -50,7 +53,7 @@ def play_expert(config: EnvConfig, first_seed: int, env: gymnasium.Env[Any, Any]
 
 
 def _read(observation: Any, key: str) -> np.ndarray:
-    """An observation's images as they are, uint8, and its vectors as float32."""
+    """Return the value of an observation at `key` ("pixels/top"): images as uint8, vectors as float32."""
     for name in key.split("/"):
         observation = observation[name]
     return observation if observation.dtype == np.uint8 else observation.astype(np.float32)
@@ -58,7 +61,7 @@ def _read(observation: Any, key: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Recording:
-    """What is to be recorded, found and checked."""
+    """A resolved and checked recording."""
 
     config: RecordConfig
     env: EnvConfig
@@ -67,7 +70,7 @@ class Recording:
 
 
 def resolve_recording(config: RecordConfig) -> Recording:
-    """Find and check the environment and the place. Raises ValueError."""
+    """Resolve and check the environment and the destination. Raises ValueError."""
     env_type = config.env_type or ""
     env = env_config(env_type, [*DEFAULTS.get(env_type, ()), *config.env_options])
     if env_type not in DEFAULTS and not (is_own(env) and _has_expert(env)):
@@ -89,7 +92,7 @@ def _has_expert(config: EnvConfig) -> bool:
 
 
 def record(recording: Recording) -> str:
-    """Record on the cluster that this process has joined; return what became of it. Raises as `record_dataset`."""
+    """Record on the cluster that this process has joined; return a summary. Raises as `record_dataset`."""
     config, env, makers, root = recording.config, recording.env, recording.makers, recording.root
     seeds = range(config.seed, config.seed + config.episodes)
     shares = list(itertools.batched(itertools.product(makers, seeds), SHARE_EPISODES))

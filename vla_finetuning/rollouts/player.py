@@ -1,4 +1,7 @@
-"""A trained LeRobot policy that plays episodes: what an environment shows it, to the actions of its next chunk.
+"""Play episodes with a trained LeRobot policy: turn an environment's observations into action chunks.
+
+`PolicySource` describes a policy and travels to the process that loads it; `Player` is the loaded policy. The `check_*`
+functions refuse a policy that cannot play an environment before anything starts.
 
 Legend: N rows, T chunk, A action, H W C image.
 """
@@ -45,17 +48,15 @@ from vla_finetuning.rollouts.episodes import Key, LeftOver, generator, noise
 from vla_finetuning.run.cluster import find_gpus
 
 TASK = "task"
-# What plays the chunks of a policy; see `Player`.
+# How the chunks of a policy are played; see `Acting`.
 Controller = Literal["chunk", "select_action", "rtc"]
-
-
-# Tensors as the object store holds them once for all processes of a node: bytes, type and shape, by name.
+# Tensors by name as bytes, dtype and shape. All processes of a node share them in the object store.
 Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 
 
 def packed(tensors: Mapping[str, torch.Tensor]) -> Packed:
-    """Return tensors as Ray shares them: it would copy them into the pickle, and NumPy knows no bfloat16."""
-    buffers: dict[Any, np.ndarray] = {}  # one under two names goes once
+    """Return tensors as NumPy bytes, which Ray shares without a copy; NumPy has no bfloat16."""
+    buffers: dict[Any, np.ndarray] = {}  # tied weights are stored once
     weights = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -66,7 +67,7 @@ def packed(tensors: Mapping[str, torch.Tensor]) -> Packed:
 
 
 def unpacked(weights: Packed) -> dict[str, torch.Tensor]:
-    """Return tensors over the same memory, to be copied from only."""
+    """Return read-only tensors over the memory of packed weights."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return {
@@ -79,15 +80,17 @@ class Acting:
     """How a policy acts.
 
     Attributes:
-        env: whose observations it will see; None: observations are a dataset's, in the form of gymnasium's.
-        rename_map: environment key to policy key, before the policy's own preprocessor.
+        env: environment of the observations; None: they are a dataset's, in the form of gymnasium's.
+        rename_map: environment key to policy key, applied before the policy's own preprocessor.
         trusted: whether code that comes with the policy may run.
-        opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
-        guidance: see `flow.guided_chunk`. subtask: whether the policy acts on texts that it writes (`text_targets`).
-        controller: "chunk" executes chunks as they were predicted. "select_action" decides at each step, and makes the
-            action absolute by the state of then, like LeRobot's loop; all decisions of an episode must come here. "rtc"
-            predicts a chunk that goes on from the last one, by `act_late` only: guided like LeRobot's
-            `RTCInferenceEngine`, or, where the policy was trained so (MAX_DELAY), given what is executed meanwhile.
+        opening: prefix of all instructions.
+        advantage: label after all instructions, "positive" or "negative"; None: no label.
+        guidance: scale of `flow.guided_chunk`.
+        subtask: whether the policy acts on texts that it writes (`text_targets`).
+        controller: "chunk" executes chunks as they were predicted. "select_action" decides at each step and makes the
+            action absolute by the current state, like LeRobot's loop; it needs all decisions of an episode. "rtc"
+            continues the last chunk, in `act_late` only: guided like LeRobot's `RTCInferenceEngine`, or, for a policy
+            that was trained for it (MAX_DELAY), conditioned on the actions executed meanwhile.
     """
 
     env: EnvConfig | None
@@ -102,11 +105,14 @@ class Acting:
 
 @dataclass(frozen=True)
 class PolicySource(Acting):
-    """Where a process gets a policy from. Pickled on its way to those that play.
+    """A policy to load in another process; can be pickled.
 
     Attributes:
-        folder: a LeRobot pretrained folder. config: its configuration; `n_action_steps` of a chunk are executed.
-        processors, weights (in the object store): instead of the folder's own.
+        folder: a LeRobot pretrained folder.
+        config: configuration of the policy; `n_action_steps` actions of a chunk are executed.
+        processors: preprocessor and postprocessor; None: those of the folder.
+        device: name of the torch device.
+        weights: weights in the object store; None: those of the folder.
     """
 
     folder: Path
@@ -136,18 +142,18 @@ class PolicySource(Acting):
         )
 
     def shared(self) -> PolicySource:
-        """Put the weights into the object store, for nodes that do not have the folder. Raises as `read_weights`."""
+        """Put the weights into the object store, for nodes without the folder. Raises as `read_weights`."""
         processors = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
         return replace(self, processors=processors, weights=ray.put(packed(read_weights(self.folder))))
 
     @property
     def weights_bytes(self) -> int:
-        """Return the bytes of the weights as they are in the folder, one file or several shards."""
+        """Return the size of the folder's weights in bytes."""
         files = [path] if (path := self.folder / WEIGHTS_FILE).is_file() else self.folder.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)
 
     def load(self, threads: int) -> Player:
-        """Load and verify, on this process's device. `threads`: of the process, for what is computed on CPUs."""
+        """Load and verify the policy on its device; compute with `threads` CPU threads."""
         torch.set_num_threads(threads)
         weights = None if self.weights is None else unpacked(ray.get(self.weights))
         policy = load_policy(self.folder, self.config, trusted=self.trusted, weights=weights).to(self.device)
@@ -158,11 +164,10 @@ class PolicySource(Acting):
 
 
 class Player:
-    """A policy with its processors and the environment's.
+    """A policy with its own and the environment's processors.
 
     Attributes:
-        written: the text that it wrote of each row of the last call, None of one that needed no chunk; empty without
-            `Acting.subtask`.
+        written: text of each row of the last call, None for a row without a new chunk; empty without `Acting.subtask`.
     """
 
     def __init__(self, policy: PreTrainedPolicy, preprocessor: Any, postprocessor: Any, acting: Acting) -> None:
@@ -171,7 +176,7 @@ class Player:
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
         self._acting, self._draws_itself = acting, family.chunk_draws == "its own"
         self._device = next(policy.parameters()).device
-        # By episode, where each step decides: the chunk that it is in.
+        # Current chunk of each episode, for select_action.
         self._chunks: dict[tuple[int, str, int], torch.Tensor] = {}
         self._rtc: RTCConfig | None = None
         self._continues = False
@@ -195,15 +200,16 @@ class Player:
             self._env_pre, self._env_post = family.env_processors(config, acting.env, step_names)
 
     def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
-        """The actions to execute, float32 (N, n_action_steps, A), in the environment's units.
+        """Return the actions to execute, float32 (N, n_action_steps, A), in the environment's units.
 
         Args:
-            observation: as gymnasium's vector environments have it, N rows.
-            instructions: one for each row. keys: of each row's draws.
+            observation: N rows in the form of gymnasium's vector environments.
+            instructions: instruction of each row.
+            keys: key of each row's random numbers.
         """
         if self._draws_itself and len(keys) > 1:
-            # It has one generator for a whole batch, so rows go one by one, from the observation on: processors of
-            # language models pack the images of a batch, and others remember the states of the last one.
+            # The policy has one generator for a whole batch, so predict each row alone, preprocessing included:
+            # processors of language models pack the images of a batch, and others keep the states of the last batch.
             alone = [self(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
             return np.concatenate(alone)
         if self._acting.controller == "select_action":
@@ -218,16 +224,18 @@ class Player:
         delay: int,
         left: Sequence[LeftOver] | None,
     ) -> tuple[list[np.ndarray], list[LeftOver]]:
-        """Return what is executed from each observation to the next one, n_action_steps later, where chunks are late.
+        """Return the actions from each observation to the next decision, n_action_steps later, with late chunks.
 
-        A chunk arrives `delay` steps after what it was computed from; until then what is left of the last one goes on.
-        An episode's first chunk is waited for, and played from its first action on; with "rtc" without its first
-        `delay` actions, as LeRobot's engine plays it.
+        A chunk arrives `delay` steps after its observation; until then the rest of the last chunk is executed. The
+        environment waits for an episode's first chunk, and executes it from its first action on. "rtc" omits the first
+        `delay` actions of that chunk, like LeRobot's engine.
 
         Args:
-            observation, instructions, keys: as for a call. left: of each row's last chunk; None: there was none.
+            observation, instructions, keys: as for `__call__`.
+            delay: steps from an observation to the arrival of its chunk.
+            left: rest of each row's last chunk; None: the chunks are the first ones.
         Returns:
-            Actions in the environment's units, float32 (n_action_steps, A) of each row, and what is left of its chunk.
+            Actions in the environment's units, float32 (n_action_steps, A) per row, and the rest of each row's chunk.
         """
         if self._draws_itself and len(keys) > 1:  # as for a call
             alone = [
@@ -274,13 +282,13 @@ class Player:
         delay: int = 0,
         left: Sequence[LeftOver] | None = None,
     ) -> torch.Tensor:
-        """Predict a normalised chunk for each row, (N, T, A); delay, left: as for `act_late`."""
+        """Predict a normalised chunk for each row, (N, T, A); `delay` and `left` as for `act_late`."""
         use_amp = self._policy.config.use_amp and self._rtc is None  # as lerobot-eval and lerobot-rollout
         with torch.no_grad(), torch.autocast(self._device.type, enabled=use_amp):
             batch, texts = self.prepare(observation, instructions, self._words), list[str]()
             if self._acting.subtask or self._acting.guidance != 1.0:
-                # Several prompts, of images that are prepared and embedded once. What the language model makes of an
-                # image follows from the prompt, which it attends to.
+                # Prepare and embed the images once for all prompts. The language model's features of an image depend
+                # on the prompt, so they are not shared.
                 features = self._loss.features(self._loss.images(batch))
                 observation = {key: value for key, value in observation.items() if key != "pixels"}
                 if self._acting.subtask:
@@ -297,7 +305,7 @@ class Player:
             return continue_chunk(self._loss, batch, self._noise(keys)) if texts else self._predict(batch, keys)
 
     def _prefix(self, left: Sequence[LeftOver], horizon: int) -> torch.Tensor:
-        """Return what is left of the last chunks as the policy predicts it now, (N, horizon, A), like LeRobot."""
+        """Return the rest of the last chunks in the policy's current frame, (N, horizon, A), like LeRobot."""
         prefix = torch.from_numpy(np.stack([last.prefix for last in left if last.prefix is not None])).to(self._device)
         if self._relative is not None:
             state = self._relative.get_cached_state()
@@ -309,7 +317,7 @@ class Player:
     def _continue(
         self, batch: dict[str, Any], keys: Sequence[Key], delay: int, left: Sequence[LeftOver] | None
     ) -> torch.Tensor:
-        """Predict chunks (N, T, A) that go on from what is left of others; delay, left: as for `act_late`."""
+        """Predict chunks (N, T, A) that continue the last ones; `delay` and `left` as for `act_late`."""
         assert self._rtc is not None
         prefix = None if left is None else self._prefix(left, self._rtc.execution_horizon)
         if self._continues:
@@ -319,7 +327,7 @@ class Player:
         return self._predict(batch, keys, inference_delay=delay, prev_chunk_left_over=prefix)
 
     def share_weights(self, other: Player) -> None:
-        """Use the memory of another policy's weights for those that are equal."""
+        """Share the memory of all weights that are equal to another player's."""
         theirs = other._policy.state_dict()
         weights = {
             name: theirs[name] if name in theirs and torch.equal(tensor, theirs[name]) else tensor
@@ -328,7 +336,7 @@ class Player:
         self._policy.load_state_dict(weights, assign=True)
 
     def _write(self, batch: dict[str, Any]) -> list[str]:
-        """Return the text that the policy writes of each row, of those that it learned to write."""
+        """Generate the policy's text for each row."""
         tokenizer = tokenizer_step(self._pre).input_tokenizer
         begin, end = ends_of_text(tokenizer)
         texts = self._loss.write(batch, begin, end, TEXT_COLUMNS).tolist()
@@ -338,38 +346,41 @@ class Player:
     def prepare(
         self, observation: Observation, instructions: Sequence[str], words: str = "", texts: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return what the policy sees of N rows, on its device.
+        """Return the policy's input batch for N rows, on its device.
 
         Args:
-            words: what instructions end with. texts: what prompts say besides (`text_targets`), of each row.
+            observation: N rows in the form of gymnasium's vector environments.
+            instructions: instruction of each row.
+            words: suffix of all instructions.
+            texts: text of each row to add to its prompt (`text_targets`).
         """
         rename_map = self._acting.rename_map
         with remote_code(self._acting.trusted), torch.no_grad():
-            if self._words:  # which a client may say, too
+            if self._words:  # a client's instruction may have the label already
                 instructions = list(map(without_label, instructions))
             instructions = list(map(with_text, instructions, texts)) if texts else instructions
             tasks = [f"{self._acting.opening}{instruction}{words}" for instruction in instructions]
             seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: tasks})
             prepared = self._pre({rename_map.get(key, key): value for key, value in seen.items()})
-        # Processors are saved for one device, often the CPU; the policy's is what counts.
+        # Processors are saved for one device, often the CPU.
         return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
 
     def to_env(self, predicted: torch.Tensor) -> np.ndarray:
-        """Return what is executed of normalised chunks (N, T, A): (N, n_action_steps, A) in the environment's units."""
+        """Return the first n_action_steps of normalised chunks (N, T, A) in the environment's units."""
         return self._env_units(self._absolute(predicted)[:, : self._policy.config.n_action_steps])
 
     def _absolute(self, predicted: torch.Tensor) -> torch.Tensor:
-        """Return normalised chunks in the dataset's units, absolute by the states of the last `prepare`."""
+        """Unnormalise chunks to the dataset's units; make relative actions absolute by the last `prepare`'s states."""
         with remote_code(self._acting.trusted), torch.no_grad():
             return self._post(predicted)
 
     def _env_units(self, chunk: torch.Tensor) -> np.ndarray:
-        """Return actions (N, T, A) in the environment's units, float32."""
+        """Convert actions (N, T, A) to the environment's units, float32."""
         actions = self._env_post({ACTION: chunk.float().cpu().flatten(0, 1)})[ACTION]
         return actions.unflatten(0, chunk.shape[:2]).numpy()
 
     def _predict(self, batch: dict[str, Any], keys: Sequence[Key], **conditions: Any) -> torch.Tensor:
-        """Predict a normalised chunk for each row, (N, T, A); of a policy that draws for itself there is one row."""
+        """Predict a normalised chunk for each row, (N, T, A); a policy with its own draws gets one row."""
         policy, config = self._policy, self._policy.config
         policy.reset()
         draws = family_of(config).chunk_draws
@@ -383,7 +394,7 @@ class Player:
             return policy.predict_action_chunk(batch, **conditions)
 
     def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
-        """Return what the sampling of each row starts from, (N, T, max_action_dim)."""
+        """Return the initial noise of each row, (N, T, max_action_dim)."""
         config: Any = self._policy.config
         draws = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
         return torch.from_numpy(np.stack(draws)).to(self._device)
@@ -391,13 +402,13 @@ class Player:
 
 @dataclass(frozen=True)
 class Eyes:
-    """How an environment's observations become a dataset's, as a policy sees them before its own processors."""
+    """Convert an environment's observations to a dataset's columns, as the policy's preprocessor expects them."""
 
     env: EnvConfig
     config: PreTrainedConfig
 
     def __call__(self, observation: Observation) -> dict[str, np.ndarray]:
-        """Return one observation's columns: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
+        """Return one observation's columns by LeRobot's names: cameras uint8 (H, W, 3), vectors float32."""
         before, _ = family_of(self.config).env_processors(self.config, self.env, later_steps=(IMAGENET_STEP,))
         seen = before(preprocess_observation(stack([observation])))
         rows = {key: value[0] for key, value in seen.items() if key.startswith(OBS_STR) and torch.is_tensor(value)}
@@ -408,12 +419,12 @@ class Eyes:
 
 
 def opening_of(folder: Path) -> str:
-    """Return what the instructions of an exported policy begin with; nothing unless it was trained so."""
+    """Return the prefix of all instructions that an exported policy was trained with; "" by default."""
     return str(read_json(folder / ROBOT_NAME).get("instructions_begin_with", ""))
 
 
 def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: float) -> None:
-    """Refuse a guidance that there is none of. Raises ValueError."""
+    """Raise ValueError for a guidance without a label, or for a policy without flow matching."""
     if guidance == 1.0:
         return
     if advantage is None:
@@ -426,7 +437,7 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
 
 
 def check_writes(folder: Path, config: PreTrainedConfig, subtask: bool) -> None:
-    """Refuse a text of a policy that has not learned to write any. Raises ValueError."""
+    """Raise ValueError if texts are requested from a policy that has not learned to write any."""
     if subtask and not (family_of(config).writes and read_json(folder / ROBOT_NAME).get(WRITES)):
         raise ValueError(
             f"--policy.subtask: policy {folder} has not learned to write texts: leave it out, or give one that was "
@@ -435,7 +446,7 @@ def check_writes(folder: Path, config: PreTrainedConfig, subtask: bool) -> None:
 
 
 def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controller: Controller) -> None:
-    """Refuse chunks that are too short to be late by `delay` steps. Raises ValueError naming the flags."""
+    """Raise ValueError, naming the flags, if chunks are too short for a latency of `delay` steps."""
     settings: Any = config
     if controller == "rtc" and delay > (max_delay := getattr(config, MAX_DELAY, 0) or delay):
         raise ValueError(
@@ -458,7 +469,7 @@ def check_delay(config: PreTrainedConfig, latency_s: float, delay: int, controll
 
 
 def rtc_options(config: PreTrainedConfig) -> RTCConfig:
-    """Return how chunks are guided: as --policy.rtc_config says, else by LeRobot's defaults, but no zeros."""
+    """Return --policy.rtc_config, or LeRobot's defaults with a horizon that the rest of a chunk fills."""
     settings: Any = config
     if settings.rtc_config is not None:
         return replace(settings.rtc_config, enabled=True)
@@ -467,7 +478,7 @@ def rtc_options(config: PreTrainedConfig) -> RTCConfig:
 
 
 def check_rtc(config: PreTrainedConfig, guidance: float) -> None:
-    """Refuse a policy without LeRobot's real-time chunking. Raises ValueError."""
+    """Raise ValueError for a policy without LeRobot's real-time chunking."""
     policy_class: Any = get_policy_class(config.type)
     if not policy_class.supports_rtc(SimpleNamespace(config=config)):
         raise ValueError(
@@ -485,7 +496,7 @@ def check_rtc(config: PreTrainedConfig, guidance: float) -> None:
 
 def shown_features(config: PreTrainedConfig, env: EnvConfig) -> dict[str, Any]:
     """Return the features that an environment shows a policy, by the environment's own names."""
-    # Some environments' own processors make what policies see: LIBERO's the state, of its parts.
+    # Some environments' processors derive features: LIBERO's joins the parts of the state.
     observation = {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
     by_type = env.get_env_processors()[0].transform_features(observation)
     features = {key: feature for of_type in by_type.values() for key, feature in of_type.items()}
@@ -493,7 +504,7 @@ def shown_features(config: PreTrainedConfig, env: EnvConfig) -> dict[str, Any]:
 
 
 def check_rename_map(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
-    """Raise ValueError for a key of --rename_map that the environment does not show."""
+    """Raise ValueError for a key of --rename_map that the environment does not have."""
     env_keys = sorted(shown_features(config, env).keys() - {ACTION})
     if unknown := sorted(rename_map.keys() - set(env_keys)):
         raise ValueError(
@@ -503,9 +514,9 @@ def check_rename_map(config: PreTrainedConfig, env: EnvConfig, rename_map: Mappi
 
 
 def check_acts(config: PreTrainedConfig) -> None:
-    """Refuse a policy that predicts nothing, or not from an observation alone. Raises ValueError."""
+    """Raise ValueError for a policy that predicts no actions, or needs more than the current observation."""
     family = family_of(config)
-    # An episode's decisions go to any process, and again after a failure: none has what was before.
+    # Any process may get an episode's next decision, so none has the past observations.
     if past := family.remembers(config):
         raise ValueError(f"a '{config.type}' policy {past}, which is not done here yet; lerobot-eval can")
     if reason := family.cannot_predict(config):
@@ -513,12 +524,13 @@ def check_acts(config: PreTrainedConfig) -> None:
 
 
 def robot_shown(env: EnvConfig, robots: Mapping[str, tuple[PreTrainedConfig, Mapping[str, str]]]) -> str:
-    """Return the name of the robot that an environment shows.
+    """Return the name of the robot whose policy fits an environment.
 
     Args:
-        robots: of each the configuration of its own policy, and environment key to policy key.
+        env: configuration of the environment.
+        robots: policy configuration and rename map (environment key to policy key) of each robot, by name.
     Raises:
-        ValueError: it shows none of them, or it may show several.
+        ValueError: no robot fits, or several do.
     """
     refused = {}
     for name, (config, rename_map) in robots.items():
@@ -540,20 +552,23 @@ def check_fits(
     rename_map: Mapping[str, str],
     trained: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Refuse, before anything is started, a policy that cannot play an environment.
+    """Refuse a policy that cannot play an environment, before anything starts.
 
     Args:
-        trained: shapes of what the policy was trained on, by its keys, where that is known: its configuration may have
-            a state's padded length, and cameras that were masked in training.
+        config: configuration of the policy.
+        env: configuration of the environment.
+        rename_map: environment key to policy key.
+        trained: shapes of the training data by the policy's keys, if known. The configuration alone may have a padded
+            state, and cameras that were masked in training.
     Raises:
-        ValueError: naming what the policy needs and what the environment shows, and the flag that settles it.
+        ValueError: names the features on both sides and the flag to give.
     """
     check_acts(config)
     family = family_of(config)
     features = shown_features(config, env)
     env_features = {rename_map.get(key, key): feature for key, feature in features.items()}
     missing = {key for key in config.input_features if key not in env_features and not key.startswith(EMPTY_CAMERA)}
-    # A name that the policy does not know is a slip in the map, not a camera to do without.
+    # A target that the policy does not have is a mistake in the map, not a camera to leave out.
     slip = any(key in rename_map and rename_map[key] not in config.input_features for key in features)
     masks = (family.masks_cameras or family.any_inputs) and any(key in env_features for key in config.image_features)
     if masks and not slip:
@@ -566,7 +581,7 @@ def check_fits(
             "gives one of them another name"
         )
     for key, feature in {**config.output_features, **config.input_features}.items():
-        # Images are resized by the policies; a vector of another length is another robot's.
+        # Policies resize images; a vector of another length belongs to another robot.
         if key not in env_features or len(feature.shape) != 1:
             continue
         env_shape, policy_shape = tuple(env_features[key].shape), trained.get(key, tuple(feature.shape))
