@@ -1,8 +1,7 @@
-"""Episodes as one LeRobot v3 dataset, written by all CPUs of a cluster: scripted experts', or a policy's played again.
+"""Write episodes of scripted experts or of a policy as one LeRobot v3 dataset, on all CPUs of a cluster.
 
-A policy's episodes, failures included, are played again from the actions that were executed, with rendering on; so an
-evaluation that records is the one that does not, and writing waits for nothing. An episode that does not begin and end
-in the states in which it had is left out.
+A policy's episodes, failures included, are replayed from their executed actions with rendering on. Recording therefore
+does not change an evaluation or slow it down. An episode whose replay starts or ends in another state is left out.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ if TYPE_CHECKING:  # experts are recorded without PyTorch
     from vla_finetuning.rollouts.player import Eyes
 
 REPO_ID, SUCCESS = "recorded/policy", "next.success"
-# Episodes that a process writes as a dataset of its own: enough that starting it is not what takes the time.
+# Episodes that one task writes as a dataset of its own; more would balance worse, fewer would mostly start processes.
 SHARE_EPISODES = 10
 # A frame as LeRobot's writer takes it.
 Frame = dict[str, Any]
-# Plays an episode in an environment of its task, and gives its frames; None: it is not worth being written.
+# Plays an episode in an environment of its task and returns its frames, or None to skip the episode.
 Play = Callable[[gymnasium.Env[Any, Any], Any], Iterable[Frame] | None]
-# Episodes that one process writes: of which task, and what `Play` takes.
+# Episodes that one task writes: the environment's task and the argument of `Play`.
 Share = Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
 class DatasetForm:
-    """Name and frame rate of a dataset; `robot_type`: for an environment that names no robot."""
+    """Name and frame rate of a dataset; `robot_type` is for an environment that names no robot."""
 
     repo_id: str
     fps: int
@@ -61,10 +60,10 @@ class DatasetForm:
 def write_share(
     folder: Path, makers: Mapping[str, Maker], play: Play, share: Share, form: DatasetForm
 ) -> tuple[list[bool], list[str]]:
-    """Write some episodes as a dataset of their own. Runs in a Ray task; done again, it begins anew.
+    """Write the episodes of a share as a dataset in `folder`, which is emptied first. Runs in a Ray task.
 
     Returns:
-        Which were written; and why others were not, which do not repeat, or whose environment raised.
+        Whether each episode was written, and the reasons for episodes that do not repeat or raised.
     """
     choose_gl()
     shutil.rmtree(folder, ignore_errors=True)
@@ -101,7 +100,7 @@ def write_share(
 
 
 def _frames(play: Play, env: gymnasium.Env[Any, Any], episode: Any) -> Iterator[Frame]:
-    """Yield an episode's frames. Raises NotRepeatedError for what its environment raises: that costs it alone."""
+    """Yield an episode's frames; raise an environment's errors as NotRepeatedError, so that only this episode ends."""
     try:
         yield from play(env, episode) or ()
     except (ContractError, NotRepeatedError):
@@ -141,14 +140,22 @@ def record_dataset(
     about: Callable[[list[list[bool]]], Mapping[str, Any]],
     nothing: str,
 ) -> list[list[bool]]:
-    """Write episodes as a dataset, which appears at its place complete or not at all; return which were written.
+    """Write episodes as a dataset, which appears at `root` complete or not at all.
 
     Runs on the driver, joined to a cluster.
 
     Args:
-        about: from which episodes of each share were written to environment.json. nothing: what it means if none is.
+        root: folder of the dataset; absent or empty.
+        makers: makers of environments, by task.
+        play: function that plays an episode.
+        shares: episodes of each Ray task.
+        form: name and frame rate of the dataset.
+        about: function from the returned flags to the content of environment.json.
+        nothing: error message if no episode is written.
+    Returns:
+        Whether each episode of each share was written.
     Raises:
-        ValueError: no episode is worth being written, or none repeats.
+        ValueError: no episode was written.
     """
     partial_folder = root.parent / f".{root.name}.{os.getpid()}.partial"
     folders = [partial_folder / str(number) for number in range(len(shares))]
@@ -173,7 +180,7 @@ def record_dataset(
         merged = partial_folder / "dataset"
         merge_datasets(form.repo_id, full, merged)
         write_json(merged / "meta" / ENVIRONMENT_NAME, about(list(written)))
-        merged.rename(root)  # which is not there, or an empty folder
+        merged.rename(root)  # absent, or an empty folder
     except BaseException:
         for ref in running:
             ray.cancel(ref, force=True)
@@ -189,7 +196,7 @@ def record_dataset(
 def replay_frames(
     eyes: Callable[[Observation], Mapping[str, np.ndarray]], env: gymnasium.Env[Any, Any], played: PlayedEpisode
 ) -> Iterator[Frame]:
-    """Yield the frames of an episode: what was seen, done, and came of it. Raises as `play_again`."""
+    """Yield an episode's frames: observation, action, reward, success and end. Raises as `play_again`."""
     line, actions = played
     moments = play_again(env, line, actions)
     seen = next(moments).observation
@@ -217,10 +224,14 @@ def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record
 def record_played(
     root: Path, makers: Mapping[str, Maker], eyes: Eyes, episodes: Sequence[PlayedEpisode], about: Mapping[str, Any]
 ) -> None:
-    """Write what a policy did as a dataset. Runs on the driver, joined to a cluster.
+    """Write a policy's episodes as a dataset and print a summary. Runs on the driver, joined to a cluster.
 
     Args:
-        about: what tells this evaluation from others, as JSON.
+        root: folder of the dataset; absent or empty.
+        makers: makers of environments, by task.
+        eyes: converter of observations.
+        episodes: finished episodes.
+        about: identity of the evaluation, as JSON.
     """
     shares = list(itertools.batched(((line["task"], (line, actions)) for line, actions in episodes), SHARE_EPISODES))
     form = DatasetForm(REPO_ID, eyes.env.fps, eyes.env.type)

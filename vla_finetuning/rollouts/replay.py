@@ -1,6 +1,6 @@
-"""Episodes to look at: played again from the actions that were recorded, with rendering on, as animated pictures.
+"""Replay episodes from their recorded actions with rendering on, and write them as animated WebP films.
 
-An episode that ends in another state than it did is not shown as if it were that one.
+A replay that starts or ends in another state than the episode raises an error and is not shown.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from vla_finetuning.envs.protocol import Maker, Observation, choose_gl, choose_i
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import FILMS
 
-# Processes share a CPU as those that simulate do. The limit is for all pictures of an evaluation together.
+# CPUs of a task, as of a stage; and the time limit for all films of an evaluation together.
 FILM_CPUS, LIMIT_S = 0.5, 300.0
-# Of a picture: enough to see what happens, few enough that a page with some dozens of them opens at once; and how long
-# its last frame stays.
+# Limits of a film, so that a page with dozens of them still opens quickly; PAUSE_MS: duration of the last frame.
 MAX_FRAMES, MAX_WIDTH, QUALITY, PAUSE_MS = 60, 240, 70, 1200
 
 
 def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
-    """Play an episode again as an animated WebP of the environment's own view, at the speed it had.
+    """Replay an episode as an animated WebP of the environment's own view, in real time. Runs in a Ray task.
 
-    Runs in a Ray task. Of the formats that browsers play this is the smallest for rendered scenes.
+    WebP is the smallest format for rendered scenes that browsers play.
 
     Args:
-        make: the environment of its task. line, actions: as for `play_again`.
+        make: maker of the task's environment.
+        line, actions: as for `play_again`.
     Raises:
         NotRepeatedError: as `play_again`.
     """
@@ -58,12 +58,12 @@ def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
 
 
 class NotRepeatedError(ValueError):
-    """An environment does not do again what it did: it began or ended in another state, or failed."""
+    """A replay started or ended in another state than the episode, or its environment failed."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An environment after its reset, or after an action. `looked`: whether its images are of this moment."""
+    """An environment after its reset or after an action; `looked`: whether this step was rendered."""
 
     observation: Observation
     looked: bool
@@ -78,12 +78,15 @@ def play_again(
     actions: np.ndarray,
     look: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[Moment]:
-    """Play an episode again: its beginning, and what came of each of its actions.
+    """Replay an episode; yield the moment after the reset and after each action.
 
     Args:
-        line: the episode's. actions: all that were executed, (steps, A). look: whether to render after so many.
+        env: environment of the episode's task.
+        line: the episode's line.
+        actions: all executed actions, (steps, A).
+        look: function from a number of actions to whether to render after them.
     Raises:
-        NotRepeatedError: it began or ended in another state than the line says, or the environment raises.
+        NotRepeatedError: the replay starts or ends in another state than the line says, or the environment raises.
     """
     look_on_demand(env, True)
     choose_initial_state(env, line["episode"])
@@ -120,7 +123,7 @@ def _check(when: str, env: gymnasium.Env[Any, Any], observation: Any, expected: 
 
 
 def _seen(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
-    """The environment's own picture, uint8 (H, W, 3); the policy's cameras side by side where it has none."""
+    """Return the environment's own view, uint8 (H, W, 3), or else the policy's cameras side by side."""
     if env.render_mode == "rgb_array":
         return np.asarray(env.render())
     pixels = observation["pixels"]
@@ -139,15 +142,15 @@ def make_films(
     makers: Mapping[str, Maker],
     chosen: Sequence[tuple[str, Mapping[str, Any], np.ndarray]],
 ) -> list[dict[str, Any]]:
-    """Write pictures of episodes into `folder`/films for a page (`report.loop`).
-
-    Runs on the driver, joined to a cluster. An episode that cannot be shown says why, and costs nothing else.
+    """Write films of episodes into `folder`/films for a report. Runs on the driver, joined to a cluster.
 
     Args:
-        makers: of each task's environment. chosen: (title, line, actions) of each.
+        folder: folder of the run or evaluation.
+        makers: makers of environments, by task.
+        chosen: title, line and actions of each episode.
     Returns:
-        Of each: `{"title", "file", "instruction", "seed", "success", "steps", "texts": what the policy wrote,
-        "problem": why there is no file}`.
+        One dict per episode: `{"title", "file", "instruction", "seed", "success", "steps", "texts": texts of the
+        policy, "problem": why there is no file}`.
     """
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
     task = ray.remote(num_cpus=FILM_CPUS, max_retries=0)(film)
@@ -162,7 +165,7 @@ def make_films(
         else:
             try:
                 (folder / FILMS / file).write_bytes(ray.get(film_task))
-            except Exception as error:  # whatever an environment may end with
+            except Exception as error:  # an environment may raise anything
                 problem = root_cause(error)
         shown = {key: line[key] for key in ("instruction", "seed", "steps")} | {"success": line["success_once"]}
         shown["texts"] = line.get("texts", [])

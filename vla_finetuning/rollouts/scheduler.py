@@ -1,9 +1,8 @@
-"""Episodes on Ray: processes simulate, a policy decides for those that wait, and one that dies costs nothing but time.
+"""Schedule episodes on Ray: stages simulate, a policy decides for waiting episodes, and dead processes are replaced.
 
 Stages (`stage.py`, on CPUs) execute whole chunks in their episodes and then wait for decisions. A policy decides in
-servers of its own (`servers.py`) or in the process that plays (`InTurn`). An episode is a function of its numbers and
-of the chunks that it was given: what a dead process held begins anew with these chunks, and the policy decides nothing
-twice.
+its own servers (`servers.py`) or in the calling process (`InTurn`). An episode is a function of its numbers and its
+chunks, so the episodes of a dead stage replay their chunks elsewhere, and no decision is computed twice.
 """
 
 from __future__ import annotations
@@ -28,35 +27,39 @@ from vla_finetuning.rollouts.stage import Decision, Stage
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import print_safe
 
-# Stages that fail before any episode has ended, before `play` gives up: it is no single episode's fault.
+# Failures of stages before any episode has ended, after which `play` gives up: the cause is not a single episode.
 IN_VAIN = 20
-# How often to look whether processes have started, when to say that some wait for capacity, and how long nothing else
-# may happen. On a busy machine a process may take as long to start after it was placed.
+# Interval of checks for capacity, delay of the message about missing capacity, and limit of the wait for it.
 LOOK_EVERY_S, TELL_AFTER_S, ROOM_TIMEOUT_S = 10.0, 30.0, 600.0
-# Groups of stages that take turns with a policy of this process.
+# Groups of stages that take turns with a local policy.
 HALVES = 2
 
 logger = logging.getLogger(__name__)
-# Decides: (what N rows observe, their decisions) to the actions to execute (N, T, A).
+# Function from the observation of N rows and their decisions to the actions to execute (N, T, A).
 Decide = Callable[[Observation, Sequence[Decision]], np.ndarray]
-# Takes an episode that is over: its number, its line, and all executed actions, (steps, A), None after an error.
+# Callback for a finished episode: its number, its line, and its executed actions (steps, A), None after an error.
 OnEnd = Callable[[int, Line, np.ndarray | None], None]
 
 
 class NoCapacityError(RuntimeError):
-    """The cluster has no capacity for the processes that play; says what is missing."""
+    """The cluster has no capacity for stages or policy servers; the message names the missing resources."""
 
 
 @dataclass(eq=False)
 class Seat:
-    """A stage, and what is known of it here.
+    """A stage and its state in the scheduler.
 
     Attributes:
-        call: its results to come, (what ended and waits, what is seen); None when it is in no call.
-        started: whether it has answered. worked: whether it had an episode since its seconds were last taken.
-        queue: what it may begin, of all seats or its own. handed: what it may begin in the call it is in.
-        playing: the episodes that run in it; decisions, seen: theirs, in their order. since: when they began to wait;
-            None: they do not.
+        stage: actor handle of the stage.
+        call: references to the pending results of `Stage.advance`; None if no call is pending.
+        started: whether the stage has answered.
+        worked: whether the stage has had an episode since the last `take_seconds`.
+        queue: episodes that the stage may begin; shared by all seats unless the policy is local.
+        playing: episodes that the stage is running.
+        handed: episodes that the stage may begin in the pending call.
+        decisions: pending decisions of `playing`, in the same order.
+        seen: observation of the pending decisions, or a reference to it.
+        since: time at which the decisions became pending; None if none are.
     """
 
     stage: Any = None
@@ -72,13 +75,13 @@ class Seat:
 
 
 class Policy:
-    """Decides for seats that wait.
+    """Base class of policies that decide for waiting seats.
 
     Attributes:
-        is_local: it decides in this process, where `Seat.seen` is an observation and not a reference. Each seat has
-            episodes of its own, so that what is decided together depends on the episodes alone.
-        pending: what it computes elsewhere, and for whom.
-        lacks: the CPUs and GPUs that it waits for; None once it can decide.
+        is_local: whether the policy decides in this process, where `Seat.seen` is an observation and not a reference.
+            Each seat then has its own episodes, so that batches depend on the episodes alone.
+        pending: seats of each pending remote call.
+        lacks: CPUs and GPUs that the policy waits for; None if it can decide.
     """
 
     is_local = False
@@ -88,14 +91,14 @@ class Policy:
         self.pending: dict[ray.ObjectRef[Any], list[Seat]] = {}
 
     def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray] | RayError]]:
-        """Yield seats with the actions (T, A) of each of their decisions, or with why what they saw is lost."""
+        """Yield seats with the actions (T, A) of each of their decisions, or with the error that lost `Seat.seen`."""
         raise NotImplementedError
 
 
 class InTurn(Policy):
-    """A policy of this process, which decides for one half of the seats while the other simulates.
+    """A local policy that decides for one half of the seats while the other half simulates.
 
-    It decides when all of a half waits: what is computed together does not depend on which process was faster.
+    It waits for all seats of a half, so that batches do not depend on the speed of the stages.
     """
 
     is_local = True
@@ -117,11 +120,13 @@ class InTurn(Policy):
 
 
 class Scheduler:
-    """Processes that simulate, for one `play` after another. They start as this is made.
+    """A pool of stages that plays lists of episodes. The constructor starts the stages.
 
     Args:
-        makers, step_limit_s: as `Stage` takes them.
-        stages: processes; slots: environments in each; cpus: that each holds.
+        makers, step_limit_s: as for `Stage`.
+        stages: number of stages.
+        slots: environments per stage.
+        cpus: CPUs per stage.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class Scheduler:
     def play_here(
         self, episodes: Mapping[int, Episode], decide: Decide, bootstraps: bool = False
     ) -> dict[int, tuple[Line, np.ndarray | None]]:
-        """Play episodes, by number, with a policy of this process; return of each what `OnEnd` takes. As `play`."""
+        """Play episodes with a local policy, as `play`; return the line and the actions of each, by number."""
         played: dict[int, tuple[Line, np.ndarray | None]] = {}
 
         def on_end(number: int, line: Line, actions: np.ndarray | None) -> None:
@@ -155,13 +160,16 @@ class Scheduler:
         stopped: Callable[[], bool] | None = None,
         bootstraps: bool = False,
     ) -> None:
-        """Play episodes, by number, in whatever order they get done.
+        """Play all episodes.
 
         Args:
-            on_end: called as each ends. stopped: asked every second or so; when it says so, what is not over is let go.
-            bootstraps: as `Playing` has it.
+            episodes: episodes by number.
+            policy: policy that decides.
+            on_end: callback for each finished episode, in order of completion.
+            stopped: function that is polled about every second; True abandons all running episodes.
+            bootstraps: as `Playing.bootstraps`.
         Raises:
-            NoCapacityError: nothing that decides, or nothing that simulates, has started for ROOM_TIMEOUT_S.
+            NoCapacityError: no policy server, or no stage, has started for ROOM_TIMEOUT_S.
             RuntimeError: stages fail, and no episode has ever ended.
         """
         self._policy, self._on_end, self._left = policy, on_end, set(episodes)
@@ -187,9 +195,9 @@ class Scheduler:
                     self._take(calls[ref])
 
     def take_seconds(self) -> tuple[float, float]:
-        """Return seconds that the stages have simulated and rendered since this was last called.
+        """Return the seconds that stages have spent simulating and rendering since the last call.
 
-        Those of a stage that died are not known. One that had no episode may wait for a CPU still, and is not called.
+        The seconds of dead stages are lost. A stage without episodes may still wait for a CPU, and is not called.
         """
         seconds = [seat.stage.take_seconds.remote() for seat in self.seats if seat.worked]
         simulation_s = rendering_s = 0.0
@@ -205,14 +213,12 @@ class Scheduler:
         for seat in self.seats:
             ray.kill(seat.stage)
 
-    # -- one after the other --
-
     def _make_stage(self, seat: Seat) -> None:
-        # DEFAULT: anywhere in the cluster, not in the placement group that Ray Train holds for this process.
+        # DEFAULT: anywhere in the cluster, not in the placement group of Ray Train's worker.
         stage_class: Any = ray.remote(Stage).options(num_cpus=self._cpus, scheduling_strategy="DEFAULT")
         seat.stage = stage_class.remote(self._makers, self._slots, self._step_limit_s)
         seat.started = seat.worked = False
-        seat.call = seat.stage.advance.options(num_returns=2).remote(())  # answered when it has started
+        seat.call = seat.stage.advance.options(num_returns=2).remote(())  # returns when the stage has started
 
     def _advance(self, seat: Seat, chunks: Sequence[np.ndarray] | None = None) -> None:
         seat.handed, seat.since = self._hand_out(seat), None
@@ -220,7 +226,7 @@ class Scheduler:
             seat.call, seat.worked = seat.stage.advance.options(num_returns=2).remote(seat.handed, chunks), True
 
     def _hand_out(self, seat: Seat) -> list[Playing]:
-        """Take what a seat may begin: what goes on elsewhere, and as many others as it has environments."""
+        """Pop the episodes that a seat may begin: all restarted ones, and at most one fresh one per environment."""
         queue, selected, fresh = seat.queue, list[Playing](), 0
         while queue and fresh < self._slots and not any(playing.is_suspect for playing in (*seat.playing, *selected)):
             if queue[0].is_suspect and (seat.playing or selected):
@@ -232,7 +238,7 @@ class Scheduler:
     def _give(self, batch: Sequence[Seat], chunks: Sequence[np.ndarray]) -> None:
         first = 0
         for seat in batch:
-            # No views into the object store.
+            # Copy, because views would keep the object in the store.
             seat_chunks = [np.array(chunk) for chunk in chunks[first : first + len(seat.playing)]]
             for playing, chunk in zip(seat.playing, seat_chunks, strict=True):
                 playing.chunks.append(chunk)
@@ -240,7 +246,7 @@ class Scheduler:
             first += len(seat_chunks)
 
     def _take(self, seat: Seat) -> None:
-        """Take a stage's answer."""
+        """Process the answer of a stage."""
         assert seat.call is not None
         (outcome, seen), seat.call = seat.call, None
         try:
@@ -248,7 +254,7 @@ class Scheduler:
             seat.seen = ray.get(seen) if self._policy.is_local else seen
         except RayError as error:
             if isinstance(error, ContractError) or (isinstance(error, RayActorError) and error.actor_init_failed):
-                raise  # no other would fare better
+                raise  # another stage would fail alike
             self._replace(seat, error)
             return
         seat.started, self._works = True, self._works or bool(ended)
@@ -261,7 +267,7 @@ class Scheduler:
         seat.since = time.monotonic() if seat.playing else None
 
     def _replace(self, seat: Seat, error: RayError) -> None:
-        """Make a stage anew; what it held goes on with the chunks that it had."""
+        """Replace a stage and queue its episodes again, with their chunks."""
         ray.kill(seat.stage)
         self._in_vain += not self._works
         why = _why(error, self._step_limit_s)
@@ -287,7 +293,7 @@ class Scheduler:
         self._on_end(playing.number, line, None if ended is None else np.concatenate(playing.chunks)[: ended.steps])
 
     def _check_capacity(self) -> None:
-        """Say what the cluster lacks while nothing but a wait for capacity happens; end the wait after a limit."""
+        """Print the missing resources while nothing but a wait for capacity happens; raise after a limit."""
         policy, now = self._policy, time.monotonic()
         simulates = any(seat.started and seat.call is not None for seat in self.seats)
         if policy.lacks is None and (simulates or any(policy.pending.values())):
@@ -304,7 +310,7 @@ class Scheduler:
                 print_safe(f"waiting      for capacity, at most {ROOM_TIMEOUT_S:g} s: {why}", file=sys.stderr)
 
     def _what_lacks(self) -> str | None:
-        """Return what a process waits for that is to start, in words; None if the cluster has it free."""
+        """Describe the resources that the next process waits for; None if the cluster has them free."""
         free, totals = ray.available_resources(), ray.cluster_resources()
         needs = zip(("CPU", "GPU"), self._policy.lacks or (self._cpus, 0), strict=True)
         lacking = [

@@ -1,7 +1,7 @@
-"""Does the robot succeed? Many episodes of an environment at once, decided for by servers of the policy.
+"""Play many episodes of an environment at once, with policy servers that decide for batches of them.
 
-The driver sees neither images nor weights: it has the list (`episodes.py`), hands out episodes, and writes down how
-they ended. Which process plays an episode, and with which others, leaves no trace in it.
+The driver holds neither images nor weights: it distributes the list of episodes and collects their lines. An episode's
+result does not depend on the process that plays it or on the episodes beside it. `play` is the entry point.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from vla_finetuning.run.failures import root_cause
 if TYPE_CHECKING:
     from vla_finetuning.rollouts.player import Player, PolicySource
 
-# Policy servers that may die before the evaluation gives up.
+# Deaths of policy servers that an evaluation survives.
 SERVER_DEATHS = 3
-# Two processes share a CPU: while one waits for decisions, the other simulates or decides.
+# Two processes share a CPU: one waits for decisions while the other simulates or decides.
 STAGE_CPUS = SERVER_CPUS = 0.5
-# Policy servers on CPUs: at most so many, and bytes of weights in all; at least so many episodes for each.
+# Limits of policy servers on CPUs: their number, the bytes of all weights, and the fewest episodes for each.
 MOST_SERVERS, SERVERS_BYTES, SERVER_EPISODES = 4, 2 * 2**30, 10
 
 
 @dataclass(frozen=True)
 class Row:
-    """A decision to be made; `delay` as in `Condition`, `left` of the episode's last chunk."""
+    """A pending decision; `delay` as in `Condition`, `left`: the rest of the episode's last chunk."""
 
     policy: str
     instruction: str
@@ -50,13 +50,14 @@ class Row:
 
 
 class PolicyServer:
-    """The policies of an evaluation, in one process. Made into an actor.
+    """A Ray actor with the policies of an evaluation.
 
     Args:
-        sources: by the names that conditions have for them.
-        batch_size: rows that a policy sees at most at once; with `exact` always, the last one being repeated, so that
-            what is computed for a row does not depend on how many others there are.
-        threads: for what is computed on CPUs.
+        sources: policies by the names in `Condition.policy`.
+        batch_size: most rows of a forward.
+        exact: fill each batch up to batch_size by repeating its last row, so that rounding does not depend on how many
+            rows there are.
+        threads: CPU threads.
     """
 
     def __init__(self, sources: Mapping[str, PolicySource], batch_size: int, exact: bool, threads: int = 1) -> None:
@@ -65,22 +66,24 @@ class PolicyServer:
         self._players: dict[str, Player] = {}
 
     def load(self) -> None:
-        """Load the policies, unless that is done. `act` raises again what is wrong with them."""
+        """Load the policies, unless they are loaded. `act` raises their errors again."""
         if not self._players:
             self._players = {name: source.load(self._threads) for name, source in self._sources.items()}
 
     def act(
         self, rows: Sequence[Row], *observations: Observation
     ) -> tuple[list[np.ndarray], list[LeftOver | None], list[str | None]]:
-        """Return actions (T, A) of all rows, those of the first observation first, what is left of late chunks, and the
-        texts that policies wrote.
+        """Decide for all rows, in the order of the concatenated observations.
+
+        Returns:
+            Actions (T, A), the rest of a late chunk, and the policy's text, of each row.
         """
         self.load()
         seen = _blacked_out(concatenate(observations), rows)
         chunks: dict[int, np.ndarray] = {}
         left: dict[int, LeftOver] = {}
         texts: dict[int, str | None] = {}
-        # A network is called for rows of one delay that all have a chunk before them, or none.
+        # Rows of a forward share the delay, and all or none of them have a last chunk.
         groups: dict[tuple[str, int | None, bool], list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((row.policy, row.delay, row.left is None), []).append(i)
@@ -102,7 +105,7 @@ class PolicyServer:
 
 
 def _blacked_out(observation: Observation, rows: Sequence[Row]) -> Observation:
-    """Return an observation with black images for the blindfolded."""
+    """Return an observation with black images for blindfolded rows."""
     sees = np.array([not row.blindfolded for row in rows])
     if sees.all():
         return observation
@@ -114,7 +117,7 @@ def _blacked_out(observation: Observation, rows: Sequence[Row]) -> Observation:
 
 
 class PolicyServers(Policy):
-    """Policy servers, each of which decides for a batch at a time; one that dies is replaced."""
+    """Policy servers, each of which decides for one batch at a time; a dead or silent server is replaced."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class PolicyServers(Policy):
         self._arguments = dict(sources), options.batch_size, options.exact, cast.threads
         self._free, self._deaths = list[Any](), 0
         self._answer_limit_s = Timeouts.from_environment().worker
-        # By call: the server, and when it was called.
+        # Server and start time of each pending call.
         self._busy: dict[ray.ObjectRef[Any], tuple[Any, float]] = {}
         for _ in range(cast.servers):
             self._make_server()
@@ -141,13 +144,13 @@ class PolicyServers(Policy):
         server = server_class.remote(*self._arguments)
         self.lacks = SERVER_CPUS, self._gpus  # until a server answers
         self._await(server, server.__ray_ready__.remote(), [])
-        server.load.remote()  # while the stages begin
+        server.load.remote()  # while the stages start
 
     def _await(self, server: Any, ref: ray.ObjectRef[Any], batch: list[Seat]) -> None:
         self._busy[ref], self.pending[ref] = (server, time.monotonic()), batch
 
     def _replace(self, ref: ray.ObjectRef[Any], why: str) -> None:
-        """Replace the server of a call, and let its seats wait again, before others."""
+        """Replace the server of a call, and let its seats wait again, before all others."""
         (server, _), batch = self._busy.pop(ref), self.pending.pop(ref)
         ray.kill(server)
         self._deaths += 1
@@ -165,11 +168,11 @@ class PolicyServers(Policy):
         for ref in ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)[0] if self.pending else ():
             lost: ObjectLostError | None = None
             try:
-                decided = ray.get(ref)  # a few numbers a row; what went wrong is raised here
+                decided = ray.get(ref)  # a few numbers per row
             except (RayActorError, OutOfMemoryError) as error:
                 self._replace(ref, root_cause(error))
                 continue
-            except ObjectLostError as error:  # with the node of a stage whose episodes waited
+            except ObjectLostError as error:  # the node of a stage is gone, and its observations with it
                 lost = error
             (server, _), batch = self._busy.pop(ref), self.pending.pop(ref)
             self._free.append(server)
@@ -207,12 +210,14 @@ class PolicyServers(Policy):
 
 @dataclass(frozen=True)
 class Cast:
-    """How many processes play an evaluation.
+    """Numbers of processes of an evaluation.
 
     Attributes:
-        servers, stages: that decide, and that simulate. threads: of a server, for what it computes on CPUs.
-        slots: how many episodes a stage plays at once: while every server decides for a batch, another is simulated.
-            More would only take memory, 155 MB for an environment of Meta-World.
+        servers: policy servers.
+        stages: stages.
+        threads: CPU threads of a server.
+        slots: episodes of a stage at once. While each server decides for a batch, another batch is simulated; more
+            would only take memory, 155 MB for an environment of Meta-World.
     """
 
     servers: int
@@ -222,10 +227,10 @@ class Cast:
 
     @classmethod
     def of(cls, options: EvalOptions, cpus: float, *, episodes: int, weights_bytes: int = 0, use_gpu: bool) -> Cast:
-        """Decide the numbers of actors; what is not given fills the CPUs of a cluster.
+        """Choose the numbers of processes; the default of `options` fills `cpus`.
 
         On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough.
-        With `exact` they have one thread, as threads change how sums are rounded.
+        With `exact` a server has one thread, because the number of threads changes how sums are rounded.
         """
         fit, worth = SERVERS_BYTES // max(1, weights_bytes), episodes // SERVER_EPISODES
         servers = options.policy_actors or (1 if use_gpu else max(1, min(int(cpus), MOST_SERVERS, fit, worth)))
@@ -248,19 +253,22 @@ def play(
     on_end: Callable[[Line, np.ndarray | None], None],
     stopped: Callable[[], bool] | None = None,
 ) -> None:
-    """Play the episodes of a list, in whatever order they get done.
-
-    Runs on the driver, joined to a cluster. Its processes end with it, however it ends.
+    """Play the episodes of a list. Runs on the driver, joined to a cluster, and ends its processes in any case.
 
     Args:
-        conditions, sources, makers: by the names that episodes and conditions have for them.
-        seed: of the noise; environments have their own.
-        on_end: called as each ends, with its line (`episodes.line_of`) and all actions that it executed, (steps, A),
-            None after an error.
-        stopped: asked every second or so; when it says so, what is not over is let go.
+        episodes: episodes to play.
+        conditions: conditions by the names in `Episode.condition`.
+        sources: policies by the names in `Condition.policy`.
+        makers: makers of environments, by task.
+        options: numbers of processes and the batch size.
+        seed: seed of the policy's noise; environments have their own.
+        use_gpu: whether each policy server has a GPU.
+        on_end: callback for each finished episode, in order of completion: its line (`episodes.line_of`) and its
+            executed actions, (steps, A), None after an error.
+        stopped: as for `Scheduler.play`.
     Raises:
-        ValueError, OSError: a policy cannot be loaded, or cannot use what it sees.
-        RuntimeError: as `Scheduler.play`; or policy servers died again and again.
+        ValueError, OSError: a policy cannot be loaded, or cannot use the observations.
+        RuntimeError: as `Scheduler.play`; or too many policy servers died.
     """
     cpus, weights_bytes = ray.cluster_resources().get("CPU", 1.0), sum(s.weights_bytes for s in sources.values())
     cast = Cast.of(options, cpus, episodes=len(episodes), weights_bytes=weights_bytes, use_gpu=use_gpu)

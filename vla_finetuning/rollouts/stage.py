@@ -1,6 +1,6 @@
-"""Episodes of an environment side by side in one process: chunks are executed here, and only decisions leave.
+"""Run several episodes of environments in one process: execute their chunks, and return their pending decisions.
 
-Knows gymnasium, and nothing of policies: a process that only simulates is small and starts fast.
+Imports gymnasium and no policy, so that a process which only simulates is small and starts fast.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from vla_finetuning.envs.protocol import (
 )
 from vla_finetuning.rollouts.episodes import ATTEMPTS, Ended, Failed, Playing
 
-# An environment that is not made after so long hangs. Some load gigabytes of meshes and compile them.
+# Time limit of making an environment. Some load gigabytes of meshes and compile them.
 MAKE_LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """An episode that waits for an action chunk: the `decision`-th of it, from 0."""
+    """A request for an action chunk: the `decision`-th of episode `number`, from 0."""
 
     number: int
     decision: int
@@ -45,13 +45,13 @@ class Decision:
 
 
 class Stage:
-    """Environments of some tasks, and the episodes that run in them.
+    """Environments of several tasks, and the episodes that run in them.
 
     Args:
-        makers: of each task's environment. The first is made at once: where none can be made, that is said here.
-        slots: how many episodes at once. Each has one environment, of the task of its last episode.
-        step_limit_s: the process ends when a step, or a reset but an environment's first, takes longer: what hangs
-            need not let Python raise.
+        makers: makers of environments, by task. The constructor makes the first one, to fail early.
+        slots: episodes at once. A slot has one environment, of the task of its last episode.
+        step_limit_s: seconds of a step, or of a reset but an environment's first, after which the process ends; Python
+            cannot interrupt a native call that hangs.
     """
 
     def __init__(self, makers: Mapping[str, Maker], slots: int, step_limit_s: float) -> None:
@@ -64,21 +64,21 @@ class Stage:
     def advance(
         self, begin: Sequence[Playing], chunks: Sequence[np.ndarray] | None = None
     ) -> tuple[tuple[list[Ended | Failed], list[Decision]], Observation | None]:
-        """Execute a chunk in each waiting episode, and begin others in free slots.
+        """Execute a chunk in each waiting episode, and begin episodes in free slots.
 
-        An episode whose environment raises begins anew in a new environment, ATTEMPTS times at most; others go on.
+        An episode whose environment raises is restarted in a new environment, up to ATTEMPTS times.
 
         Args:
-            begin: episodes, first those that have chunks already; those for which no slot becomes free are left alone.
-            chunks: float (T, A), for each of the last call's decisions; None if there was none.
+            begin: episodes to begin, those with chunks first; the rest is ignored when no slot is free.
+            chunks: a chunk, float (T, A), for each decision of the last call; None if there were none.
         Returns:
-            What ended, and what waits; and what those see, stacked.
+            The finished episodes and the pending decisions; and the stacked observations of the decisions.
         """
         started = time.perf_counter()
         ended, to_begin = list[Ended | Failed](), list(begin)
         for slot, chunk in zip(self._waiting, () if chunks is None else chunks, strict=True):
             slot.execute(chunk)
-        # Those that go on, before a slot becomes free: they keep their order, whatever ends.
+        # Begin restarted episodes before finished ones free their slots, so that their order is kept.
         for slot in self._slots:
             if slot.free and to_begin and to_begin[0].chunks:
                 slot.begin(to_begin.pop(0))
@@ -94,7 +94,7 @@ class Stage:
         return (ended, [slot.decision() for slot in self._waiting]), seen
 
     def take_seconds(self) -> tuple[float, float]:
-        """Return seconds that this process has simulated and rendered (`rendering_s`) since this was last called."""
+        """Return the seconds spent simulating and rendering (`rendering_s`) since the last call."""
         rendered_s = sum(slot.take_rendering_s() for slot in self._slots)
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s - rendered_s, rendered_s
@@ -112,7 +112,7 @@ class _Slot:
         self.free, self.over = True, False
 
     def make(self, task: str) -> None:
-        """Have the environment of a task, instead of another's."""
+        """Make the environment of a task, unless the slot has it."""
         if task == self._task:
             return
         if self._task is not None:
@@ -122,7 +122,7 @@ class _Slot:
         self._task, self._fresh = task, True
 
     def begin(self, playing: Playing) -> None:
-        """Reset the environment of the episode's task, and execute what the episode has executed already."""
+        """Reset the environment of the episode's task, and execute the chunks that the episode has already."""
         self._playing, self._chunks = playing, list(playing.chunks)
         self._try(self._begin)
 
@@ -136,8 +136,8 @@ class _Slot:
             try:
                 return play()
             except ContractError:
-                raise  # no other episode would fare better
-            except Exception as error:  # whatever an environment may raise, it is the result of its episode alone
+                raise  # all other episodes would fail alike
+            except Exception as error:  # an environment may raise anything, which ends its episode alone
                 self._forget()
                 if last:
                     self._failed = Failed(self._playing.number, f"{type(error).__name__}: {error}")
@@ -145,7 +145,7 @@ class _Slot:
             play = self._begin
 
     def _forget(self) -> None:
-        """Have the next episode's environment made anew."""
+        """Drop the environment, so that the next episode makes a new one."""
         if self._task is not None:
             close_quietly(self._env)
         self._task = None
@@ -160,7 +160,7 @@ class _Slot:
         self.free, self.over, self._fresh = False, False, False
         self._number, self._truncated = playing.number, False
         self._initial_state = state_hash(self._env, self.observation)
-        # Where LeRobot's evaluation looks, in its order.
+        # The same attributes in the same order as LeRobot's evaluation.
         self._instruction = str(attribute(self._env, "task_description", attribute(self._env, "task", "")))
         self._success = [bool(info.get("is_success", False))]
         self._rewards: list[float] = []
@@ -171,7 +171,7 @@ class _Slot:
             self._execute(chunk, look=number == len(self._chunks))
 
     def _execute(self, chunk: np.ndarray, look: bool = True) -> None:
-        """look: at what the last action leads to."""
+        """Step through a chunk; `look`: render after its last action."""
         if self._truncated:
             self.over = True
         for number, action in enumerate(chunk, 1):
@@ -187,7 +187,7 @@ class _Slot:
                 )
 
     def _may_be_last(self) -> bool:
-        """Return whether what comes after the next step must be seen, because the time may be over by then."""
+        """Return whether to render after the next step, because the step limit may end the episode."""
         limit = attribute(self._env, "_max_episode_steps")
         return self._playing.bootstraps and limit in (None, len(self._success))
 
@@ -214,7 +214,7 @@ class _Slot:
             self._failed = None
             return failed
         can_tell = self._env.has_wrapper_attr("state_hash") or looked(self._env)
-        # What was decided after the end brought no reward.
+        # The decision after a time limit has no reward.
         rewards = self._rewards[: len(self._rewards) - (self._truncated and self._playing.bootstraps)]
         return Ended(
             number=self._number,
@@ -242,7 +242,7 @@ class _Slot:
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """End the process, with its stacks on standard error, if the block takes longer."""
+    """End the process, with its stacks on standard error, if the block takes longer than `seconds`."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield
@@ -251,7 +251,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def _plain(value: Any) -> str | float | int | bool | None:
-    """Return a value as JSON has it, NaN and infinities as text; None if it is no single one."""
+    """Convert a scalar to JSON, NaN and infinities to text; return None for other values."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
