@@ -1,4 +1,4 @@
-"""Environments by their `--env.type`, as LeRobot names and configures them, and how a process makes one.
+"""Configure environments by their `--env.type`, as LeRobot names them, and return makers of them for other processes.
 
 Importing this module registers `two_bins` with LeRobot: `lerobot-eval
 --env.discover_packages_path=vla_finetuning.envs --env.type=two_bins` runs it too.
@@ -34,7 +34,7 @@ from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.options.environment import ENVIRONMENT_NAME
 
-# What LeRobot makes of what an environment shows.
+# LeRobot's key and feature type of each part of an observation.
 _SHOWN = {
     ACTION: (ACTION, FeatureType.ACTION),
     "pixels": (OBS_IMAGE, FeatureType.VISUAL),
@@ -44,7 +44,7 @@ _SHOWN = {
 
 
 def _features(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, PolicyFeature], dict[str, str]]:
-    """LeRobot's `features` and `features_map` of arrays of these shapes, by their names ("pixels/top")."""
+    """Return LeRobot's `features` and `features_map` for arrays of the given shapes, by name ("pixels/top")."""
     features = {key: PolicyFeature(_SHOWN[key.partition("/")[0]][1], shape) for key, shape in shapes.items()}
     return features, {key: f"{OBS_IMAGES}.{key.partition('/')[2]}" if "/" in key else _SHOWN[key][0] for key in shapes}
 
@@ -57,13 +57,13 @@ def _gantry_features() -> tuple[dict[str, PolicyFeature], dict[str, str]]:
 @EnvConfig.register_subclass("two_bins")
 @dataclass
 class TwoBinsConfig(EnvConfig):
-    """The demo's gantry (`two_bins.TwoBins`). Its only task says in every episode where to go."""
+    """Configuration of the demo's gantry (`two_bins.TwoBins`), whose only task has a new instruction per episode."""
 
     task: str | None = two_bins.GYM_ID.partition("/")[2]
     fps: int = FPS
     episode_length: int = EPISODE_LENGTH
     render_mode: str = "rgb_array"
-    # Whether an episode ends with its success; otherwise it goes on to episode_length.
+    # Whether an episode ends with its success instead of after episode_length.
     terminates: bool = True
     # Bins of four colours, square or round, named by colour, by side, by shape or by the other bin.
     many_instructions: bool = False
@@ -87,13 +87,13 @@ class TwoBinsConfig(EnvConfig):
 
 @dataclass
 class MetaworldConfig(MetaworldEnv):
-    """LeRobot's Meta-World (`metaworld.Metaworld`), at a size and in a quality asked for.
+    """Configuration of Meta-World (`metaworld.Metaworld`), with an image size and a rendering quality.
 
     `task` is a task, one of Meta-World's four groups (`easy`, `medium`, `hard`, `very_hard`), or several of these.
     """
 
     episode_length: int = metaworld.EPISODE_LENGTH
-    # Height and width of what the policy sees. LeRobot's own is always 480x480 in full quality.
+    # Height and width of the policy's images. LeRobot's are always 480x480 in full quality.
     image_size: tuple[int, int] = (480, 480)
     render_quality: str = "full"
 
@@ -122,7 +122,7 @@ class MetaworldConfig(MetaworldEnv):
         return {**options, "max_episode_steps": self.episode_length}
 
     def makers(self) -> dict[str, Maker]:
-        """Return makers as `task_makers`, by the names of Meta-World's tasks."""
+        """Return makers, as `task_makers`, by the names of Meta-World's tasks."""
         instructions, groups = metaworld_tasks()
         names = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
         tasks = list(dict.fromkeys(task for name in names for task in groups.get(name, [name])))
@@ -142,15 +142,15 @@ class MetaworldConfig(MetaworldEnv):
 @EnvConfig.register_subclass("gym")
 @dataclass
 class GymConfig(EnvConfig):
-    """Any environment that gymnasium registers: `--env.task NAMESPACE/Name-v0`, or `module:Name-v0`.
+    """Configuration of any environment that gymnasium registers: `--env.task NAMESPACE/Name-v0`, or `module:Name-v0`.
 
-    One is made on the driver: what its spaces, metadata and registration say is the rest of the configuration.
+    The constructor makes one environment, whose spaces, metadata and registration complete the configuration.
     """
 
     fps: int = 0
     episode_length: int | None = None
     features: dict[str, PolicyFeature] = field(default_factory=dict)
-    # Of its constructor.
+    # Arguments of the environment's constructor.
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -212,32 +212,33 @@ def _leaves_of(space: gymnasium.Space[Any], key: str = "") -> dict[str, gymnasiu
 
 
 def metaworld_tasks() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The instructions of Meta-World's tasks, and the tasks of each degree of difficulty: LeRobot's own lists."""
+    """Return the instruction of each Meta-World task, and the tasks of each difficulty, from LeRobot's lists."""
     metaworld_config = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
     return metaworld_config["TASK_DESCRIPTIONS"], metaworld_config["DIFFICULTY_TO_TASKS"]
 
 
-# An option of all environments, as LeRobot's parser has it.
+# Option of all environments, as in LeRobot's parser.
 DISCOVER = "--discover_packages_path="
-# What `--env.type` means here where LeRobot's own is more than a configuration.
+# Values of `--env.type` with a configuration of ours instead of LeRobot's.
 OURS: dict[str, type[EnvConfig]] = {"metaworld": MetaworldConfig}
-# Of --env.discover_packages_path, in this process; those that simulate import them, too.
+# Packages of --env.discover_packages_path in this process; stages import them too.
 _discovered: dict[str, None] = {}
 
 
 def is_own(config: EnvConfig) -> bool:
-    """Return whether an environment is neither LeRobot's nor ours."""
+    """Return whether an environment is the user's own, neither LeRobot's nor ours."""
     return isinstance(config, GymConfig) or not type(config).__module__.startswith(("lerobot.", "vla_finetuning."))
 
 
 def task_makers(config: EnvConfig) -> dict[str, Maker]:
-    """Return how a process makes each task's environment, as LeRobot's `make_env`, in LeRobot's order.
+    """Return a maker of each task's environment, equal to LeRobot's `make_env` and in its order.
 
-    Runs on the driver. An environment of one task goes by its type's name, `pusht`; Meta-World's tasks by their own,
-    `reach-v3`; others by suite and number, `libero_10/3`. Those that gymnasium registers are made without LeRobot.
+    Runs on the driver. An environment with one task is named by its type, `pusht`; Meta-World's tasks have their own
+    names, `reach-v3`; others have suite and number, `libero_10/3`. Makers of environments that gymnasium registers do
+    not import LeRobot.
 
     Raises:
-        ValueError: what the environment needs is not installed, or it has no such task.
+        ValueError: a package is not installed, or the environment has no such task.
     """
     own: dict[str, Any] = {}
     if is_own(config):
@@ -266,7 +267,7 @@ def _makers(config: EnvConfig) -> dict[str, Maker]:
 
 
 def longest_episode(config: EnvConfig) -> int | None:
-    """Steps after which an episode of any task ends; None where neither configuration nor environment say.
+    """Return the longest step limit of all tasks; None if neither configuration nor environment has one.
 
     Raises:
         ValueError: as `task_makers`.
@@ -279,9 +280,9 @@ def longest_episode(config: EnvConfig) -> int | None:
 
 
 def initial_state_counts(config: EnvConfig) -> dict[str, int]:
-    """Return how many initial states each task has, where it has a list of them; others draw theirs from the seed.
+    """Return the number of initial states of each task that has a list of them; other tasks draw theirs from the seed.
 
-    What says so is `initial_states` of a configuration, for all of its tasks, or of an environment: a count, or None.
+    The count is the attribute `initial_states` of the configuration, for all its tasks, or of an environment.
 
     Raises:
         ValueError: as `task_makers`.
@@ -302,28 +303,30 @@ def initial_state_counts(config: EnvConfig) -> dict[str, int]:
 
 
 def how_drawn(config: EnvConfig) -> dict[str, Any]:
-    """Return what decides how an environment's pictures look, where that can be chosen; JSON. Otherwise nothing."""
+    """Return the options that decide how an environment is rendered, as JSON; empty if there are none."""
     if not isinstance(config, MetaworldConfig):
         return {}
     return {"type": config.type, "image_size": list(config.image_size), "render_quality": config.render_quality}
 
 
 def drawn_for(folder: Path) -> Any:
-    """Return how the pictures that a policy was trained on were drawn, as its folder says, or None."""
+    """Return `how_drawn` of the images that a policy was trained on, from its folder, or None."""
     return read_json(folder / ENVIRONMENT_NAME).get("drawn")
 
 
 def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
-    """Refuse to show a policy other pictures of an environment than those that it is trained on.
+    """Refuse an environment that is rendered otherwise than the images that a policy was trained on.
 
     Args:
-        trained: `how_drawn` of those. path: says so.
+        trained: `how_drawn` of the training images.
+        config: configuration of the environment.
+        path: source of `trained`, for the message.
     Raises:
-        ValueError: with the flags that make them the same.
+        ValueError: names the flags that make both equal.
     """
     rendering = how_drawn(config)
     if not isinstance(trained, dict) or trained.get("type") != rendering.get("type"):
-        return  # recorded elsewhere, or not known
+        return  # recorded in another environment, or unknown
     if differ := {key: trained[key] for key in rendering if key in trained and trained[key] != rendering[key]}:
         flags = " ".join(f"--env.{key}={str(value).replace(' ', '')}" for key, value in differ.items())
         raise ValueError(
@@ -332,11 +335,11 @@ def check_drawn(trained: Any, config: EnvConfig, path: object) -> None:
 
 
 def _create_envs(config: EnvConfig) -> dict[str, dict[int, Any]]:
-    """Make LeRobot's vector environments, of one environment each, by suite and task."""
+    """Make LeRobot's vector environments, with one environment each, by suite and task."""
     choose_gl()
     printed = io.StringIO()
     try:
-        # LIBERO's first import asks at the terminal where its files are.
+        # LIBERO's first import asks in the terminal for the folder of its files.
         with contextlib.redirect_stdout(printed), _no_input():
             return config.create_envs(n_envs=1)
     except ImportError as error:
@@ -365,9 +368,9 @@ def _no_input() -> Iterator[None]:
 
 
 def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[Any, Any]:
-    """Make the environment of one task, which ends where LeRobot's evaluation ends it."""
+    """Make the environment of one task, with the step limit of LeRobot's evaluation."""
     changes: dict[str, Any] = {"task_ids": [task_id]} if hasattr(config, "task_ids") else {}
-    if suite in [name.strip() for name in str(config.task).split(",")]:  # not so where a name stands for several suites
+    if suite in [name.strip() for name in str(config.task).split(",")]:  # a name may stand for several suites
         changes["task"] = suite
     env = _create_envs(replace(config, **changes))[suite][task_id].envs[0]
     limit, env = getattr(env.unwrapped, "_max_episode_steps", None), _adapted(config, env)
@@ -375,15 +378,17 @@ def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[A
 
 
 def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-    """LeRobot's environment with what ours can do besides."""
+    """Wrap LeRobot's environment to render on demand, if it is LIBERO."""
     return DrawnOnDemand(env) if isinstance(config, LiberoEnv) else env
 
 
 def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:
-    """Return LeRobot's configuration of `--env.type` with the type's own options ("--episode_length=30").
+    """Return LeRobot's configuration of an environment.
 
-    "--discover_packages_path=PACKAGE" imports what registers it; installed packages lerobot_env_* are found anyway.
-
+    Args:
+        env_type: value of `--env.type`.
+        options: options of the type ("--episode_length=30"). "--discover_packages_path=PACKAGE" imports a package that
+            registers types; installed packages lerobot_env_* are imported anyway.
     Raises:
         ValueError: no such type or option, code from the Hub, or a package that cannot be imported.
     """

@@ -1,4 +1,4 @@
-"""What an environment must do (docs/simulators.md), checked while it is played. Knows gymnasium and numpy only."""
+"""Check the requirements on environments (docs/simulators.md) while they are played. Imports gymnasium and numpy."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from vla_finetuning.envs.protocol import (
     state_hash,
 )
 
-# What two resets with one seed may differ by where an environment has no `state_hash`: the rounding of a renderer or a
-# solver, not another scene.
+# Tolerances between two resets with one seed, without `state_hash`: the rounding of a renderer or a solver.
 GREY_LEVELS, TOLERANCE = 32, 1e-3
 
 
 class ContractError(ValueError):
-    """An environment does what no environment may: another attempt would do the same."""
+    """An environment breaks a requirement, so that another attempt would fail alike."""
 
 
 class Contract(gymnasium.Wrapper):
-    """An environment whose observations, rewards and infos are checked, and passed on as they are.
+    """A wrapper that checks observations, rewards and infos, and passes them on unchanged.
 
-    `reset` and `step` raise ContractError, and ValueError where what is observed is not finite: other scenes may be.
+    `reset` and `step` raise ContractError, and ValueError for an observation that is not finite, which may be the
+    fault of one scene.
 
     Args:
-        shapes: of what is observed, by its name, "pixels/top"; nothing is expected of other names.
-        is_own: also check that it has a step limit, and once in a process that its seed decides.
+        env: environment to check.
+        shapes: expected shapes by name, "pixels/top"; other names are not checked.
+        is_own: also check that there is a step limit and, once per process, that the seed decides the scene.
     """
 
     _repeats: ClassVar[bool] = False
@@ -120,11 +121,13 @@ def checked(
     module: str | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> gymnasium.Env[Any, Any]:
-    """Make an environment that keeps to the contract. Runs in a process that simulates.
+    """Make an environment wrapped in `Contract`. Runs in a stage.
 
     Args:
-        make: a pickled `Maker`. packages, module: which it needs, and which must be importable here. module: None where
-            the environment is LeRobot's or ours. shapes: as `Contract` takes them.
+        make: a pickled `Maker`.
+        packages: packages to import first.
+        module: module of the user's own environment; None for LeRobot's and ours.
+        shapes: as for `Contract`.
     """
     for package in packages:
         load_package(package)

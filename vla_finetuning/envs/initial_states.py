@@ -1,4 +1,4 @@
-"""Initial states of environments that have a list of them: which of the list train a policy, and which are held out."""
+"""Split an environment's list of initial states into states for training and held-out states for evaluation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class InitialStates:
-    """A task's list of initial states. Episode number k begins in state k modulo their count, as in LeRobot's LIBERO.
+    """A task's list of initial states. Episode k begins in state k modulo `count`, as in LeRobot's LIBERO.
 
     Attributes:
-        count: of the list. reserved: how many of the last states only evaluation uses; 0: all are used by both.
+        count: length of the list.
+        reserved: number of last states that only evaluation uses; 0: training and evaluation use all states.
     """
 
     count: int
@@ -18,20 +19,20 @@ class InitialStates:
 
     @property
     def trained(self) -> range:
-        """Return the states that training uses."""
+        """Return the indices of the states for training."""
         return range(self.count - self.reserved)
 
     @property
     def evaluated(self) -> range:
-        """Return the states that evaluation uses."""
+        """Return the indices of the states for evaluation."""
         return range(self.count - self.reserved, self.count) if self.reserved else range(self.count)
 
     def train_number(self, nth: int) -> int:
-        """Return the number of the n-th training episode, from 0: the states of training in turns."""
+        """Return the number of the n-th training episode, from 0; episodes cycle through the states for training."""
         return self._number(self.trained, nth)
 
     def eval_number(self, nth: int) -> int:
-        """Return the number of the n-th evaluation episode, from 0: the states of evaluation in turns, none twice."""
+        """Return the number of the n-th evaluation episode, from 0; episodes cycle through the states for evaluation."""
         return self._number(self.evaluated, nth)
 
     def _number(self, states: range, nth: int) -> int:
@@ -43,9 +44,10 @@ def reserve_last(counts: dict[str, int], reserved: int) -> dict[str, InitialStat
     """Reserve the last states of each task for evaluation.
 
     Args:
-        counts: initial states of each task. reserved: of each task.
+        counts: number of initial states of each task.
+        reserved: number of states to reserve, per task.
     Raises:
-        ValueError: a task would have none left to train on.
+        ValueError: a task would have no state for training.
     """
     for task, count in counts.items():
         if reserved >= count:

@@ -1,4 +1,4 @@
-"""LeRobot's LIBERO, rendered only on demand: its cameras take most of its time.
+"""Render LeRobot's LIBERO only on demand, because rendering takes most of its time.
 
 Imports gymnasium only. The caller wraps LeRobot's environment, which needs robosuite.
 """
@@ -17,11 +17,11 @@ Sensor = Callable[[Any], np.ndarray]
 
 
 class DrawnOnDemand(gymnasium.Wrapper):
-    """LeRobot's LIBERO with the same states and rewards, and the same images where they are requested.
+    """A wrapper of LeRobot's LIBERO with equal states, rewards and images that can be switched off.
 
     Attributes:
-        rendering: whether steps look through the cameras. Off, they show what was seen last.
-        rendering_s: seconds spent on that; the reader may reset it.
+        rendering: whether steps render the cameras; if not, observations repeat the last images.
+        rendering_s: seconds that steps spent rendering; the reader may reset it.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -30,13 +30,13 @@ class DrawnOnDemand(gymnasium.Wrapper):
 
     @property
     def initial_states(self) -> int | None:
-        """Return how many states LeRobot loaded for the task; None with `--env.init_states=false`."""
+        """Return the number of states that LeRobot loaded for the task; None with `--env.init_states=false`."""
         states = cast(Any, self.unwrapped)._init_states
         return None if states is None else len(states)
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         seen = self.env.reset(**options)
-        # A reset builds the simulation anew, and its sensors with it. robosuite tries those that it is given.
+        # A reset builds the simulation and its sensors anew. robosuite calls a new sensor once, to test it.
         inside, rendering, self.rendering = self._simulated(), self.rendering, False
         for name, observable in inside._observables.items():
             if observable.modality == "image" and not isinstance(observable._sensor, _Camera):
@@ -45,21 +45,21 @@ class DrawnOnDemand(gymnasium.Wrapper):
         return seen
 
     def state_hash(self) -> str:
-        """Return a digest of time, positions and velocities, as MuJoCo has them."""
+        """Return a digest of MuJoCo's time, positions and velocities."""
         return hashlib.sha256(np.asarray(self._simulated().sim.get_state().flatten()).tobytes()).hexdigest()[:16]
 
     def _simulated(self) -> Any:
-        """robosuite's environment: inside LIBERO's, inside LeRobot's."""
+        """Return robosuite's environment, which is inside LIBERO's, which is inside LeRobot's."""
         lerobots: Any = self.unwrapped
         return lerobots._env.env
 
 
 class _Camera:
-    """A sensor of robosuite's that shows the last image where rendering is off."""
+    """A robosuite sensor that returns the last image while rendering is off."""
 
     def __init__(self, env: DrawnOnDemand, draw: Sensor, last: np.ndarray) -> None:
         self._asked, self._draw, self._last = env, draw, last
-        self.__modality__ = "image"  # robosuite's name for what its decorator adds to a function
+        self.__modality__ = "image"  # attribute that robosuite's decorator adds
 
     def __call__(self, cache: Any) -> np.ndarray:
         if self._asked.rendering:

@@ -1,7 +1,7 @@
-"""Meta-World's 50 tasks as gymnasium environments: LeRobot's episodes, rendered only on demand.
+"""Provide Meta-World's 50 tasks as gymnasium environments with LeRobot's episodes, rendered only on demand.
 
-`configs` makes them for `--env.type metaworld`, `record` writes datasets of their scripted experts. Needs the packages
-of requirements-metaworld.txt, and no LeRobot: a process that only simulates is small and starts fast.
+`configs` makes them for `--env.type metaworld`, and `record.py` records their scripted experts. Needs the packages of
+requirements-metaworld.txt, but not LeRobot, so that a process which only simulates is small and starts fast.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ import numpy as np
 from gymnasium import spaces
 
 GYM_ID = "vla_finetuning/Metaworld-v0"
-# Meta-World's own: its environments refuse a step more.
+# Meta-World's environments refuse more steps.
 EPISODE_LENGTH = 500
 FPS = 80
-# LeRobot's view: from one corner, moved a little nearer, and turned over.
+# LeRobot's camera: Meta-World's corner camera moved nearer; images are rotated by 180 degrees.
 CAMERA, CAMERA_POSITION = "corner2", (0.75, 0.075, 0.7)
 OBS_TYPES = ("pixels", "pixels_agent_pos", "environment_state_agent_pos")
-# "full": as MuJoCo draws, and LeRobot. "fast": without shadows and multisampling; on CPUs an eighth of the time.
+# "full": MuJoCo's default, like LeRobot. "fast": no shadows and no multisampling, an eighth of the time on CPUs.
 QUALITIES = ("full", "fast")
 
 
 class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
     """A Sawyer arm, a table and a task, for instance `reach-v3`.
 
-    An action is how far the gripper goes in x, y, z (1 is a centimetre) and the force of its fingers, float (4,) in
-    [-1, 1]. The episode ends with the first step of success. Where things are is a function of `reset(seed=...)`
-    alone; seeds, states and, at 480x480 in full quality, pictures are those of LeRobot 0.6.1's `MetaworldEnv`.
+    An action is the gripper's motion in x, y, z (1 is a centimetre) and the force of its fingers, float (4,) in
+    [-1, 1]. The episode ends with the first successful step. The scene is a function of `reset(seed=...)` alone. Seeds,
+    states and, at 480x480 in full quality, images equal those of LeRobot 0.6.1's `MetaworldEnv`.
 
     Args:
-        task: by Meta-World's name.
-        instruction: for the policy.
-        obs_type: what is observed. `pixels`: the camera, uint8 (H, W, 3). `agent_pos`: where the gripper is, in metres,
-            and how far it is open, float64 (4,). `environment_state`: what scripted experts see, float64 (39,).
-        image_size: H, W. quality: of QUALITIES.
+        task: Meta-World's name of the task.
+        instruction: instruction for the policy.
+        obs_type: observed parts, one of OBS_TYPES. `pixels`: the camera, uint8 (H, W, 3). `agent_pos`: the gripper's
+            position in metres and its opening, float64 (4,). `environment_state`: the input of scripted experts,
+            float64 (39,).
+        image_size: height and width in pixels.
+        quality: one of QUALITIES.
     Attributes:
-        rendering: whether steps look through the camera. Off, images are black.
+        rendering: whether steps render the camera; if not, images are black.
         rendering_s: seconds that steps spent rendering; the reader may reset it.
-        environment_state: as above, of the last step.
+        environment_state: input of scripted experts after the last step, float64 (39,).
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
@@ -71,7 +73,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._size, self._quality = tuple(image_size), quality
         env_class = ALL_V3_ENVIRONMENTS[task]
         self._env = env_class()
-        # Meta-World's way of saying that goals are seen. Which goal it names does not matter: each reset draws one.
+        # A task makes the goal observable. Its own goal has no effect, because each reset draws another.
         named = {"env_cls": env_class, "rand_vec": None, "partially_observable": False}
         self._env.set_task(Task(task, pickle.dumps(named)))
         self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True
@@ -104,7 +106,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observation(), float(reward), success, truncated, {**info, "is_success": success}
 
     def render(self) -> np.ndarray:  # type: ignore[override]
-        """Render what the camera sees now, uint8 (H, W, 3)."""
+        """Render the camera, uint8 (H, W, 3)."""
         import mujoco
 
         model = self._env.model
@@ -118,7 +120,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._renderer.render()[::-1, ::-1].copy()
 
     def expert_action(self) -> np.ndarray:
-        """Return what `expert` does now, float32 (4,), where nobody else has acted: it may remember."""
+        """Return the action of `expert`, float32 (4,); it may have a memory, so let it act in the whole episode."""
         self._expert = self._expert or expert(self.task)
         return self._expert(self.environment_state)
 
@@ -129,7 +131,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._env.close()
 
     def state_hash(self) -> str:
-        """Sixteen hex digits of where everything is, how fast it moves, and where it is to go."""
+        """Return 16 hex digits of all positions, velocities and the goal."""
         data = self._env.data
         parts = (data.qpos, data.qvel, data.mocap_pos, self.environment_state)
         return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()[:16]
@@ -149,9 +151,9 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
 
 
 def expert(task: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Return Meta-World's scripted expert of a task: an environment's state (39,) to an action, float32 (4,).
+    """Return Meta-World's scripted expert of a task: a function from a state (39,) to an action, float32 (4,).
 
-    It is cut to [-1, 1], which the environment executes, so that a dataset holds what was done.
+    Actions are clipped to [-1, 1], as the environment does, so that datasets hold the executed actions.
     """
     from metaworld.policies import ENV_POLICY_MAP
 

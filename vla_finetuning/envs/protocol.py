@@ -1,16 +1,16 @@
-"""The protocol of environments: what the project asks of a simulator beside gymnasium's own interface.
+"""Define the protocol of environments: requirements and optional attributes beyond gymnasium's own interface.
 
-A simulator is a `gymnasium.Env` whose observations are LeRobot's: `pixels`, uint8 (H, W, 3) or a dict of these by
-camera, and vectors such as `agent_pos`. `info["is_success"]` says whether it has succeeded; `contract.Contract` checks
-that while it is played. These attributes are optional; without them an environment is played all the same:
+A simulator is a `gymnasium.Env` with LeRobot's observations: `pixels`, uint8 (H, W, 3) or a dict of these by camera,
+and vectors such as `agent_pos`. `info["is_success"]` tells success. `contract.Contract` checks this while an
+environment is played. These attributes are optional:
 
     task_description  str, the instruction, new in each episode
-    state_hash()      str, tells states from each other; else a digest of what is observed
-    rendering         bool, settable: whether the next steps look through the cameras
+    state_hash()      str, identifies the state; default: a digest of the observation
+    rendering         bool, settable: whether the next steps render the cameras
     rendering_s       float, settable: seconds spent rendering
-    initial_states    int, the length of its list of initial states; `unwrapped.init_state_id` chooses one
-    expert_action()   (A,), what a scripted expert does next, for record.py
-    subtask           str, what it is at in this frame, for record.py
+    initial_states    int, the length of its list of initial states; `unwrapped.init_state_id` selects one
+    expert_action()   (A,), the next action of a scripted expert, for record.py
+    subtask           str, the expert's current subtask, for record.py
     robot_type        str, and dimension_names {LeRobot's key: names of its dimensions}, for recorded datasets
 
 Its configuration is a LeRobot `EnvConfig`; `configs.task_makers` makes environments of it.
@@ -33,30 +33,30 @@ from typing import Any, cast
 import gymnasium
 import numpy as np
 
-# As gymnasium returns them, and stacked: nested dicts of arrays.
+# Nested dicts of arrays, as gymnasium returns them or stacked.
 Observation = dict[str, Any]
-# Makes a task's environment; can be pickled.
+# Picklable function that makes a task's environment.
 Maker = Callable[[], gymnasium.Env[Any, Any]]
 
 
 def attribute(env: gymnasium.Env[Any, Any], name: str, default: Any = None) -> Any:
-    """Return an optional attribute of an environment or of what it wraps."""
+    """Return an optional attribute of an environment or of the environments that it wraps."""
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
 
 
 def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
-    """Have the next reset begin from a state of the environment's list, where it has one."""
+    """Select the initial state of the next reset, if the environment has a list of them."""
     if hasattr(env.unwrapped, "init_state_id"):
         cast(Any, env.unwrapped).init_state_id = number
 
 
 def look_on_demand(env: gymnasium.Env[Any, Any], look: bool) -> None:
-    """Set whether the next steps look through the cameras, on which most environments spend their time."""
+    """Set whether the next steps render the cameras, which takes most of many environments' time."""
     env.set_wrapper_attr("rendering", look, force=False)
 
 
 def looked(env: gymnasium.Env[Any, Any]) -> bool:
-    """Return whether the images observed last are of the state that it is in."""
+    """Return whether the last images show the current state."""
     return bool(attribute(env, "rendering", True))
 
 
@@ -67,7 +67,7 @@ def close_quietly(env: gymnasium.Env[Any, Any]) -> None:
 
 
 def choose_gl() -> None:
-    """Have simulators draw without a screen, Mesa with one thread. Call before they are imported: they look then."""
+    """Select off-screen rendering, with one thread in Mesa. Call it before simulators are imported."""
     os.environ.setdefault("LP_NUM_THREADS", "1")
     if sys.platform != "linux" or "MUJOCO_GL" in os.environ:
         return
@@ -80,7 +80,7 @@ def choose_gl() -> None:
 
 
 def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
-    """Return what tells an environment's state from others: its `state_hash()`, or a digest of what is observed."""
+    """Return a hash of an environment's state: its `state_hash()`, or a digest of the observation."""
     if env.has_wrapper_attr("state_hash"):
         return str(env.get_wrapper_attr("state_hash")())
     digest = hashlib.sha256()
@@ -94,7 +94,7 @@ def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
 
 
 def map_arrays(function: Callable[..., np.ndarray], *observations: Observation) -> Observation:
-    """Return what a function makes of the arrays that observations have by one name, by this name."""
+    """Apply a function to the arrays of each name in all observations; return the results by name."""
     mapped = {}
     for key, first in observations[0].items():
         values = [observation[key] for observation in observations]
@@ -103,12 +103,12 @@ def map_arrays(function: Callable[..., np.ndarray], *observations: Observation) 
 
 
 def stack(observations: Sequence[Observation]) -> Observation:
-    """Return N observations as one of N rows."""
+    """Stack N observations into one with N rows."""
     return map_arrays(lambda *arrays: np.stack(arrays), *observations)
 
 
 def concatenate(observations: Sequence[Observation]) -> Observation:
-    """Return stacked observations as one, row after row."""
+    """Concatenate stacked observations."""
     return map_arrays(lambda *arrays: np.concatenate(arrays), *observations)
 
 
@@ -118,14 +118,14 @@ def select_rows(observation: Observation, rows: Sequence[int]) -> Observation:
 
 
 def leaves(observation: Any, key: str = "") -> list[tuple[str, np.ndarray]]:
-    """Return the arrays of an observation after their names, "pixels/top"."""
+    """Return (name, array) of each array of an observation, for instance "pixels/top"."""
     if isinstance(observation, Mapping):
         return [leaf for name, part in observation.items() for leaf in leaves(part, f"{key}/{name}".lstrip("/"))]
     return [(key, np.asarray(observation))]
 
 
 def load_module(name: str, label: str = "") -> ModuleType:
-    """Import the module of an environment. Raises ValueError, beginning with `label`, where it cannot be imported."""
+    """Import the module of an environment; raise ValueError, whose message begins with `label`, if that fails."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -136,10 +136,10 @@ def load_module(name: str, label: str = "") -> ModuleType:
 
 
 def load_package(name: str) -> None:
-    """Import a package and its modules, which register their environments, as LeRobot's --env.discover_packages_path.
+    """Import a package and its modules, which register environments, like LeRobot's --env.discover_packages_path.
 
     Raises:
-        ValueError: it cannot be imported here.
+        ValueError: the package or a module cannot be imported.
     """
     label = f"--env.discover_packages_path={name}:"
     for module in pkgutil.iter_modules(getattr(load_module(name, label), "__path__", ()), f"{name}."):

@@ -1,7 +1,7 @@
-"""The demo's gantry in a closed loop, as a gymnasium environment: `vla_finetuning/TwoBins-v0`.
+"""Simulate the demo's gantry as a gymnasium environment: `vla_finetuning/TwoBins-v0`.
 
-Importing this module registers it with gymnasium; `configs` registers it with LeRobot. Needs neither LeRobot nor torch,
-so that a process which only simulates starts in half a second.
+Importing this module registers it with gymnasium; `configs` registers it with LeRobot. Imports neither LeRobot nor
+torch, so that a process which only simulates starts in half a second.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vla_finetuning.envs import two_bins_scene
 from vla_finetuning.envs.two_bins_scene import HIGH, INSTRUCTIONS, LOW, MANY_COLOURS, draw_scene
 
 GYM_ID = "vla_finetuning/TwoBins-v0"
-# Within so much of the bin's middle, the gripper (4 cm wide) is wholly over the bin (15 cm wide). It need not stop: at
-# full speed, 4 frames fit into 9 of the 10 cm.
+# Within this distance of the bin's centre, the gripper (4 cm wide) is wholly over the bin (15 cm wide). At full speed
+# it needs 4 frames for 9 of the 10 cm, so it succeeds without stopping.
 GOAL_RADIUS_CM = 5.0
 RENDER_SCALE = 4
 
@@ -28,20 +28,20 @@ RENDER_SCALE = 4
 class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     """A gantry, two bins, and an instruction that names one of them.
 
-    An action is where the gripper is to go, float (3,) in cm. It goes there as fast as the drives can, and no further
-    than they reach. The episode ends when the gripper has stayed within `GOAL_RADIUS_CM` of a bin's middle for
-    `DWELL_FRAMES` frames in a row: a success, and reward 1, if it is the bin of the instruction. `info["reached"]` is
-    the colour of that bin, "" before, and while the gripper is elsewhere. Scene and instruction are functions of
-    `reset(seed=...)` alone.
+    An action is the gripper's target, float (3,) in cm; speed and range of the drives are limited. The episode ends
+    when the gripper has stayed within `GOAL_RADIUS_CM` of a bin's centre for `DWELL_FRAMES` frames in a row. It is a
+    success, with reward 1, if the instruction names this bin. `info["reached"]` is the colour of this bin while the
+    gripper stays, else "". Scene and instruction are functions of `reset(seed=...)` alone.
 
     Args:
-        terminates: whether an episode ends there; otherwise it goes on to its time limit, so that success at the end is
-            to have stayed.
-        many_instructions: bins have two of four colours and are square or round, and the instruction names one by its
-            colour, its side, its shape, or the other bin (`Scene.many_instructions`).
+        render_mode: "rgb_array" or None.
+        terminates: whether an episode ends over a bin; if not, it lasts to its step limit, and success at the end means
+            that the gripper has stayed.
+        many_instructions: whether bins have two of four colours and are square or round, and the instruction names one
+            by its colour, its side, its shape, or the other bin (`Scene.many_instructions`).
     Attributes:
-        rendering: whether steps look through the cameras. Off, images are black.
-        rendering_s: seconds spent on that; the reader may reset it.
+        rendering: whether steps render the cameras; if not, images are black.
+        rendering_s: seconds that steps spent rendering; the reader may reset it.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": two_bins_scene.FPS}
@@ -66,13 +66,13 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     @property
     def subtask(self) -> str:
-        """What the demonstrator is at in this frame: which bin is meant, by its colour, and whether it is there."""
+        """Return the demonstrator's subtask in this frame."""
         before, after = self.subtasks(self.task)
         return after if self._frames_over[self.task] else before
 
     @staticmethod
     def subtasks(colour: str) -> tuple[str, str]:
-        """Return what the demonstrator is at before and after it is over the bin of a colour."""
+        """Return the demonstrator's subtasks before and after it reaches the bin of a colour."""
         return f"move to the {colour} bin", f"stay over the {colour} bin"
 
     def reset(
@@ -106,19 +106,19 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observation(), float(info["is_success"]), self._terminates and bool(info["reached"]), False, info
 
     def render(self) -> np.ndarray | None:  # type: ignore[override]
-        """The table from above, uint8 (H, W, 3), larger than the policy sees it."""
+        """Return the table from above, uint8 (H, W, 3), larger than in observations."""
         if self.render_mode is None:
             return None
         above = next(iter(two_bins_scene.render(self._scene, self._state).values()))
         return above.repeat(RENDER_SCALE, 0).repeat(RENDER_SCALE, 1)
 
     def expert_action(self) -> np.ndarray:
-        """Return what the demonstrator does in this frame, where nobody else has acted; float32 (3,)."""
+        """Return the demonstrator's action in this frame, float32 (3,), if it alone has acted in the episode."""
         _, actions = two_bins_scene.demonstrate(self._scene, self.task)
         return actions[min(self._frame, len(actions) - 1)]
 
     def state_hash(self) -> str:
-        """Sixteen hex digits of everything that decides what happens next."""
+        """Return 16 hex digits of the complete state."""
         scene = [self._scene.left, self._scene.right, self.task, self._frames_over, self._state.tolist()]
         scene += [] if self._terminates else [self._stayed]
         scene += [self.task_description, self._scene.left_shape, self._scene.right_shape] if self._many else []

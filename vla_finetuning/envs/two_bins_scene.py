@@ -1,7 +1,7 @@
-"""Two bins on a table: the scene that the demo's datasets show and that its policies are tried in, and its gantry.
+"""Draw the scene of the demo's datasets and environment, two bins on a table, and move its gantry.
 
-A robot moves its gripper over one of two bins. Which bin is red and which is blue changes from scene to scene, and only
-the cameras show it; which of them to go to, only the instruction says. Knows nothing but numpy.
+A robot moves its gripper over one of two bins. Only the cameras show which bin is red and which is blue, and only the
+instruction names the goal. Imports numpy only.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TABLE_X, TABLE_Y, TABLE_Z = (-30.0, 30.0), (0.0, 40.0), (0.0, 20.0)
 BINS = {"left": (-18.0, 28.0, 3.0), "right": (18.0, 28.0, 3.0)}
 BIN_HALF_WIDTH, GRIPPER_HALF_WIDTH = 7.5, 2.0
 WRIST_HALF_VIEW = 10.0
-DWELL_S = 0.4  # over the bin, before the episode ends
+DWELL_S = 0.4  # time over the bin, after which the episode ends
 # Demonstrations take at most 2.3 s.
 EPISODE_S = 4.0
 
 COLOURS = {"red": (200, 40, 40), "blue": (40, 70, 200), "table": (170, 165, 150), "gripper": (30, 30, 30)}
-# Of bins where there are many instructions.
+# Colours of bins with many instructions.
 MANY_COLOURS = {"red": COLOURS["red"], "blue": COLOURS["blue"], "green": (50, 150, 70), "yellow": (225, 195, 50)}
 COLOURS |= MANY_COLOURS
 SHAPES = ("square", "round")
@@ -32,7 +32,7 @@ SHAPES = ("square", "round")
 
 @dataclass(frozen=True)
 class Scene:
-    """What an episode's cameras see before the robot moves: each bin's colour and shape, and the gripper's position."""
+    """An episode's initial scene: each bin's colour and shape, and the gripper's position in cm."""
 
     left: str
     right: str
@@ -42,7 +42,7 @@ class Scene:
 
     @property
     def many_instructions(self) -> dict[str, str]:
-        """Return all that can be said of the scene, by colour, side, shape or the other bin -> that bin's colour."""
+        """Return all instructions, by colour, side, shape or the other bin, and the colour of the bin of each."""
         named = {f"go to the {colour} bin": colour for colour in (self.left, self.right)}
         sides = {"go to the left bin": self.left, "go to the right bin": self.right}
         shapes = {f"go to the {self.left_shape} bin": self.left, f"go to the {self.right_shape} bin": self.right}
@@ -51,15 +51,16 @@ class Scene:
         return named | sides | (shapes if self.left_shape != self.right_shape else {}) | others
 
     def place(self, colour: str) -> tuple[float, float, float]:
-        """Return where the gripper is over the bin of a colour, in cm."""
+        """Return the gripper's position over the bin of a colour, in cm."""
         return BINS["left" if self.left == colour else "right"]
 
 
 def draw_scene(rng: np.random.Generator, many_colours: bool = False) -> Scene:
-    """Draw a scene: which bin is red, and the gripper anywhere on the robot's side of the table.
+    """Draw a random scene: the sides of the red and the blue bin, and the gripper on the robot's side of the table.
 
     Args:
-        many_colours: draw both bins' colours, two of the four of `MANY_COLOURS`, and their shapes.
+        rng: random generator.
+        many_colours: also draw both bins' colours, two of the four of `MANY_COLOURS`, and their shapes.
     """
     shapes: Sequence[str] = ()
     if many_colours:
@@ -75,21 +76,21 @@ def draw_scene(rng: np.random.Generator, many_colours: bool = False) -> Scene:
 
 ROBOT_TYPE, FPS = "tabletop_gantry", 10
 AXES = ["x_cm", "y_cm", "z_cm"]
-# What it can reach.
+# Range of the gripper.
 LOW, HIGH = (np.array(limits, np.float32) for limits in zip(TABLE_X, TABLE_Y, TABLE_Z, strict=True))
 CAMERAS = {"top": (64, 96), "front": (56, 56), "wrist": (48, 48)}
 SPEED_CM_PER_FRAME = 2.5
-# The most that the drives move in a frame.
+# Limit of the drives.
 MAX_CM_PER_FRAME = 3.0
-# Frames in a row over a bin after which an episode ends, and after which it ends in any case.
+# Consecutive frames over a bin that end an episode, and the step limit.
 DWELL_FRAMES, EPISODE_LENGTH = round(DWELL_S * FPS), round(EPISODE_S * FPS)
 
 
 def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
-    """Move straight to the bin of a colour at constant speed, and stay there for a moment.
+    """Move straight to the bin of a colour at constant speed, and stay there for DWELL_FRAMES + 1 frames.
 
     Returns:
-        State and action, float32 (N, 3), in cm: the gripper's position, and its target one frame later.
+        States and actions, float32 (N, 3), in cm: the gripper's position, and its position one frame later.
     """
     begin, end = np.array(scene.start), np.array(scene.place(colour))
     distance = float(np.linalg.norm(end - begin))
@@ -100,7 +101,7 @@ def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def move(position: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Go straight to a target, at most `MAX_CM_PER_FRAME`."""
+    """Move straight towards a target, at most `MAX_CM_PER_FRAME`."""
     way = target - position
     share = MAX_CM_PER_FRAME / max(float(np.linalg.norm(way)), MAX_CM_PER_FRAME)
     return position + way * np.float32(share)
@@ -109,8 +110,8 @@ def move(position: np.ndarray, target: np.ndarray) -> np.ndarray:
 def render(scene: Scene, position: np.ndarray) -> dict[str, np.ndarray]:
     """Return the three cameras' images of the gripper at `position`, uint8 (H, W, 3) each.
 
-    The top camera looks down on the table, the front camera along it, the wrist camera straight down from the gripper
-    on what is near. A round bin is round from above alone.
+    The top camera looks down on the table, the front camera along it, the wrist camera straight down from the gripper.
+    A round bin is round from above only.
     """
     x, y, z = (float(value) for value in position)
     table, front = [], []
@@ -127,7 +128,7 @@ def render(scene: Scene, position: np.ndarray) -> dict[str, np.ndarray]:
 
 
 class Patch(NamedTuple):
-    """What `draw` draws: its centre and half its width in cm, one of `COLOURS` and one of `SHAPES`."""
+    """A shape for `draw`: its centre and half its width in cm, one of `COLOURS` and one of `SHAPES`."""
 
     across: float
     up: float

@@ -1,4 +1,4 @@
-"""Writing datasets with videos by LeRobot's own writer."""
+"""Write and merge datasets with videos by LeRobot's own code, without its side effects."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def writing_videos() -> Iterator[None]:
-    """Keep LeRobot quiet while it writes a dataset, and undo what its AV1 encoder does to this process.
+    """Silence LeRobot while it writes a dataset, and reset the thread priorities that its AV1 encoder changes.
 
-    Under root, as in a container, SVT-AV1 3.0 makes the thread that encodes a real-time one of the highest priority
-    (SCHED_FIFO 99). Whatever starts from it inherits that, a whole Ray cluster: threads that spin never let others run.
+    Under root, as in a container, SVT-AV1 3.0 gives the encoding thread real-time priority (SCHED_FIFO 99). All its
+    child processes inherit it, even a Ray cluster, whose spinning threads then starve others.
     """
     import av
     from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -35,16 +35,16 @@ def writing_videos() -> Iterator[None]:
 
 
 def merge_datasets(repo_id: str, folders: Sequence[Path], root: Path) -> None:
-    """Datasets of one kind to one, by LeRobot's own merging; videos are copied, not encoded again."""
+    """Merge datasets with equal features into one, by LeRobot's own code; videos are copied, not encoded again."""
     from lerobot.datasets.aggregate import aggregate_datasets
 
-    with writing_videos():  # as quiet
+    with writing_videos():  # for its silence
         aggregate_datasets([repo_id] * len(folders), repo_id, roots=list(folders), aggr_root=root)
 
 
 def _set_ordinary_priority(excluded: set[int]) -> None:
-    """Undo real-time scheduling of this process's threads, except of `excluded`."""
-    empty = 0  # Linux may leave a living thread out of a listing while others end: look until two in a row have none
+    """Reset real-time scheduling of this process's threads, except of `excluded`."""
+    empty = 0  # Linux may omit a living thread from a listing while others end, so require two empty listings
     while empty < 2:
         threads = _real_time_threads() - excluded
         empty = 0 if threads else empty + 1
@@ -54,7 +54,7 @@ def _set_ordinary_priority(excluded: set[int]) -> None:
 
 
 def _real_time_threads() -> set[int]:
-    """Return the ids of this process's threads that Linux runs before all others; empty on other systems."""
+    """Return the ids of this process's threads with real-time scheduling; empty on other systems than Linux."""
     threads = set()
     for thread in map(int, os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ()):
         with contextlib.suppress(ProcessLookupError):
