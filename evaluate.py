@@ -1,11 +1,11 @@
-"""Measure how often a policy succeeds in an environment, on one laptop or a cluster.
+"""Measure a policy's success rate in an environment, on one laptop or a cluster.
 
     python evaluate.py --policy.path outputs/demo/pretrained_model --env.type two_bins --eval.n_episodes 60 \
         --output_dir outputs/trial
     python evaluate.py --compare outputs/trial outputs/another
 
-Flags that `lerobot-eval` has are its own. OUTPUT_DIR/episodes.jsonl has a line for every episode, and report.html shows
-what came of them, failures first; an evaluation that was killed goes on there when it is given again.
+Flags of `lerobot-eval` keep their names. OUTPUT_DIR/episodes.jsonl has a line for every episode, and report.html shows
+the results with films, failures first. The same command resumes an evaluation that was killed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from vla_finetuning.terminal import print_safe, print_safe_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 it failed or an episode ended in an error, 2 it could not start."""
+    """Run the program; return the exit status: 0 done, 1 failed or an episode ended in an error, 2 not started."""
     return run_program(EVALUATE, argv, prepare)
 
 
 def prepare(argv: list[str], stack: ExitStack) -> Work:
-    """Resolve the evaluation; or compare two that are done."""
+    """Resolve the evaluation, or compare two finished ones."""
     if argv[0] == "--compare":
         if len(argv) != 3:
             raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")

@@ -4,9 +4,9 @@
         --root data/reach_push
     python record.py --env.type two_bins --episodes 80 --root data/two_bins
 
-Plays --episodes episodes of each task and keeps those in which the expert succeeds. The first seed (--seed) is 100000,
-far from those of evaluate.py. meta/environment.json says how the camera drew, and every policy trained on the dataset
-carries that along: evaluate.py refuses to show it other pictures.
+Plays --episodes episodes of each task and keeps the successful ones. The default of the first seed (--seed) is 100000,
+far from the seeds of evaluate.py. meta/environment.json holds the rendering options. Policies trained on the dataset
+keep them, and evaluate.py refuses to show these policies other images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vla_finetuning.terminal import print_safe_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 it failed, 2 it could not start."""
+    """Run the program; return the exit status: 0 done, 1 failed, 2 not started."""
     return run_program(RECORD, argv, prepare)
 
 

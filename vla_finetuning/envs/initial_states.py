@@ -28,11 +28,11 @@ class InitialStates:
         return range(self.count - self.reserved, self.count) if self.reserved else range(self.count)
 
     def train_number(self, nth: int) -> int:
-        """Return the number of the n-th training episode, from 0; episodes cycle through the states for training."""
+        """Return the number of the n-th training episode, from 0; episodes cycle through the training states."""
         return self._number(self.trained, nth)
 
     def eval_number(self, nth: int) -> int:
-        """Return the number of the n-th evaluation episode, from 0; episodes cycle through the states for evaluation."""
+        """Return the number of the n-th evaluation episode, from 0; episodes cycle through the evaluation states."""
         return self._number(self.evaluated, nth)
 
     def _number(self, states: range, nth: int) -> int:

@@ -1,4 +1,4 @@
-"""All that is measured of a run's policy: in its environment beside the training, on held-out rows after it."""
+"""Measure a run's policy: in its environment beside the training, and on held-out rows after it (vla.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vla_finetuning.terminal import print_safe, print_safe_error, print_safe_tex
 
 
 class Evaluation:
-    """Measures a run's policy. `policy_at` reads that of a checkpoint. Raises ValueError as `Evaluator`."""
+    """The evaluations of a run; `policy_at` loads the policy of a checkpoint. Raises ValueError as `Evaluator`."""
 
     def __init__(self, run: Run, policy_at: PolicyAt) -> None:
         self._in_environment = Evaluator(run, policy_at) if run.config.env_type else None
@@ -32,18 +32,18 @@ class Evaluation:
         return self._in_environment.beside(run, data) if self._in_environment else contextlib.nullcontext()
 
     def after(self, run: Run) -> int:
-        """Evaluate what training has left. Returns the exit status: 0, or 5 where something could not be evaluated."""
+        """Evaluate the trained policy; return the exit status: 0, or 5 if an evaluation failed."""
         status = evaluate_trained(run) if run.rows.any_held_out else 0
         return (self._in_environment.finish() if self._in_environment else 0) or status
 
     def close(self) -> None:
-        """Stop playing; a resumed run plays the rest."""
+        """Stop the evaluations; a resumed run finishes them."""
         if self._in_environment:
             self._in_environment.close()
 
 
 def evaluate_trained(run: Run) -> int:
-    """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
+    """Print the open-loop error on held-out episodes, and the demo's success; return the exit status."""
     if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
         print_safe(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
         return 0

@@ -1,4 +1,4 @@
-"""What the demo ends with: its policies in the loop on unseen scenes, and what they owe to their eyes and ears."""
+"""Evaluate the demo's policy in its environment on unseen scenes, with ablations of images and instructions."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ LABELS = {
     "other_instruction": "trained, with the other instruction",
     "blindfolded": "trained, blindfolded",
 }
-# Of episodes that the trained policy fails in, so many are shown.
+# Films of episodes in which the trained policy fails.
 FAILURES_SHOWN = 4
 
 
 def is_demo(config: Config, policy: PolicySpec) -> bool:
-    """Return whether a run is on the demo's own dataset, in whose scene its policy can play."""
+    """Return whether a run trains on the demo's dataset a policy that can play in its environment."""
     on_demo_dataset = config.preset == "demo" and not config.is_rehearsal
-    return on_demo_dataset and not family_of(policy.config).remembers(policy.config)  # otherwise `check_fits` refuses
+    return on_demo_dataset and not family_of(policy.config).remembers(policy.config)  # `check_fits` refuses these
 
 
 def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Play the trained policy, and what it is compared with, on the same unseen scenes.
+    """Play the trained policy under all conditions, and the base policy, on the same unseen scenes.
 
     Runs on the driver, joined to the run's cluster.
 
     Returns:
         `{"trained", "untrained" (if the run had weights to start from), "other_instruction", "blindfolded"}`, each a
-        `score` with its `label`, success being that of the scene's own instruction; in how many episodes the policy
-        `went_where_told` with the other one, and `went_to_a_bin` when blindfolded. And what `make_films` says of a
-        scene for each instruction under all conditions, and of some in which the trained policy failed.
+        `score` with its `label`; success always means the scene's own instruction. `went_where_told` counts episodes
+        that followed the other instruction, and `went_to_a_bin` blindfolded episodes that reached a bin. And the
+        result of `make_films`: one scene per instruction under all conditions, and some failures.
     Raises:
-        ValueError: a policy that cannot play.
+        ValueError: a policy cannot play in the environment.
     """
     exported = fetched_for_good(job.output_dir / "pretrained_model")
     # Episodes go on after success, so that the table says whether the gripper stays.
@@ -92,7 +92,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
 
 
 def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return the first scene of each instruction under every condition, then failures of the trained policy."""
+    """Select the first scene of each instruction under every condition, then failures of the trained policy."""
     played = sorted(lines, key=lambda line: (line["seed"], names.index(line["condition"])))
     first = {line["instruction"]: line["seed"] for line in reversed(played)}
     compared = [line for line in played if line["seed"] in first.values()]
@@ -101,7 +101,7 @@ def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[M
 
 
 def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table that the demo ends with."""
+    """Format the scores as the demo's final table."""
     width = max(len(score["label"]) for score in scores.values())
     lines = [f"Success in the loop on {SCENES} scenes that are not in the dataset (95 % interval)"]
     for score in scores.values():

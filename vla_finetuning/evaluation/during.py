@@ -1,8 +1,9 @@
-"""Checkpoints of a run in its environment (`--env.type`), by processes beside the training, which waits for none.
+"""Evaluate a run's checkpoints in its environment (`--env.type`), in processes beside the training.
 
-Runs on the driver, in a thread. `OUTPUT_DIR/evaluations.jsonl` has a line for each checkpoint that has played, and a
-folder beside it its episodes; checkpoints stay until they have (`run.folder.prune_checkpoints`). What a run has missed,
-because it was killed or the cluster had no capacity, is done when it is resumed, at the latest at its end.
+Runs on the driver, in a thread; the training never waits. `OUTPUT_DIR/evaluations.jsonl` has a line for each evaluated
+checkpoint, and the folder beside it the episodes. Checkpoints are kept until they are evaluated
+(`run.folder.prune_checkpoints`). Evaluations that a run has missed, because it was killed or the cluster had no
+capacity, are made after it is resumed, at the latest at its end.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from vla_finetuning.terminal import print_safe
 
 logger = logging.getLogger(__name__)
 POLL_S = 1.0
-# Of what a cluster has beside the training, so much simulates; the rest decodes.
+# Share of the cluster's spare CPUs for simulation; the rest decodes.
 SPARE_SHARE = 0.25
-# The policy of a checkpoint, on the CPU.
+# Function that loads the policy of a checkpoint on the CPU.
 PolicyAt = Callable[[PolicySpec, Path], PreTrainedPolicy]
 
 
 class Evaluator:
-    """The evaluations of one run, one at a time.
+    """The evaluations of one run in its environment, one at a time.
 
     Raises:
-        ValueError: no such environment, or the run's policy cannot play in it, or it was recorded otherwise.
+        ValueError: there is no such environment, the policy cannot play in it, or its datasets were rendered otherwise.
     """
 
     def __init__(self, run: Run, policy_at: PolicyAt) -> None:
@@ -79,10 +80,11 @@ class Evaluator:
 
     @contextlib.contextmanager
     def beside(self, run: Run, data: ExecutionOptions) -> Iterator[None]:
-        """Evaluate each checkpoint that is due while the block trains, where the cluster has capacity for that.
+        """Evaluate checkpoints as they become due while the block trains, if the cluster has capacity.
 
         Args:
-            run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
+            run: the run, with all statistics.
+            data: execution options of the run's data, from which the resources of the evaluation are excluded.
         """
         self._run = self._select_robot(run)
         stages, lacks = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
@@ -104,17 +106,17 @@ class Evaluator:
             self._training.clear()
 
     def _select_robot(self, run: Run) -> Run:
-        """The run with the policy of the robot that the environment shows, by its own names."""
+        """Return the run with the policy of the environment's robot, under the robot's own feature names."""
         return replace(run, policy=run.policy.select_robot(run.robots[self._robot].by_own_names()))
 
     def close(self) -> None:
-        """Stop playing; a resumed run plays the rest."""
+        """Stop the evaluations; a resumed run finishes them."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> int:
-        """Evaluate what has not been, say how all fared, and return the exit status. Call when training is over."""
+        """Evaluate all remaining checkpoints, print all results, and return the exit status. Call it after training."""
         run = self._run
         if self._thread is not None:
             self._thread.join()
@@ -134,7 +136,7 @@ class Evaluator:
         return 5 if self._failed else 0
 
     def _follow(self, options: EvalOptions) -> None:
-        """In its thread, until the training is over; the last checkpoint is left for the end, when capacity is free."""
+        """Evaluate due checkpoints until the training ends; leave the last one to `finish`, when capacity is free."""
         while self._training.is_set() and not self._stop.is_set():
             step = self._next(self._run.job.steps - 1)
             if step is None:
@@ -143,7 +145,7 @@ class Evaluator:
                 return
 
     def _next(self, most: int) -> int | None:
-        """The oldest checkpoint that is due, of those up to a step."""
+        """Return the step of the oldest due checkpoint up to step `most`, or None."""
         run = self._run
         played = {line["step"] for line in evaluations(run.job.output_dir)} | self._failed.keys()
         saved_steps = checkpoints(run.job.checkpoints_dir)
@@ -151,7 +153,7 @@ class Evaluator:
         return min((step for step in due if step not in played), default=None)
 
     def _try(self, step: int, options: EvalOptions) -> bool:
-        """Evaluate a checkpoint, and say how it fared, or why it could not be. Returns whether to go on beside."""
+        """Evaluate a checkpoint and print the result or the error; return whether to go on beside the training."""
         try:
             self._evaluate(step, options)
         except NoCapacityError as error:
@@ -159,7 +161,7 @@ class Evaluator:
                 _say(f"evaluation   at the end of the run: {error}")
                 return False
             self._failed[step] = str(error)
-        except Exception as error:  # whatever an environment may end with, the training goes on
+        except Exception as error:  # an environment may raise anything, and the training goes on
             if self._stop.is_set():
                 return False
             self._failed[step] = root_cause(error)
@@ -177,7 +179,7 @@ class Evaluator:
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         try:
             book = Book(folder, about, episodes)
-        except OtherEvaluationError:  # begun before the run was stopped and resumed with other options
+        except OtherEvaluationError:  # the run was resumed with other options meanwhile
             remove(folder)
             book = Book(folder, about, episodes)
         pending = [episode for episode in episodes if not book.is_done(episode)]
@@ -205,7 +207,7 @@ class Evaluator:
             _say(f"evaluated    step {step}: {share(line)}")
 
     def _source(self, checkpoint: Path) -> PolicySource:
-        """The policy of a checkpoint, its weights on their way into the object store."""
+        """Return the policy of a checkpoint; a Ray task puts its weights into the object store."""
         run, config = self._run, copy.deepcopy(self._run.policy.config)
         return PolicySource(
             checkpoint,
@@ -221,12 +223,12 @@ class Evaluator:
 
 
 def _weights(policy_at: PolicyAt, spec: PolicySpec, checkpoint: Path) -> Packed:
-    """Return what a checkpoint's policy is made of. Runs in a Ray task."""
+    """Load the weights of a checkpoint's policy. Runs in a Ray task."""
     return packed(policy_at(spec, checkpoint).state_dict())
 
 
 def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict[str, float]) -> tuple[int, str | None]:
-    """Return how many processes may simulate beside a run's workers and a read task; or what lacks, in words."""
+    """Return the number of stages beside a run's workers and one read task, and a text of missing resources or None."""
     cpus = cluster.get("CPU", 0) - scaling.num_workers * scaling.cpus_per_worker - scaling.cpus_per_read_task
     gpus = cluster.get("GPU", 0) - scaling.num_workers
     stages = options.env_actors or max(2, int(cpus * SPARE_SHARE / STAGE_CPUS))
@@ -240,7 +242,7 @@ def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict
 
 
 def _tell_last(output_dir: Path) -> None:
-    """Write the last evaluation into the last line of `metrics.jsonl`. Only after training, which writes there, too."""
+    """Add the last evaluation to the last line of `metrics.jsonl`; only after training, which appends to it."""
     path, played = output_dir / METRICS_NAME, evaluations(output_dir)
     lines = [json.loads(line) for line in read_lines(path)]
     if played and lines:

@@ -1,6 +1,6 @@
-"""An evaluation's folder: the list of its episodes, fixed beforehand, and what became of each. Knows no Ray.
+"""Read and write an evaluation's folder: the fixed list of its episodes, their lines and their actions.
 
-A score is over exactly the list.
+A score covers exactly this list. Does not use Ray.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json"
 
 
 class OtherEvaluationError(ValueError):
-    """A folder has the beginning of an evaluation about something else."""
+    """The folder holds an evaluation with another `about`."""
 
 
 class Book:
-    """`episodes.jsonl` in a folder, and beside it what it is about and what was done in them. One process writes.
+    """The writer of an evaluation's folder; resumes an evaluation with equal `about` and `episodes`.
 
     Args:
-        about: JSON: policy, environment, what else decides results. An evaluation that is there already must be about
-            the same, and goes on where it was: `done` are the lines of episodes that came to an end without error.
+        folder: folder of the evaluation; one process writes to it.
+        about: policy, environment and all else that decides results, as JSON.
+        episodes: list of all episodes.
+    Attributes:
+        done: lines of episodes that ended without an error, by `name_of`.
     Raises:
         OtherEvaluationError: the folder holds another evaluation.
     """
@@ -52,11 +55,11 @@ class Book:
         lines = [json.loads(line) for line in read_lines(self._path)]
         self.done = {name_of(line): line for line in lines if line["error"] is None}
         drop_half_line(folder / ACTIONS_NAME)
-        # Without a last line that was cut off, and without those that are to be done again.
+        # Drop an incomplete last line, and failed episodes, which are played again.
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
 
     def write(self, line: Mapping[str, Any], actions: np.ndarray | None = None) -> None:
-        """Write the line of an episode, after its actions, (steps, A), to the bit: it can then be played again."""
+        """Append an episode's actions, (steps, A), without loss, and then its line."""
         if actions is not None:
             named = {name: line[name] for name in Episode.__dataclass_fields__}
             append_line(self._path.parent / ACTIONS_NAME, json.dumps({**named, **pack_actions(actions)}))
@@ -67,17 +70,18 @@ class Book:
 
 
 def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """Yield what names each episode, and its actions, (steps, A); of one that was played twice, both times."""
+    """Yield the key fields and actions, (steps, A), of each played episode; a repeated episode occurs twice."""
     for text in read_lines(folder / ACTIONS_NAME):
         line = json.loads(text)
         yield {name: line[name] for name in Episode.__dataclass_fields__}, unpack_actions(line)
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what an evaluation is about, and its lines in the list's order.
+    """Return the `about` of an evaluation, and its lines in the order of its list.
 
     Raises:
-        ValueError, FileNotFoundError: no evaluation is there, or episodes of its list are missing.
+        FileNotFoundError: the folder holds no evaluation.
+        ValueError: episodes of its list are missing.
     """
     pull(folder)
     about = read_json(folder / EVALUATED_NAME)

@@ -1,8 +1,8 @@
-"""What success in so many episodes says: an interval for one policy, and for two whether they differ.
+"""Compute success rates with confidence intervals, and compare two policies by a paired test.
 
-Two outcomes of an episode count: success at any time, as in `lerobot-eval`, and success in the last step. Episodes that
-begin in the same state of the same task are no independent trials: intervals and tests count each such scene once, by
-the mean of its episodes.
+An episode has two outcomes: success at any time, as in `lerobot-eval`, and success in the last step. Episodes that
+begin in the same state of the same task are not independent. Intervals and tests therefore count each such scene once,
+by the mean of its episodes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from scipy import stats
 from vla_finetuning.rollouts.episodes import name_of
 
 CONFIDENCE = 0.95
-# Success at any time and in the last step: their names in episodes.jsonl.
+# Fields of episodes.jsonl: success at any time, and in the last step.
 ONCE, AT_END = "success_once", "success_at_end"
 
 
 def wilson(successes: float, scenes: int) -> tuple[float, float]:
-    """Return Wilson's interval of a probability of success, given the sum of the scenes' means; (0, 1) of no scenes."""
+    """Return Wilson's interval of a success probability; `successes` is the sum of the scenes' means."""
     if not scenes:
         return 0.0, 1.0
     z, p = float(stats.norm.ppf((1 + CONFIDENCE) / 2)), successes / scenes
@@ -32,14 +32,14 @@ def wilson(successes: float, scenes: int) -> tuple[float, float]:
 
 
 def scene_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells an episode's scene from others; of one that was not played to its end, its number and seed."""
+    """Return the key of an episode's scene; a failed episode is a scene of its own."""
     if line["error"] is None:
         return line["task"], line["initial_state"]
     return line["task"], line["episode"], line["seed"], None
 
 
 def _scene_means(outcomes: Iterable[tuple[tuple[Any, ...], float]]) -> list[float]:
-    """Return the mean outcome of each scene, of (scene, outcome)."""
+    """Return the mean outcome of each scene, given (scene, outcome) pairs."""
     by_scene: dict[tuple[Any, ...], list[float]] = {}
     for scene, outcome in outcomes:
         by_scene.setdefault(scene, []).append(outcome)
@@ -47,12 +47,12 @@ def _scene_means(outcomes: Iterable[tuple[tuple[Any, ...], float]]) -> list[floa
 
 
 def score(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how often episodes succeeded, as JSON, by their lines of episodes.jsonl.
+    """Compute the success rate of lines of episodes.jsonl, as JSON.
 
     Returns:
-        `{"successes", "episodes", "interval", "successes_at_end", "interval_at_end"}` of those that were played to
-        their end; `scenes`, distinct ones, if they are fewer; `errors`, if more could not be played: the intervals span
-        what these may have been.
+        `{"successes", "episodes", "interval", "successes_at_end", "interval_at_end"}` of the episodes without an error;
+        `scenes`, the number of distinct scenes, if it is smaller; `errors`, the number of failed episodes, if any. The
+        intervals cover both outcomes of failed episodes.
     """
     played = [line for line in lines if line["error"] is None]
     found: dict[str, Any] = {"episodes": len(played)}
@@ -69,7 +69,7 @@ def score(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def share(found: Mapping[str, Any]) -> str:
-    """Return a `score` in words: `57 of 60, 95.0 % (86.3 to 98.3); at the end 55 of 60, 91.7 % (81.9 to 96.4)`."""
+    """Format a `score`: `57 of 60, 95.0 % (86.3 to 98.3); at the end 55 of 60, 91.7 % (81.9 to 96.4)`."""
     episodes, errors = found["episodes"], found.get("errors", 0)
     besides = f"; {found['successes']} of {episodes + errors} asked for: {errors} ended in an error" if errors else ""
     if not episodes:
@@ -89,24 +89,24 @@ def share(found: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two policies in the same scenes: the mean outcome of A and of B in each distinct scene, from 0 to 1."""
+    """A paired comparison: mean outcomes of policies A and B in each distinct scene, from 0 to 1."""
 
     pairs: tuple[tuple[float, float], ...]
 
     @property
     def better(self) -> tuple[int, int]:
-        """Return in how many scenes A succeeded more often, and B: the discordant pairs."""
+        """Return the numbers of discordant scenes: A succeeded more often, B succeeded more often."""
         return sum(a > b for a, b in self.pairs), sum(b > a for a, b in self.pairs)
 
     @property
     def p_value(self) -> float:
-        """Return the p-value of the exact sign test of `better`; McNemar's where each scene was played once."""
+        """Return the p-value of the exact sign test; equal to McNemar's if each scene was played once."""
         a, b = self.better
         return float(stats.binomtest(a, a + b, 0.5).pvalue) if a + b else 1.0
 
     @property
     def difference(self) -> tuple[float, float, float]:
-        """Return estimate, low and high, by Bonett and Price (2012): Wald's after one more discordant pair each way."""
+        """Return estimate and interval bounds of B - A by Bonett and Price (2012): Wald's with two added pairs."""
         if not self.pairs:
             return 0.0, -1.0, 1.0
         scenes = len(self.pairs)
@@ -117,7 +117,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in words; to be sure takes an exact test below 5 %."""
+        """Return the verdict as text; one policy is better only if the exact test is below 5 %."""
         if self.p_value >= 1 - CONFIDENCE:
             return "cannot tell: so large a difference is likely between equal policies; more episodes would say more"
         a, b = self.better
@@ -127,10 +127,10 @@ class Comparison:
 def paired(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Pair two evaluations' lines, which must be of the same list; without those that either did not play to its end.
+    """Pair the lines of two evaluations of the same list; omit episodes that failed in either.
 
     Raises:
-        ValueError: other episodes, or another initial state in one of them.
+        ValueError: the lists differ, or an episode's initial states differ.
     """
     if list(map(name_of, a)) != list(map(name_of, b)):
         raise ValueError(
@@ -155,7 +155,7 @@ def compare(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], outcom
 
 
 def comparison_text(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], name_a: str, name_b: str) -> str:
-    """Return what `evaluate.py --compare` says of two evaluations' lines. Escapes no names. Raises as `paired`."""
+    """Format the comparison of two evaluations' lines; names are not escaped. Raises as `paired`."""
     pairs = paired(a, b)
     scores = [score([pair[n] for pair in pairs]) for n in (0, 1)]
     lines = [f"A  {share(scores[0])}  {name_a}", f"B  {share(scores[1])}  {name_b}"]

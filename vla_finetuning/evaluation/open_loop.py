@@ -1,7 +1,7 @@
-"""How far predicted action chunks are from recorded ones: the proof, at the end of a run, that a policy learned.
+"""Measure the open-loop error of a trained policy on held-out frames, at the end of a run.
 
-Open loop: each frame's observation goes to the policy, and the chunk it predicts is compared with the one that was
-recorded. Errors are in the dataset's own units, over action steps within the episode (padded ones do not count).
+The policy predicts a chunk from each frame's observation, which is compared with the recorded chunk. Errors are in the
+dataset's own units, over action steps within the episode; padding does not count.
 
 Legend: N rows of a batch, T chunk, A action, H W C image.
 """
@@ -40,16 +40,16 @@ from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.trainable import autocast_dtype, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
 
-# Held-out frames that a run ends with predicting, evenly spaced, and how many are read, and predicted, at once.
+# Number of evenly spaced held-out frames of an evaluation, and frames per batch.
 EVAL_FRAMES, EVAL_BATCH = 192, 32
 TASK = "task"
 ACTION_IS_PAD = f"{ACTION}_is_pad"
-# Where an example comes from.
+# Columns that locate an example in its dataset.
 PLACE = ("dataset_index", "episode_index", "frame_index")
 
 
 def other_instructions(instructions: Iterable[str]) -> dict[str, str]:
-    """Return another of the instructions for each of them; nothing if there is only one."""
+    """Map each instruction to another one; return an empty dict if there is only one."""
     distinct = list(dict.fromkeys(instructions))
     return dict(zip(distinct, distinct[1:] + distinct[:1], strict=True)) if len(distinct) > 1 else {}
 
@@ -66,28 +66,29 @@ def open_loop_errors(
     at_once: int | None = None,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Return mean errors of a policy's action chunks, and of what it must beat, over the same frames.
+    """Compute mean errors of a policy's action chunks and of baselines over the same frames.
 
-    Runs where the policy is, on CPU or CUDA. The same seed and batches give the same noise, so policies are compared on
-    the same draws; the process's random state is left as it was.
+    Runs on the policy's device. The same seed and batches give the same noise, so that policies are compared on the
+    same draws. The process's random state is restored.
 
     Args:
+        policy: policy to measure.
         preprocessor, postprocessor: the policy's own pipelines.
         batches: columns of N rows: cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action` (N, T, A) at the
-            policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; others are ignored. Of a recorded chunk
-            the actions count that the policy predicts.
-        mean_action: (A,), predicted by the constant policy.
-        other_instruction: what to say instead of each instruction (`other_instructions`); None or empty: not tried.
-        seed: of the noise.
-        at_once: rows that PI0.5 predicts for at once, at most; changes nothing but rounding. None: a whole batch.
-        autocast: what to predict under; None: the weights' own precision.
+            policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; others are ignored. Only recorded
+            actions that the policy predicts count.
+        mean_action: prediction of the constant baseline, (A,).
+        other_instruction: replacement of each instruction (`other_instructions`); None or empty: not measured.
+        seed: seed of the noise.
+        at_once: most rows of a forward of PI0.5; changes rounding only. None: a whole batch.
+        autocast: dtype of autocast; None: the weights' own precision.
     Returns:
         JSON: `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, each e being `{"mse":
         float, "mae": [A floats]}` over all actions that are not padding; `"by_task": {instruction: {"frames": n,
         "mean_action": e, "policy": e}}`; and `"examples"`, the first frame of every batch: `{"task", "recorded": T x A,
         "predicted": T x A, "is_pad": T}` and its place in the dataset.
     Raises:
-        ValueError: no frames; longer or wider chunks than recorded; an instruction that `other_instruction` lacks.
+        ValueError: no frames; longer or wider chunks than recorded; an instruction without an `other_instruction`.
     """
     device = next(policy.parameters()).device
     sums = {name: _ErrorSum() for name in ("mean_action", "policy", "other_instruction")}
@@ -145,10 +146,11 @@ def open_loop_errors(
 
 
 def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None) -> Mapping[str, np.ndarray]:
-    """Return rows as a robot sees them: of windows (N, T, ...) that look ahead (world models), the present.
+    """Return rows as a robot observes them: windows (N, T, ...) of world models reduced to the present frame.
 
     Args:
-        deltas: T offsets in frames; None where the policy has no windows.
+        batch: columns of N rows.
+        deltas: T offsets in frames; None if the policy has no windows.
     """
     if deltas is None or max(deltas) <= 0:
         return batch
@@ -157,7 +159,7 @@ def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None
 
 
 def _from_now(deltas: Sequence[int] | None, steps: int) -> slice:
-    """Return where predicted actions are in a recorded chunk, which may begin with the past (diffusion)."""
+    """Return the slice of the predicted actions in a recorded chunk, which may begin in the past (diffusion)."""
     now = list(deltas or [0]).index(0)
     return slice(now, now + steps)
 
@@ -173,12 +175,12 @@ def _observation(
 ) -> dict[str, Any]:
     """Return the policy's input for the rows of a batch, with `tasks` as their instructions."""
     prepared = preprocessor({TASK: list(tasks), **_observed(batch)})
-    # Processors are saved for one device, often the CPU; the policy's is what counts.
+    # Processors are saved for one device, often the CPU.
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in prepared.items()}
 
 
 def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return observations as `LeRobotDataset` gives them; whole numbers as float32, as `processors.Prepare`."""
+    """Return observations like `LeRobotDataset`, with integers as float32 like `processors.Prepare`."""
     seen = {}
     for key, values in batch.items():
         if key.startswith(OBS_PREFIX):
@@ -194,7 +196,7 @@ def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def _predict(
     policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int], at_once: int | None
 ) -> torch.Tensor:
-    """Predict chunks (N, T, A), normalised, with noise drawn from a seed, for so many rows at once."""
+    """Predict normalised chunks (N, T, A) with noise from `seed`, for at most `at_once` rows per forward."""
     device = next(policy.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
@@ -202,7 +204,7 @@ def _predict(
         if at_once is None or family.chunk_draws != "noise":
             return family.predict_chunk(policy, observation)
         rows, config = len(observation[OBS_LANGUAGE_TOKENS]), policy.config
-        # For all rows together, as the policy itself would.
+        # Draw for all rows together, like the policy.
         noise = policy.model.sample_noise((rows, config.chunk_size, config.max_action_dim), device)
         tensors = {key: value for key, value in observation.items() if isinstance(value, torch.Tensor)}
         chunks = []
@@ -214,7 +216,7 @@ def _predict(
 
 
 class _ErrorSum:
-    """Running sums of squared and absolute errors over action steps that count."""
+    """Running sums of squared and absolute errors over action steps without padding."""
 
     def __init__(self) -> None:
         self.frames = self.actions = 0
@@ -222,7 +224,7 @@ class _ErrorSum:
         self.absolute: Any = 0.0
 
     def add(self, predicted: np.ndarray, recorded: np.ndarray, counted: np.ndarray) -> None:
-        """`predicted` and `recorded` float64 (N, T, A), `counted` bool (N, T)."""
+        """Add the errors of `predicted` and `recorded`, float64 (N, T, A), where `counted`, bool (N, T)."""
         if predicted.shape != recorded.shape:
             raise ValueError(
                 f"the policy predicts chunks of shape {predicted.shape}, the dataset's are {recorded.shape} "
@@ -241,7 +243,7 @@ class _ErrorSum:
 
 
 def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None = None) -> str:
-    """Return the table that a run ends with, of `open_loop_errors` of the trained policy and of its base."""
+    """Format `open_loop_errors` of the trained policy and of its base policy as a run's final table."""
     baseline = trained["mean_action"]["mse"]
     rows = [("mean action (a)", trained["mean_action"])]
     rows += [] if untrained is None else [("before training (b)", untrained["policy"])]
@@ -259,7 +261,7 @@ def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None 
 
 
 def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, Any]]:
-    """Return `episode_frames` of the first held-out episode, images in stored size; ValueError if none is held out."""
+    """Return `episode_frames` of the first held-out episode, with stored image sizes. Raises ValueError if none is."""
     number = next((n for n, held_out in enumerate(rows.eval_episodes) if len(held_out)), None)
     if number is None:
         raise ValueError("no episode is held out: give --dataset.eval_split")
@@ -271,7 +273,7 @@ def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, 
 def episode_frames(
     meta: DatasetMetadata, episode: int, features: Features, reading: Reading, limit: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield at most `limit` frames of an episode as `LeRobotDataset`: `task`, observations and `action` (A,)."""
+    """Yield at most `limit` frames of an episode like `LeRobotDataset`: `task`, observations and `action` (A,)."""
     source = LeRobotDatasource([meta], Selection(episodes=[[episode]]), features, reading=reading)
     for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
         observed = {key: tensor[0] for key, tensor in _observed(row).items()}
@@ -279,7 +281,7 @@ def episode_frames(
 
 
 def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.ndarray:
-    """Return what a policy must beat: the mean of the statistics; of relative actions that of the batches."""
+    """Return the mean action of the statistics; for relative actions, the mean of the batches."""
     stats = spec.robots[0].stats
     if relative_actions(spec.config) is None and stats is not None:
         return stats[ACTION]["mean"]
@@ -289,12 +291,12 @@ def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.n
 def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
     """Measure a finished run on its held-out episodes, before and after training, and write `evaluation.json`.
 
-    Runs in a process of its own, on a GPU if the run had GPUs. The trained policy is read back from
-    `OUTPUT_DIR/pretrained_model` by LeRobot's own loading.
+    Runs in a process of its own, on a GPU if the run had GPUs. LeRobot's own code loads the trained policy from
+    `OUTPUT_DIR/pretrained_model`.
 
     Returns:
-        `{"trained", "untrained"}` as from `open_loop_errors`, and `"tools"` as from `compare_tools`; of several robots
-        `{"robots": {name: that}}` of those with held-out episodes.
+        `{"trained", "untrained"}` from `open_loop_errors` and `"tools"` from `compare_tools`; for several robots
+        `{"robots": {name: the same}}`, for robots with held-out episodes.
     """
     folder = fetched_for_good(run.job.output_dir / "pretrained_model")
     views = {robot.name: (select_robot(run, robot), robot.datasets) for robot in run.robots}
@@ -310,7 +312,7 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
 
 
 def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> dict[str, Any]:
-    """Measure the run's only robot, whose policy is in `folder`; `datasets`: as the whole run numbers them."""
+    """Measure the run's only robot, whose policy is in `folder`; `datasets`: indices in the whole run."""
     job, rows, spec, (robot,) = run.job, run.rows, run.policy, run.robots
     source = rows.held_out(check_files=True)
     batches = []
@@ -331,7 +333,7 @@ def _errors_of(run: Run, datasets: Sequence[int], folder: Path, frames: int) -> 
             for task in tasks_of(meta, episodes)
         ),
         "seed": spec.seed,
-        # On a GPU, as many rows as it has trained on at once.
+        # The training's batch size fits the GPU.
         "at_once": job.batch_size if device.type == "cuda" and family_of(spec.config).from_config else None,
     }
     saved = load_policy_config(folder)
@@ -367,7 +369,7 @@ def _by_own_names(robot: Robot, columns: Mapping[str, Any]) -> dict[str, Any]:
 def _compare_tools(
     policy: PreTrainedPolicy, folder: Path, rows: Rows, robot: Robot, spec: PolicySpec
 ) -> dict[str, Any]:
-    """Return `compare_tools` over the first held-out episode, of weights in the precision that LeRobot loads."""
+    """Return `compare_tools` over the first held-out episode, with weights in LeRobot's precision."""
     try:
         frames = list(held_out_frames(rows, MOST_STEPS))
     except (ValueError, OSError) as error:  # with --dataset.on_error=skip no error of the evaluation
@@ -379,7 +381,7 @@ def _compare_tools(
 def _placed(
     spec: PolicySpec, policy: PreTrainedPolicy, autocast: torch.dtype | None, device: torch.device
 ) -> PreTrainedPolicy:
-    """Move a policy to the device, what did not train in the precision that training held it in, so that it fits."""
+    """Move a policy to the device, with frozen parameters in the precision of the training, so that it fits."""
     if family_of(policy.config).from_config and autocast is not None:
         choose_trainable(policy, spec.train.mode)
         cast_frozen(policy, autocast)

@@ -1,8 +1,8 @@
-"""What LeRobot's own tools make of an exported policy, beside what evaluate.py plays of it.
+"""Compare the actions of LeRobot's own tools with those of evaluate.py, for an exported policy.
 
-Each tool's own functions see the same recorded frames, as its robot or environment would show them. Measured on LeRobot
-0.6.1; lerobot-rollout's real-time engine and PolicyServer postprocess a chunk when it is predicted, the others each
-action when it is executed.
+Each tool's functions get the same recorded frames, in the form of its robot or environment. Measured on LeRobot 0.6.1.
+lerobot-rollout's real-time engine and PolicyServer postprocess a chunk when it is predicted; the other tools
+postprocess each action when it is executed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import remote_code
 
 TASK = "task"
-# Actions of a chunk that are compared, at most.
+# Most compared actions of a chunk.
 MOST_STEPS = 16
 
 
 class Robot:
-    """A robot that shows recorded frames, as LeRobot's drivers describe and show theirs.
+    """A stand-in for a LeRobot robot that returns recorded frames.
 
     Raises:
-        ValueError: `frame` has a vector or camera that no robot of LeRobot's shows.
+        ValueError: `frame` has an observation that LeRobot's robots do not have.
     """
 
     def __init__(self, frame: Mapping[str, Any]):
@@ -44,7 +44,7 @@ class Robot:
         self.features = hw_to_dataset_features(hardware, OBS_STR, use_video=False)
 
     def observation(self, frame: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `robot.get_observation()` returns: a number for each motor, cameras uint8 (H, W, 3)."""
+        """Return a frame like `robot.get_observation()`: a number per motor, cameras uint8 (H, W, 3)."""
         motors = dict(zip(self._motors, map(float, frame[OBS_STATE]), strict=True))
         return motors | {
             name: (frame[key] * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
@@ -55,22 +55,23 @@ class Robot:
 def compare_tools(
     policy: PreTrainedPolicy, folder: Path, frames: Sequence[Mapping[str, Any]], *, trusted: bool = False
 ) -> dict[str, Any]:
-    """Play frames as evaluate.py does, and by the functions of LeRobot's tools.
+    """Predict actions for frames as evaluate.py does, and by the functions of LeRobot's tools.
 
     Args:
-        policy: the export's, on its device. folder: the export.
-        frames: of one episode under the robot's own names, as `open_loop.episode_frames` yields them.
+        policy: the exported policy, on its device.
+        folder: folder of the export.
+        frames: frames of one episode under the robot's own names, from `open_loop.episode_frames`.
         trusted: whether code that comes with the folder may run.
     Returns:
-        By tool: the largest difference of an action in the dataset's units, 0.0 where all are equal bit for bit; or
-        why the tool does not play it, in words. Nothing of a policy that evaluate.py does not play.
+        By tool, the largest difference of an action in the dataset's units, 0.0 for equal bits; or the reason why the
+        tool cannot play the policy. Empty if evaluate.py cannot play it.
     """
     family, config = family_of(policy.config), policy.config
     if family.remembers(config) or family.cannot_predict(config):
         return {}
     steps = min(len(frames), getattr(config, "n_action_steps", 1), MOST_STEPS)
     frames, device, was_training = frames[:steps], next(policy.parameters()).device, policy.training
-    # As LeRobot's tools load them: with the device, and their own renaming in place of the export's.
+    # LeRobot's tools override the device and the export's rename map.
     loading = {"rename_observations_processor": {"rename_map": {}}, "device_processor": {"device": device.type}}
 
     def lerobots() -> tuple[Any, Any]:
@@ -100,7 +101,7 @@ def compare_tools(
                     differences[name] = float((_seeded(play, device) - expected).abs().max())
                 except NotImplementedError as error:
                     differences[name] = str(error)
-                except Exception as error:  # whatever LeRobot ends with is what a user would see
+                except Exception as error:  # report any error of LeRobot
                     differences[name] = f"{type(error).__name__}: {error}"
     finally:
         policy.reset()
@@ -118,7 +119,7 @@ def _seeded(play: Callable[[], torch.Tensor], device: torch.device) -> torch.Ten
 def _select_actions(
     policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Sequence[Mapping[str, Any]]
 ) -> torch.Tensor:
-    """Act as lerobot-eval's `rollout`, and the loop of README.ipynb."""
+    """Act like lerobot-eval's `rollout` and the loop of README.ipynb."""
     before, after = pipelines
     policy.reset()
     actions = []
@@ -130,8 +131,8 @@ def _select_actions(
 
 
 def _rollout(policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-    """Act as lerobot-rollout with its default engine, which it refuses relative actions for."""
-    from lerobot.rollout.inference.sync import SyncInferenceEngine  # not above: it brings drivers of robots
+    """Act like lerobot-rollout with its default engine; raise NotImplementedError for relative actions."""
+    from lerobot.rollout.inference.sync import SyncInferenceEngine  # not above: it imports drivers of robots
 
     if getattr(policy.config, "use_relative_actions", False):
         raise NotImplementedError("it refuses relative actions, but with --inference.type=rtc")
@@ -147,8 +148,8 @@ def _rollout(policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Seque
 def _served(
     policy: PreTrainedPolicy, pipelines: tuple[Any, Any], frames: Sequence[Mapping[str, Any]], steps: int
 ) -> torch.Tensor:
-    """Predict a chunk as PolicyServer does of the first frame."""
-    from lerobot.async_inference import helpers  # not above, neither
+    """Predict a chunk of the first frame like PolicyServer."""
+    from lerobot.async_inference import helpers  # not above: it imports drivers of robots
 
     (before, after), robot = pipelines, Robot(frames[0])
     raw = {**robot.observation(frames[0]), TASK: frames[0][TASK]}
@@ -158,7 +159,7 @@ def _served(
 
 
 def describe_tools(differences: Mapping[str, Any]) -> list[str]:
-    """Say of a policy which of LeRobot's tools play what evaluate.py plays."""
+    """Format the result of `compare_tools` as lines."""
     same = [name for name, difference in differences.items() if difference == 0.0]
     lines = [f"{', '.join(same)}: as evaluate.py, bit for bit"] if same else []
     for name, difference in differences.items():

@@ -1,4 +1,4 @@
-"""Policies, or one policy under several conditions, on the same scenes: played, scored and shown alike."""
+"""Play several policies, or one policy under several conditions, on the same scenes; score and film them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from vla_finetuning.rollouts.servers import play
 
 
 class SideBySide:
-    """What became of the same episodes under each condition.
-
-    Runs on the driver, joined to a cluster.
+    """The results of the same episodes under each condition. The constructor plays them, on the driver.
 
     Args:
-        conditions, sources: by the names that scores and conditions have for them.
-        count: episodes of each task. first_seed: of the environments, counted up. seed: of the noise.
-        number: as `episode_list` takes it. Raises as `servers.play`.
+        conditions: conditions by name.
+        sources: policies by the names in `Condition.policy`.
+        makers: makers of environments, by task.
+        options: numbers of processes and the batch size.
+        count: episodes per task.
+        first_seed: seed of a task's first episode; the others count up.
+        seed: seed of the policies' noise.
+        use_gpu: whether each policy server has a GPU.
+        number: as for `episode_list`.
+    Raises:
+        ValueError, OSError, RuntimeError: as `servers.play`.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class SideBySide:
         )
 
     def played(self, condition: str) -> list[Line]:
-        """Return the lines of episodes that were played to their end, in one order for all conditions."""
+        """Return the lines of a condition's episodes without an error, in the same order for all conditions."""
         lines = (line for key, line in sorted(self._lines.items()) if key[0] == condition)
         return [line for line in lines if line["error"] is None]
 
@@ -71,5 +77,5 @@ class SideBySide:
         return {"label": label, **score([line for key, line in self._lines.items() if key[0] == condition])}
 
     def films(self, folder: Path, chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-        """Return what `make_films` says of these (label, line)."""
+        """Make films of the chosen (label, line) pairs, as `make_films`."""
         return make_films(folder, self._makers, [(label, line, self._actions[name_of(line)]) for label, line in chosen])

@@ -1,4 +1,4 @@
-"""An evaluation from its flags, in the parts that `evaluate.py` names. Runs on the driver."""
+"""Resolve, run, record and compare evaluations (`evaluate.py`). Runs on the driver."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from vla_finetuning.run.exported import exported_robots
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, print_safe
 
-# How often to say how far an evaluation is.
+# Interval of progress lines.
 TELL_EVERY_S = 10.0
 
 
@@ -56,11 +56,18 @@ class Trial:
     """A resolved evaluation.
 
     Attributes:
-        conditions: those that episodes name, one for each latency.
-        latencies: seconds, by condition; nothing where none was given.
-        about: what decides its results, as JSON.
-        dataset: where what the policy does is written as a dataset; None: nowhere.
-        videos: failures that the page shows at most, and half as many successes.
+        output_dir: folder of the evaluation.
+        env: configuration of the environment.
+        makers: makers of environments, by task.
+        source: the policy.
+        episodes: list of all episodes.
+        conditions: conditions by name, one per latency.
+        latencies: latency of each condition in seconds; empty if none was given.
+        options: numbers of processes and the batch size.
+        seed: seed of the policy's noise.
+        about: all that decides the results, as JSON.
+        dataset: folder of the dataset to record; None: no dataset.
+        videos: most films of failures; half as many successes.
     """
 
     output_dir: Path
@@ -78,12 +85,12 @@ class Trial:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What tells the dataset of its episodes from others, as JSON."""
+        """Return the identity of the recorded dataset, as JSON."""
         return {**self.about, "episodes": len(self.episodes)}
 
 
 def resolve_trial(config: EvaluateConfig) -> Trial:
-    """Find and check policy and environment. Raises ValueError or FileNotFoundError, saying what to do."""
+    """Resolve and check policy and environment. Raises ValueError or FileNotFoundError with a remedy."""
     env = env_config(config.env_type or "", config.env_options)
     makers = task_makers(env)
     policy_config, folder, base = resolve_policy(config, _policy_for(config.policy_path, env, config.rename_map))
@@ -94,7 +101,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     check_drawn(drawn_for(folder), env, folder)
     controller = config.controller
     if controller == "select_action" and relative_actions(policy_config) is None:
-        controller = "chunk"  # which is the same
+        controller = "chunk"  # equal without relative actions
     if controller == "select_action" and config.eval.exact:
         raise ValueError(
             "--eval.exact with --eval.controller=select_action: chunks of these episodes begin at different steps, so "
@@ -142,10 +149,10 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
 
 
 def _conditions(config: EvaluateConfig, env: EnvConfig, policy_config: PreTrainedConfig) -> dict[str, Condition]:
-    """Return a condition for each latency, "plain" where there is one. Raises ValueError for one that is too long."""
+    """Return a condition per latency, named "plain" if there is one. Raises ValueError for a latency too long."""
     conditions = {}
     for latency_s in config.latency_s or [0.0]:
-        delay = math.ceil(round(latency_s * env.fps, 6))  # 0.07 s at 100 Hz are 7 steps, in binary too
+        delay = math.ceil(round(latency_s * env.fps, 6))  # 0.07 s at 100 Hz are 7 steps, despite rounding
         late = delay > 0 or config.controller == "rtc"
         if late:
             check_delay(policy_config, latency_s, delay, config.controller)
@@ -155,7 +162,7 @@ def _conditions(config: EvaluateConfig, env: EnvConfig, policy_config: PreTraine
 
 
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
-    """Return the policy's path; of an export of several robots, that of the one that the environment shows."""
+    """Return the policy's path; for an export of several robots, the folder of the environment's robot."""
     folder = as_path(path or "")
     names = exported_robots(folder) if path else []
     if not names:
@@ -172,12 +179,13 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial.
+    """The result of an evaluation.
 
     Attributes:
-        text: success, for the terminal. errors: episodes that ended in an error.
-        by_latency: `score_rows` of each latency in seconds; of None where none was given.
-        films: `{"films": as from make_films}`.
+        text: success as text for the terminal.
+        errors: number of episodes that ended in an error.
+        by_latency: `score_rows` by latency in seconds, or by None if no latency was given.
+        films: content of films.json, `{"videos": n, "films": result of make_films}`.
     """
 
     text: str
@@ -187,7 +195,7 @@ class Outcome:
 
 
 def run_trial(trial: Trial) -> Outcome:
-    """Play what is not played yet, on the cluster that this process has joined; then `record_trial`."""
+    """Play all remaining episodes and make films, on the cluster that this process has joined."""
     book = Book(trial.output_dir, trial.about, trial.episodes)
     pending = [episode for episode in trial.episodes if not book.is_done(episode)]
     progress = _Progress(len(trial.episodes), len(book.done))
@@ -223,13 +231,13 @@ def run_trial(trial: Trial) -> Outcome:
 
 
 def _by_latency(lines: Sequence[Line]) -> dict[float | None, list[Line]]:
-    """Return the lines of each latency, the shortest first; of None where none was given."""
+    """Group lines by latency in ascending order; the key is None if no latency was given."""
     latencies = sorted({line.get("latency_s") for line in lines}, key=lambda latency_s: latency_s or 0.0)
     return {latency_s: [line for line in lines if line.get("latency_s") == latency_s] for latency_s in latencies}
 
 
 def describe_controller(source: PolicySource) -> list[str]:
-    """Say how chunks were played, where that is not how all controllers play them."""
+    """Describe the controller in lines, if controllers differ for the policy."""
     if source.controller == "rtc":
         if getattr(source.config, MAX_DELAY, 0):
             how = f"given the actions that are executed meanwhile, as in training (--policy.{MAX_DELAY})"
@@ -246,7 +254,7 @@ def describe_controller(source: PolicySource) -> list[str]:
 
 
 def flags_of_rtc(config: Any) -> str:
-    """Return flags with which lerobot-rollout guides and replaces chunks as they are here."""
+    """Return the flags of lerobot-rollout that guide and replace chunks alike."""
     options, defaults = (asdict(which) for which in (rtc_options(config), RTCConfig()))
     changed = {f"rtc.{name}": value for name, value in options.items() if value != defaults[name]}
     flags = {"queue_threshold": config.chunk_size - config.n_action_steps, **changed}
@@ -254,14 +262,14 @@ def flags_of_rtc(config: Any) -> str:
 
 
 class _Progress:
-    """Says now and then how far an evaluation is, and how long it will still take."""
+    """Prints progress and remaining time every TELL_EVERY_S seconds."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._played, self._successes = total, done, 0, 0
         self._since = self._told = time.monotonic()
 
     def add(self, success: bool) -> None:
-        """One more episode is over."""
+        """Count a finished episode."""
         self._done += 1
         self._played += 1
         self._successes += success
@@ -274,10 +282,10 @@ class _Progress:
 
 
 def record_trial(trial: Trial) -> None:
-    """Write what was played as a dataset, where that is asked for and not done.
+    """Record the episodes as a dataset, if requested and not done.
 
     Raises:
-        ValueError: actions were not written as it was played, or no episode repeats.
+        ValueError: the evaluation was played without storing actions, or no episode repeats.
     """
     root = trial.dataset
     if root is None or is_recorded(root, trial.recorded):
@@ -295,7 +303,7 @@ def record_trial(trial: Trial) -> None:
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Show failures, up to as many as were asked for, and half as many successes."""
+    """Make films of the episodes of `to_show` with stored actions, and write films.json."""
     shown = {name_of(line): line for line in to_show(lines, trial.videos)}
     recorded = {name_of(named): actions for named, actions in read_actions(trial.output_dir) if name_of(named) in shown}
     chosen = []
@@ -308,7 +316,7 @@ def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
-    """`most` failures at most, then half as many successes; of every task one, before any has two."""
+    """Select at most `most` failures, then half as many successes, cycling through the tasks."""
     chosen = []
     for success, limit in ((False, most), (True, math.ceil(most / 2))):
         by_task: dict[str, list[Mapping[str, Any]]] = {}
@@ -321,7 +329,7 @@ def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, 
 
 
 def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return success of all episodes, then by task, or by instruction where there is one task only, for a page."""
+    """Return the score of all episodes, then by task, or by instruction if there is one task, with labels."""
     part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
     names = list(dict.fromkeys(line[part] for line in lines if line[part] is not None))
     groups = [("all episodes", list(lines))]
@@ -331,7 +339,7 @@ def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = None) -> str:
-    """Return what an evaluation ends with: success overall and by task or instruction, and what was not played."""
+    """Format an evaluation's result: success overall and by task or instruction, and failed episodes."""
     played = [line for line in lines if line["error"] is None]
     every, *parts = score_rows(lines)
     at = "" if latency_s is None else f"; latency {latency_s:g} s"
@@ -347,10 +355,11 @@ def success_text(lines: Sequence[Mapping[str, Any]], latency_s: float | None = N
 
 
 def compare_folders(a: Path, b: Path) -> tuple[str, int]:
-    """Compare two evaluations; return the text for the terminal, and how many episodes either did not play.
+    """Compare two evaluations; return the text for the terminal, and the number of failed episodes in both.
 
     Raises:
-        ValueError, FileNotFoundError: not evaluations of the same list in the same environment, or not done.
+        ValueError: the environments, lists of episodes or latencies differ, or an evaluation is not finished.
+        FileNotFoundError: a folder holds no evaluation.
     """
     (about_a, lines_a), (about_b, lines_b) = read_evaluation(a), read_evaluation(b)
     env_a, env_b = (about.get("environment") for about in (about_a, about_b))
@@ -373,6 +382,6 @@ def compare_folders(a: Path, b: Path) -> tuple[str, int]:
 
 
 def _options_of(env: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """Return an environment's type and options; tasks are those of the list of episodes, where that names them."""
+    """Return an environment's type and options, without --task where the list of episodes names the tasks."""
     is_own = env["type"] == "gym" or any(option.startswith(DISCOVER) for option in env["options"])
     return env["type"], {option for option in env["options"] if is_own or not option.startswith("--task=")}
