@@ -257,7 +257,7 @@ def test_statistics_of_long_episodes_are_told_by_all_of_them(tmp_path, monkeypat
     assert [finding for finding in look.findings if finding.kind == "statistics"] == []
     assert 0 < look.outside["action"].max() < 0.05 and look.rows == 700
     # Where an episode is more than may be held at once, nothing is said of them.
-    row_bytes = dataset_look.looking_source(load_metadata(root), []).row_bytes()
+    row_bytes = dataset_look.open_source(load_metadata(root), []).row_bytes()
     monkeypatch.setattr(dataset_look, "SAMPLE_BYTES", 60 * row_bytes)
     again = look_at(load_metadata(root))
     assert again.rows == 60 and not again.outside and "statistics" not in {f.kind for f in again.findings}

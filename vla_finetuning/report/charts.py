@@ -19,7 +19,7 @@ UNITS = {
     "_s": ("s", 1.0),
 }
 # Patterns of keys that are drawn in the chart of another key.
-BESIDE = ("eval_{}", "{}_low", "{}_high")
+COMPANIONS = ("eval_{}", "{}_low", "{}_high")
 # Maximum number of curves of a dict; the names with the largest last values are drawn.
 MOST_CURVES = 9
 
@@ -35,14 +35,14 @@ def metric_charts(lines: Sequence[Mapping[str, Any]], marks: Sequence[float] = (
         {"title", "svg"} for each key, or {"title", "absent"} for a key without numbers or with zeros only.
     """
     keys = list(dict.fromkeys(key for line in lines for key in line if key != "step"))
-    companions = {pattern.format(key): key for key in keys for pattern in BESIDE}
+    companions = {pattern.format(key): key for key in keys for pattern in COMPANIONS}
     charts = []
     for key in keys:
         if key not in companions:
-            curves, over = _curves(lines, key)
-            for pattern in BESIDE:
+            curves, x_name = _curves(lines, key)
+            for pattern in COMPANIONS:
                 curves |= _curves(lines, pattern.format(key), pattern)[0]
-            charts.append({"title": key, **_draw(key, curves, over, marks)})
+            charts.append({"title": key, **_draw(key, curves, x_name, marks)})
     return charts
 
 
@@ -66,7 +66,7 @@ def _floats(values: Sequence[float | None]) -> np.ndarray:
     return np.array([math.nan if value is None else value for value in values], float)
 
 
-def _draw(key: str, curves: Curves, over: str, marks: Sequence[float]) -> dict[str, str]:
+def _draw(key: str, curves: Curves, x_name: str, marks: Sequence[float]) -> dict[str, str]:
     axis, factor = next((unit for suffix, unit in UNITS.items() if key.endswith(suffix)), (key, 1.0))
     curves = {name: (x, factor * y) for name, (x, y) in curves.items()}
     values = np.concatenate([y[np.isfinite(y)] for _, y in curves.values()] or [np.zeros(0)])
@@ -75,15 +75,15 @@ def _draw(key: str, curves: Curves, over: str, marks: Sequence[float]) -> dict[s
     unit = axis != key
     chart = figures.line_chart(
         curves,
-        xlabel="step" if over == "steps" else over,
+        xlabel="step" if x_name == "steps" else x_name,
         ylabel=axis,
         log=not unit and values.min() > 0 and values.max() > 30 * values.min(),
         from_zero=unit,
-        marks=marks if over == "steps" else (),
+        marks=marks if x_name == "steps" else (),
     )
     texts = [
         f"{name if len(curves) > 1 else ''} from {seen[0]:.4g} to {seen[-1]:.4g}, lowest {seen.min():.4g}".strip()
         for name, (_, y) in curves.items()
         if len(seen := y[np.isfinite(y)])
     ]
-    return {"svg": figures.to_svg(chart, f"{key} over {over}: {'; '.join(texts)}{f', {axis}' if unit else ''}")}
+    return {"svg": figures.to_svg(chart, f"{key} over {x_name}: {'; '.join(texts)}{f', {axis}' if unit else ''}")}

@@ -122,7 +122,7 @@ class Look:
     def shares(self) -> list[str]:
         """Return a line for each feature with quantiles in stats.json: the share of values outside of them."""
         return [
-            f"{key}: of the values, {told_share(self.meta, key, share)} lie outside q01..q99 of meta/stats.json "
+            f"{key}: of the values, {format_share(self.meta, key, share)} lie outside q01..q99 of meta/stats.json "
             "(2 % should)"
             for key, share in self.outside.items()
         ]
@@ -152,10 +152,10 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
         problems_of: reads a sample as a run would (`plan.look`); called if nothing is damaged.
     """
     check_files(meta, camera_keys=[], skip=True)
-    holes = find_missing_files(meta)
+    missing = find_missing_files(meta)
     columns = _Columns(vector_keys(meta))
     findings: list[Finding] = []
-    source = looking_source(meta, [])
+    source = open_source(meta, [])
     most_rows = max(1, SAMPLE_BYTES // source.row_bytes())
     episodes = sample_episodes(meta.episode_length, min(SAMPLE_ROWS, most_rows))
     damaged: dict[str, list[int]] = {}
@@ -166,31 +166,31 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
         try:
             (batch,) = source.read_rows(range(first, first + rows), rows)
         except (ValueError, OSError) as error:
-            if episode not in holes.episodes:
+            if episode not in missing.episodes:
                 damaged.setdefault(_reason(meta, error), []).append(episode)
             continue
         read.append(episode)
         columns.add(episode, batch)
     # An example from the middle of the sample, with enough frames to show motion.
-    intact = [episode for episode in read if episode not in holes.episodes] or read
+    intact = [episode for episode in read if episode not in missing.episodes] or read
     example = max(intact[len(intact) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
     cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
-    if len(holes.episodes) == meta.num_episodes:
-        cameras = [key for key in cameras if key not in holes.cameras]
-    sheet, camera_findings = _look_through_cameras(meta, cameras[:MAX_CAMERAS], example, intact)
+    if len(missing.episodes) == meta.num_episodes:
+        cameras = [key for key in cameras if key not in missing.cameras]
+    sheet, camera_findings = _sample_cameras(meta, cameras[:MAX_CAMERAS], example, intact)
 
     findings += [
         Finding("damaged", f"{_episodes(members)}: cannot be read: {why}") for why, members in list(damaged.items())[:5]
     ]
-    if holes:
+    if missing:
         findings.append(
             Finding(
                 "damaged",
-                f"{holes}: training goes on without the {len(holes.episodes)} episodes that need these files by "
-                f"--dataset.exclude_episodes={episode_ranges(holes.episodes.tolist())}",
+                f"{missing}: training goes on without the {len(missing.episodes)} episodes that need these files by "
+                f"--dataset.exclude_episodes={episode_ranges(missing.episodes.tolist())}",
             )
         )
-    seen = {episode for members in damaged.values() for episode in members} | set(holes.episodes.tolist())
+    seen = {episode for members in damaged.values() for episode in members} | set(missing.episodes.tolist())
     findings += columns.not_finite()
     findings += camera_findings
     if problems_of is not None and not any(finding.kind == "damaged" for finding in findings):
@@ -211,7 +211,7 @@ def look_at(meta: DatasetMetadata, problems_of: Problems | None = None) -> Look:
     findings += columns.constants(meta, ranges)
     findings += columns.outliers(ranges)
     findings += columns.jumps(meta)
-    time_s, curves = columns.of(example) if read else (np.zeros(0), {})
+    time_s, curves = columns.episode(example) if read else (np.zeros(0), {})
     return Look(
         meta=meta,
         episodes=np.asarray(read, np.int64),
@@ -261,7 +261,7 @@ def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
     return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
 
 
-def told_share(meta: DatasetMetadata, key: str, share: np.ndarray) -> str:
+def format_share(meta: DatasetMetadata, key: str, share: np.ndarray) -> str:
     """Format the mean share of a feature's dimensions, float (D,), and the largest one."""
     return f"{share.mean():.1%} ({share.max():.1%} of {dimension_names(meta, key)[int(share.argmax())]})"
 
@@ -272,18 +272,18 @@ def wrong_quantiles(meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) ->
         if share.max() > LIMITS["q01", "q99"]:
             yield Finding(
                 "statistics",
-                f"{key}: {told_share(meta, key, share)} of the values lie outside q01..q99 of meta/stats.json: the "
+                f"{key}: {format_share(meta, key, share)} of the values lie outside q01..q99 of meta/stats.json: the "
                 "statistics are wrong, not the data, as where the quantiles of episodes were averaged (LeRobot does); "
                 "training computes true ones by default (--dataset.statistics)",
             )
 
 
 def missing_quantiles(meta: DatasetMetadata) -> Iterator[Finding]:
-    lacking = [k for k in (STATE, ACTION) if k in meta.features and not {"q01", "q99"} <= meta.stats.get(k, {}).keys()]
-    if lacking:
+    missing = [k for k in (STATE, ACTION) if k in meta.features and not {"q01", "q99"} <= meta.stats.get(k, {}).keys()]
+    if missing:
         yield Finding(
             "quantiles",
-            f"meta/stats.json has no quantiles (q01, q99) of {' and '.join(lacking)}, which PI0.5 normalises by: "
+            f"meta/stats.json has no quantiles (q01, q99) of {' and '.join(missing)}, which PI0.5 normalises by: "
             "training computes them first, which reads every parquet file",
         )
 
@@ -308,7 +308,7 @@ class _Columns:
         """Return the values of all episodes, float64 (N, D)."""
         return np.concatenate(list(self.values[key].values()))
 
-    def of(self, episode: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def episode(self, episode: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         return self.times[episode], {key: self.values[key][episode] for key in self.keys}
 
     def not_finite(self) -> Iterator[Finding]:
@@ -398,19 +398,19 @@ class _Columns:
                 moving = pooled[:, i][pooled[:, i] > 0]
                 usual = float(np.median(moving)) if len(moving) else 0.0
                 limit = max(JUMP_MEDIANS * usual, JUMP_RANGES * float(high[i] - low[i]))
-                if not (leaps := int((moving > limit).sum())):
+                if not (jumps := int((moving > limit).sum())):
                     continue
                 worst = max((e for e in moves if len(moves[e])), key=lambda e: float(moves[e][:, i].max()))
                 at = int(moves[worst][:, i].argmax()) + 1
                 yield Finding(
                     "jumps",
-                    f"{key}: {name} jumps {leaps} times, by {moves[worst][at - 1, i]:.4g} into frame {at} of episode "
+                    f"{key}: {name} jumps {jumps} times, by {moves[worst][at - 1, i]:.4g} into frame {at} of episode "
                     f"{worst}, where it usually moves by {usual:.2g} (a gripper may; a joint may not: a glitch, or an "
                     "angle that wraps around)",
                 )
 
 
-def _look_through_cameras(
+def _sample_cameras(
     meta: DatasetMetadata, cameras: Sequence[str], example: int, read: Sequence[int]
 ) -> tuple[list[Moment], list[Finding]]:
     """Decode moments of a few episodes; return those of `example`, and findings about dark or frozen cameras."""
@@ -423,7 +423,7 @@ def _look_through_cameras(
     findings = []
     for key in cameras:
         try:
-            source = looking_source(meta, [key], _shown_size(meta.features[key]))
+            source = open_source(meta, [key], _shown_size(meta.features[key]))
             for episode in chosen:
                 frames = np.unique(np.linspace(0, int(meta.episode_length[episode]) - 1, MOMENTS).astype(np.int64))
                 positions = frames + int(meta.episode_start[episode])
@@ -462,11 +462,11 @@ def _blocks(images: np.ndarray) -> np.ndarray:
     n, height, width, _ = images.shape
     side = min(BLOCK, height, width)
     rows, columns = height // side, width // side
-    cut = images[:, : rows * side, : columns * side].astype(np.float32)
-    return cut.reshape(n, rows, side, columns, side, 3).mean(axis=(2, 4, 5))
+    cropped = images[:, : rows * side, : columns * side].astype(np.float32)
+    return cropped.reshape(n, rows, side, columns, side, 3).mean(axis=(2, 4, 5))
 
 
-def looking_source(
+def open_source(
     meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
 ) -> LeRobotDatasource:
     """Return a source in stored order, whose row positions are `index`; frames may be half a frame off in time."""
@@ -478,8 +478,8 @@ def looking_source(
 def _shown_size(feature: Feature) -> tuple[int, int] | None:
     """Return height and width for decoding, an integer fraction of the camera's; None if it is small enough."""
     height, width = height_width(feature)
-    by = -(-max(height, width) // IMAGE_SIDE)
-    return None if by == 1 else (max(1, height // by), max(1, width // by))
+    factor = -(-max(height, width) // IMAGE_SIDE)
+    return None if factor == 1 else (max(1, height // factor), max(1, width // factor))
 
 
 def _reason(meta: DatasetMetadata, error: Exception) -> str:

@@ -130,11 +130,11 @@ def line_chart(
     """
     below = len(lines) > 3  # the legend's place
     with _chart(xlabel, ylabel, HEIGHT + 0.18 * below * len(lines)) as (figure, axes):
-        looks = itertools.cycle(itertools.product(("-", "--", ":"), (BLUE, ORANGE, INK)))
-        for (name, (x, y)), (dashes, colour) in zip(lines.items(), looks, strict=False):
+        styles = itertools.cycle(itertools.product(("-", "--", ":"), (BLUE, ORANGE, INK)))
+        for (name, (x, y)), (linestyle, colour) in zip(lines.items(), styles, strict=False):
             x, y = _thin(x, y)
-            alone = "o" if len(x) < 3 else None
-            axes.plot(x, y, dashes, color=colour, label=plain(name, 40), marker=alone, markersize=3, clip_on=False)
+            marker = "o" if len(x) < 3 else None
+            axes.plot(x, y, linestyle, color=colour, label=plain(name, 40), marker=marker, markersize=3, clip_on=False)
         for mark in marks:
             axes.axvline(mark, color=RED, linewidth=1, linestyle=(0, (3, 3)))
         if from_zero:
@@ -150,9 +150,9 @@ def line_chart(
         axes.yaxis.set_major_formatter(_short_number)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         # A single point gets its own ticks only.
-        places = np.unique(np.concatenate([x for x, _ in lines.values()] or [np.zeros(0)]))
-        if len(places) == 1:
-            axes.set_xticks(places)
+        positions = np.unique(np.concatenate([x for x, _ in lines.values()] or [np.zeros(0)]))
+        if len(positions) == 1:
+            axes.set_xticks(positions)
             axes.set_yticks(np.unique([float(v) for _, y in lines.values() for v in y if np.isfinite(v)]))
         if below:
             figure.legend(loc="outside lower left")
@@ -165,9 +165,9 @@ def interval_chart(
     x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, *, xlabel: str, ylabel: str
 ) -> Figure:
     """Draw percentages with their intervals, (N,) each, over x."""
-    look: dict[str, Any] = {"color": BLUE, "ecolor": MUTED, "elinewidth": 1.2, "capsize": 3, "marker": "o"}
+    style: dict[str, Any] = {"color": BLUE, "ecolor": MUTED, "elinewidth": 1.2, "capsize": 3, "marker": "o"}
     with _chart(xlabel, ylabel) as (figure, axes):
-        axes.errorbar(x, y, np.maximum(0, [y - low, high - y]), **look, markersize=3.5, clip_on=False)
+        axes.errorbar(x, y, np.maximum(0, [y - low, high - y]), **style, markersize=3.5, clip_on=False)
         axes.set_ylim(0, 100)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if len(x) == 1:
@@ -183,7 +183,7 @@ def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
         return figure
 
 
-def _rows(axes: Axes, names: Sequence[str], top: float) -> None:
+def _label_rows(axes: Axes, names: Sequence[str], top: float) -> None:
     """Label each row with a name, the first on top, and draw a vertical grid."""
     axes.set_yticks(range(len(names)), [plain(name, 32) for name in names])
     axes.set_ylim(len(names) - 0.4, top)
@@ -198,15 +198,15 @@ def bars(counts: Sequence[tuple[str, float]], *, xlabel: str) -> Figure:
         axes.bar_label(rectangles, fmt="{:,g}", padding=3)
         axes.margins(x=0.12)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        _rows(axes, [name for name, _ in counts], -0.6)
+        _label_rows(axes, [name for name, _ in counts], -0.6)
         return figure
 
 
 def stack(parts: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str) -> Figure:
     """Draw the values (N,) of each part stacked over 0 to N - 1."""
     with _chart(xlabel, ylabel) as (figure, axes):
-        places = np.arange(len(next(iter(parts.values()))))
-        axes.stackplot(places, *parts.values(), labels=[plain(name) for name in parts], step="mid")
+        positions = np.arange(len(next(iter(parts.values()))))
+        axes.stackplot(positions, *parts.values(), labels=[plain(name) for name in parts], step="mid")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
         return figure
 
@@ -290,7 +290,7 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
             for row, value in zip(y[out], scaled[out, column], strict=True):
                 axes.annotate(f"{value:.3g}", (sign * edge, row), **label, color=RED, fontsize=8)
         axes.set_xlim(-edge, edge)
-        _rows(axes, [_shorten(plain(name)) for name in names], -0.8)
+        _label_rows(axes, [_shorten(plain(name)) for name in names], -0.8)
         return figure
 
 

@@ -49,11 +49,11 @@ def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     tasks = list(dict.fromkeys(task for _, score_by_task in by_step for task in score_by_task))
     if not tasks:
         return None
-    rows = [[plain(task, 200), *(_of(score_by_task.get(task)) for _, score_by_task in by_step)] for task in tasks]
+    rows = [[plain(task, 200), *(_count(score_by_task.get(task)) for _, score_by_task in by_step)] for task in tasks]
     return {"head": ["task", *(f"step {step:,}" for step, _ in by_step)], "rows": rows}
 
 
-def _of(score: Mapping[str, Any] | None) -> str:
+def _count(score: Mapping[str, Any] | None) -> str:
     if score is None:
         return "–"
     errors = f" ({score['errors']} errors)" if score.get("errors") else ""
@@ -74,8 +74,8 @@ def _curve(points: Sequence[tuple[float, Mapping[str, Any]]], xlabel: str, over:
     success = np.array([score["successes"] / (score["episodes"] + score.get("errors", 0)) for _, score in points])
     low, high = np.array([score["interval"] for _, score in points]).T
     chart = figures.interval_chart(x, 100 * success, 100 * low, 100 * high, xlabel=xlabel, ylabel="success / %")
-    spoken = f"Success in the loop over {over}: from {success[0]:.0%} to {success[-1]:.0%}, at most {success.max():.0%}"
-    return figures.to_svg(chart, spoken)
+    label = f"Success in the loop over {over}: from {success[0]:.0%} to {success[-1]:.0%}, at most {success.max():.0%}"
+    return figures.to_svg(chart, label)
 
 
 def score_row(score: Mapping[str, Any]) -> list[str]:
@@ -86,10 +86,10 @@ def score_row(score: Mapping[str, Any]) -> list[str]:
         low, high = score[f"interval{outcome}"]
         share = f"{score[f'successes{outcome}'] / episodes:.1%}" if episodes else "–"
         cells += [share, f"{low:.1%} to {high:.1%}"]
-    return [plain(score["label"], 200), f"{successes:,}", f"{episodes:,}", *cells, _besides(score)]
+    return [plain(score["label"], 200), f"{successes:,}", f"{episodes:,}", *cells, _format_notes(score)]
 
 
-def _besides(score: Mapping[str, Any]) -> str:
+def _format_notes(score: Mapping[str, Any]) -> str:
     notes = [f"{score['went_where_told']} followed the given instruction"] if "went_where_told" in score else []
     notes += [f"{score['went_to_a_bin']} went to a bin"] if "went_to_a_bin" in score else []
     if "scenes" in score:
@@ -104,7 +104,7 @@ def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
         steps = f"{film['steps']} step{'s' * (film['steps'] != 1)}"
         text = f"“{plain(film['instruction'], 120)}”, " if film["instruction"] else ""
         changes = ", then ".join(f"“{written}”" for written, _ in itertools.groupby(film.get("texts", ())))
-        wrote = f"; the policy wrote {plain(changes, 300)}" if changes else ""
+        suffix = f"; the policy wrote {plain(changes, 300)}" if changes else ""
         uri, problem = None, film["problem"]
         if film["file"]:
             path = folder / FILMS / Path(film["file"]).name
@@ -117,7 +117,7 @@ def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
         entries.append(
             {
                 **{"title": plain(film["title"], 120), "success": film["success"], "uri": uri},
-                **{"text": f"{text}seed {film['seed']}, {steps}{wrote}", "problem": plain(problem or "", 300)},
+                **{"text": f"{text}seed {film['seed']}, {steps}{suffix}", "problem": plain(problem or "", 300)},
             }
         )
     return entries

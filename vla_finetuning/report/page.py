@@ -215,7 +215,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         ],
         # The chart of the closed loop shows the intervals of held-out success.
         charts=metric_charts(
-            [_without(line, "held_out_interval") for line in lines],
+            [_drop_prefix(line, "held_out_interval") for line in lines],
             [attempt["resumed_from_step"] for attempt in starts[1:]],
         ),
         held_out=list(_held_out(evaluation, facts)),
@@ -232,7 +232,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     )
 
 
-def _without(line: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _drop_prefix(line: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {key: value for key, value in line.items() if not key.startswith(prefix)}
 
 
@@ -250,7 +250,7 @@ def _key_figures(
     """Return the figures of the summary as (name, value)."""
     entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
     if "loss" in metrics:
-        entries.append(("loss", _g(metrics["loss"][-1])))
+        entries.append(("loss", _number(metrics["loss"][-1])))
     for robot, errors in errors_by_robot(evaluation).items():
         trained, whose = errors["trained"], f", {robot}" if robot else ""
         if baseline := trained["mean_action"]["mse"]:
@@ -266,7 +266,7 @@ def _key_figures(
             ]
     if "samples" in metrics:
         seconds, samples, waited = _totals(metrics)
-        entries += [("samples / s", _g(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
+        entries += [("samples / s", _number(samples / seconds, 3)), ("waiting for data", f"{waited / seconds:.0%}")]
     return entries
 
 
@@ -310,7 +310,7 @@ def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
         names = names if len(names) == size else [f"{ACTION}[{i}]" for i in range(size)]
 
         def mse(error: Mapping[str, Any], baseline: float = baseline) -> tuple[str, str]:
-            return _g(error["mse"]), _g(error["mse"] / baseline, 3) if baseline else "–"
+            return _number(error["mse"]), _number(error["mse"] / baseline, 3) if baseline else "–"
 
         named = {"mean action": trained["mean_action"], "before training": untrained.get("policy")}
         named |= {"trained": trained["policy"], "trained, with another instruction": trained["other_instruction"]}
@@ -328,7 +328,9 @@ def _held_out(evaluation: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterat
                     for task, e in by_task[:TABLE_ROWS]
                 ],
                 "tasks": len(by_task),
-                "by_dimension": [(figures.with_unit(name), _g(policy, 3), _g(mean, 3)) for name, policy, mean in mae],
+                "by_dimension": [
+                    (figures.with_unit(name), _number(policy, 3), _number(mean, 3)) for name, policy, mean in mae
+                ],
                 "chunks": _chunk_figures(trained.get("examples", []), names, about.get("actions_per_s")),
             },
         )
@@ -350,14 +352,14 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], rate: float
 
 
 def _in_parts(
-    title: str, spoken: str, names: Sequence[str], draw: Callable[[slice], figures.Figure]
+    title: str, label: str, names: Sequence[str], draw: Callable[[slice], figures.Figure]
 ) -> list[dict[str, str]]:
     """Draw STRIPS_PER_FIGURE dimensions per figure, at most MAX_DIMENSIONS in all."""
     charts, count = [], len(names)
     for first in range(0, min(count, MAX_DIMENSIONS), STRIPS_PER_FIGURE):
         part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
         span = f" ({first + 1} to {min(part.stop, count)} of {count})" if count > STRIPS_PER_FIGURE else ""
-        svg = figures.to_svg(draw(part), f"{spoken} {', '.join(names[part])}")
+        svg = figures.to_svg(draw(part), f"{label} {', '.join(names[part])}")
         charts.append({"title": title + span, "svg": svg})
     return charts
 
@@ -381,9 +383,9 @@ def _draw_look(look: Look) -> dict[str, Any]:
     lengths_s = meta.episode_length / meta.fps
     curves = []
     for key, values in look.curves.items():
-        names, spoken = dimension_names(meta, key), f"{key} over time in episode {look.shown}:"
+        names, label = dimension_names(meta, key), f"{key} over time in episode {look.shown}:"
         draw = partial(_strips, look.time_s, values, names)
-        curves += _in_parts(plain(key), spoken, names, draw)
+        curves += _in_parts(plain(key), label, names, draw)
     ranges = {}
     for key, dims in look.ranges.items():
         scaled = scaled_ranges(dims[:MAX_DIMENSIONS])
@@ -391,9 +393,9 @@ def _draw_look(look: Look) -> dict[str, Any]:
             chart = figures.ranges(scaled, [r.name for r in dims[:MAX_DIMENSIONS]], limit=OUTLIER)
             ranges[key] = figures.to_svg(chart, f"Normalisation ranges of {key}; the table has the numbers")
     histogram = figures.histogram(lengths_s, xlabel="length of the episode / s", ylabel="episodes")
-    spoken = (
-        f"Histogram of episode lengths: {meta.num_episodes} episodes from {_g(lengths_s.min())} to "
-        f"{_g(lengths_s.max())} s, half of them longer than {_g(float(np.median(lengths_s)))} s"
+    label = (
+        f"Histogram of episode lengths: {meta.num_episodes} episodes from {_number(lengths_s.min())} to "
+        f"{_number(lengths_s.max())} s, half of them longer than {_number(float(np.median(lengths_s)))} s"
     )
     return {
         "look": replace(look, sheet=[], curves={}),  # frees the images, since a run holds the look to its end
@@ -407,7 +409,7 @@ def _draw_look(look: Look) -> dict[str, Any]:
             for key in meta.camera_keys
         },
         "curves": curves,
-        "lengths": figures.to_svg(histogram, spoken),
+        "lengths": figures.to_svg(histogram, label),
         "ranges": ranges,
     }
 
@@ -421,7 +423,7 @@ def columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
     return {key: np.array([math.nan if line.get(key) is None else float(line[key]) for line in lines]) for key in keys}
 
 
-def _g(value: float, digits: int = 4) -> str:
+def _number(value: float, digits: int = 4) -> str:
     """Format a number with `digits` significant digits and thousands separators: 0.01235, 1,234."""
     if not math.isfinite(value):
         return "–"
@@ -455,7 +457,7 @@ def page_template(name: str) -> Any:
         lstrip_blocks=True,
     )
     style = (folder / "page.css").read_text(encoding="utf-8")
-    environment.filters |= {"plain": plain, "number": _g, "duration": _duration, "bar": _bar}
+    environment.filters |= {"plain": plain, "number": _number, "duration": _duration, "bar": _bar}
     environment.globals |= {"style": style, "content_policy": _content_policy(style)}
     environment.globals |= {"most_rows": TABLE_ROWS, "most_dimensions": MAX_DIMENSIONS, "outlier": OUTLIER}
     return environment.get_template(name)

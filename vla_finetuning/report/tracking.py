@@ -73,10 +73,10 @@ def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
         try:
             call()
         except Exception as error:
-            again = (
+            remedy = (
                 f"`python -m vla_finetuning.report.tracking {address(output_dir)} --track {name}` sends what is missing"
             )
-            problem = f"--track {name}: {type(error).__name__}: {error}; {again}"
+            problem = f"--track {name}: {type(error).__name__}: {error}; {remedy}"
             if problem not in warned:
                 logger.warning("%s", problem)
             warned.add(problem)
@@ -116,12 +116,12 @@ class Follower:
     def log_new(self, *, at_end: bool = False) -> None:
         """Log the lines that the tracker lacks."""
         lines = self._lines(at_end)
-        same = len(os.path.commonprefix([lines, self._logged]))
-        if same == len(lines) == len(self._logged):
+        known = len(os.path.commonprefix([lines, self._logged]))
+        if known == len(lines) == len(self._logged):
             return
-        del self._logged[same:]
+        del self._logged[known:]
         try:
-            for text in lines[same:]:
+            for text in lines[known:]:
                 line = json.loads(text)
                 self._tracker.log(_charts(line), line["step"])
                 self._logged.append(text)

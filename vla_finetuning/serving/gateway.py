@@ -52,8 +52,8 @@ class Gateway:
         self._requests = Counter("vla_requests", outcomes, ["robot", "outcome"], registry=registry)
         latency = "From an observation to its actions"
         self._seconds = Histogram("vla_request_seconds", latency, ["robot"], buckets=SECONDS, registry=registry)
-        together = "Observations computed at once, as each of them saw it"
-        self._rows = Histogram("vla_batch_rows", together, buckets=ROWS, registry=registry)
+        rows = "Observations computed at once, as each of them saw it"
+        self._rows = Histogram("vla_batch_rows", rows, buckets=ROWS, registry=registry)
         sessions = "Sessions that are open; of LeRobot's protocol, which does not tell of an end, that are remembered"
         self.sessions = Gauge("vla_sessions", sessions, ["protocol"], registry=registry)
 

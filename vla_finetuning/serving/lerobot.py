@@ -34,7 +34,7 @@ TOKEN_REMEDY = "--pretrained_name_or_path='ROBOT?token=SECRET'"
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _TimedObservation:
     """An observation with the robot's step and time; `must_go`: the robot has no actions left and waits."""
 
     step: int
@@ -53,15 +53,15 @@ class _Client:
         cameras: the robot's names of cameras.
         actions: number of actions per chunk that the robot requests.
         newest: the latest observation that has no actions yet.
-        decided: steps that have actions.
+        answered: steps that have actions.
     """
 
     session: Session
     joints: list[str]
     cameras: list[str]
     actions: int
-    newest: asyncio.Queue[_Seen] = field(default_factory=lambda: asyncio.Queue(1))
-    decided: set[int] = field(default_factory=set)
+    newest: asyncio.Queue[_TimedObservation] = field(default_factory=lambda: asyncio.Queue(1))
+    answered: set[int] = field(default_factory=set)
 
     @classmethod
     def of_setup(cls, session: Session, setup: Mapping[str, Any]) -> _Client:
@@ -111,7 +111,7 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
 
     async def SendPolicyInstructions(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Begin a session with the robot that `pretrained_name_or_path` names, as `ROBOT?session=NAME&token=SECRET`."""
-        async with _answered(context):
+        async with _reporting_errors(context):
             setup = read_pickle(request.data, "RemotePolicyConfig")
             address = str(setup.get("pretrained_name_or_path", ""))
             self._gateway.check_token(parse_qs(urlsplit(address).query).get("token", [""])[0], TOKEN_REMEDY)
@@ -123,7 +123,7 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
 
     async def SendObservations(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         """Store an observation; it replaces an older one."""
-        async with _answered(context):
+        async with _reporting_errors(context):
             client, data = self._client(context), bytearray()
             with self._gateway.reading(client.session):
                 async for piece in request_iterator:
@@ -139,28 +139,28 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
                     raise ValueError(f"an observation has the timestamp {timestamp!r:.100}: expected seconds")
                 if not isinstance(raw, dict):
                     raise ValueError(f"an observation is {type(raw).__name__}: expected values by name")
-                seen = _Seen(step, timestamp, bool(sent.get("must_go")), *client.read(raw))
-            if seen.must_go or step not in client.decided:
+                timed = _TimedObservation(step, timestamp, bool(sent.get("must_go")), *client.read(raw))
+            if timed.must_go or step not in client.answered:
                 if client.newest.full():
                     client.newest.get_nowait()
-                client.newest.put_nowait(seen)
+                client.newest.put_nowait(timed)
         return services_pb2.Empty()
 
     async def GetActions(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Return the actions for the latest observation, or none if no observation arrives within POLL_S."""
-        async with _answered(context):
+        async with _reporting_errors(context):
             client = self._client(context)
             try:
-                seen = await asyncio.wait_for(client.newest.get(), POLL_S)
+                timed = await asyncio.wait_for(client.newest.get(), POLL_S)
             except TimeoutError:
                 return services_pb2.Actions()
-            if seen.step in client.decided and not seen.must_go:  # it arrived while its actions were computed
+            if timed.step in client.answered and not timed.must_go:  # it arrived while its actions were computed
                 return services_pb2.Actions()
-            answer = await self._gateway.decide(client.session, seen.observation, seen.instruction, seen.step)
-            client.decided.add(seen.step)
+            answer = await self._gateway.decide(client.session, timed.observation, timed.instruction, timed.step)
+            client.answered.add(timed.step)
             frame_s = 1 / float(client.session.interface.facts.get("fps", FPS))
             actions = [
-                TimedAction(seen.timestamp + i * frame_s, seen.step + i, torch.tensor(action))
+                TimedAction(timed.timestamp + i * frame_s, timed.step + i, torch.tensor(action))
                 for i, action in enumerate(answer.actions[: client.actions])
             ]
             return services_pb2.Actions(data=pickle.dumps(actions))
@@ -173,7 +173,7 @@ class Servicer(services_pb2_grpc.AsyncInferenceServicer):
 
 
 @asynccontextmanager
-async def _answered(context: Any) -> AsyncIterator[None]:
+async def _reporting_errors(context: Any) -> AsyncIterator[None]:
     """Turn errors in the block into a status and a message, which the client logs."""
     try:
         yield

@@ -67,10 +67,10 @@ class Interface:
             elif key.startswith(OBS_STR):
                 vectors[name] = trained.get(key, feature.shape)[0]
         for name, target in rename_map.items():
-            if target not in (seen := [*cameras, *vectors]):
+            if target not in (inputs := [*cameras, *vectors]):
                 raise ValueError(
                     f"--rename_map: {name!r} is to be {target!r}, which the policy does not see; it sees "
-                    f"{', '.join(seen)}{did_you_mean(target, seen)}"
+                    f"{', '.join(inputs)}{did_you_mean(target, inputs)}"
                 )
         width, steps = config.output_features[ACTION].shape[0], len(config.action_delta_indices or [0])
         return cls(robot, config.type, cameras, vectors, width, steps, rename_map, facts)
@@ -124,7 +124,7 @@ class Interface:
                 f"the observation lacks {', '.join(missing)}; it has {', '.join(map(str, sent)) or 'nothing'}: send "
                 f"""it, or start the server with --rename_map '{{"NAME": "{missing[0]}"}}'"""
             )
-        return self._arranged(images, {name: np.concatenate(values) for name, values in vectors.items()}), instruction
+        return self._arrange(images, {name: np.concatenate(values) for name, values in vectors.items()}), instruction
 
     def _target(self, name: str) -> str:
         """Return the dataset's name of an entry that a client calls `name`."""
@@ -133,7 +133,7 @@ class Interface:
         dotted = name.replace("/", ".")
         return dotted if dotted.startswith(f"{OBS_STR}.") else f"{OBS_STR}.{dotted}"
 
-    def _arranged(self, images: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]) -> Observation:
+    def _arrange(self, images: Mapping[str, np.ndarray], vectors: Mapping[str, np.ndarray]) -> Observation:
         """Return images and vectors as gymnasium's environments name them. Raises ValueError for a wrong length."""
         arranged: dict[str, Any] = {"pixels": {}}
         for name, image in images.items():

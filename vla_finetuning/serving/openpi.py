@@ -59,7 +59,7 @@ async def listening(
 ) -> AsyncIterator[int]:
     """Listen: openpi's protocol on any path, GET /healthz, GET /metrics. Yields the port; raises OSError if taken."""
 
-    async def before(connection: ServerConnection, request: Request) -> Response | None:
+    async def check_request(connection: ServerConnection, request: Request) -> Response | None:
         if request.path == "/healthz":
             if await is_healthy():
                 return connection.respond(HTTPStatus.OK, "OK\n")
@@ -89,18 +89,18 @@ async def listening(
     # Browsers, which send an origin, are refused: a web page must not reach local ports. Few messages are queued, since
     # each may be as long as the limit.
     options: Any = {"origins": [None], "max_size": max_bytes, "max_queue": 2, "compression": None}
-    async with serve(handle, host, port, process_request=before, **options) as server:
+    async with serve(handle, host, port, process_request=check_request, **options) as server:
         yield next(iter(server.sockets)).getsockname()[1]
 
 
 async def _answer(gateway: Gateway, session: Session, data: bytes | str) -> bytes | str:
     """Return the answer to an observation, or an error message as text."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     try:
         with gateway.reading(session):
-            seen = session.interface.read(unpack(data if isinstance(data, bytes) else b""))
-        answer = await gateway.decide(session, *seen)
+            observed = session.interface.read(unpack(data if isinstance(data, bytes) else b""))
+        answer = await gateway.decide(session, *observed)
     except (ValueError, RuntimeError) as error:
         return str(error)
-    timing = {"infer_ms": 1e3 * answer.seconds, "total_ms": 1e3 * (time.perf_counter() - began)}
+    timing = {"infer_ms": 1e3 * answer.seconds, "total_ms": 1e3 * (time.perf_counter() - started)}
     return pack({"actions": answer.actions, "server_timing": timing, "batch_rows": answer.rows})

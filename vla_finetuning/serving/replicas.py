@@ -20,7 +20,7 @@ from vla_finetuning.envs.protocol import Observation, concatenate
 from vla_finetuning.rollouts.player import Key, Player, PolicySource
 from vla_finetuning.run.failures import root_cause
 
-AGAIN = "send the observation again"
+RETRY = "send the observation again"
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def compute(players: Mapping[str, Player], requests: Sequence[Request]) -> list[
     for (robot, _), rows in groups.items():
         group, started = [requests[i] for i in rows], time.perf_counter()
         try:
-            seen = concatenate([request.observation for request in group])
+            observation = concatenate([request.observation for request in group])
             instructions, keys = [request.instruction for request in group], [request.key for request in group]
-            chunks = players[robot](seen, instructions, keys)
+            chunks = players[robot](observation, instructions, keys)
             seconds = time.perf_counter() - started
             answers |= {i: Answer(chunk, len(group), seconds) for i, chunk in zip(rows, chunks, strict=True)}
         except Exception as error:  # other groups are still answered
@@ -131,9 +131,9 @@ class Batches:
                 requests = [request for request, _ in batch]
                 answers = await asyncio.wait_for(self._replicas.predict.remote(requests), self._timeout_s)
         except TimeoutError:
-            answers = [f"no replica answered within {self._timeout_s:g} s; {AGAIN}"] * len(batch)
+            answers = [f"no replica answered within {self._timeout_s:g} s; {RETRY}"] * len(batch)
         except Exception as error:  # Ray's or Serve's: the waiting callers must be answered
-            answers = [f"the replica that computed this is gone ({type(error).__name__}); {AGAIN}"] * len(batch)
+            answers = [f"the replica that computed this is gone ({type(error).__name__}); {RETRY}"] * len(batch)
         finally:
             self._free += 1
         for (_, future), answer in zip(batch, answers, strict=True):

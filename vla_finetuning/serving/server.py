@@ -115,7 +115,7 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
         await _wait_until_running(name, f"{options.replicas} replicas with {each} each", timeouts.nodes)
         batches = Batches(handle, options.replicas, options.batch_size, options.wait_ms / 1000, timeouts.worker)
         gateway = Gateway(service.interfaces, batches, config.seed, read_token())
-        async with listening(gateway, options, partial(asyncio.to_thread, runs, name)) as addresses:
+        async with listening(gateway, options, partial(asyncio.to_thread, has_replica, name)) as addresses:
             yield addresses
     finally:
         await asyncio.wait([deploying])
@@ -124,20 +124,20 @@ async def running(service: Service) -> AsyncIterator[Addresses]:
 
 async def _wait_until_running(name: str, replicas: str, limit_s: float) -> None:
     """Wait until an application runs. Raises RuntimeError if it fails or takes longer than `limit_s`."""
-    began, told = time.monotonic(), False
-    while (about := (await asyncio.to_thread(serve.status)).applications[name]).status != ApplicationStatus.RUNNING:
-        if about.status == ApplicationStatus.DEPLOY_FAILED:
-            raise RuntimeError(f"the replicas do not start: {about.message}")
+    began, is_told = time.monotonic(), False
+    while (app := (await asyncio.to_thread(serve.status)).applications[name]).status != ApplicationStatus.RUNNING:
+        if app.status == ApplicationStatus.DEPLOY_FAILED:
+            raise RuntimeError(f"the replicas do not start: {app.message}")
         free, total, waited_s = ray.available_resources(), ray.cluster_resources(), time.monotonic() - began
-        have = " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+        idle = " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
         if waited_s > limit_s:
             raise RuntimeError(
-                f"{replicas} have not started for {limit_s:g} s (VLA_NODES_TIMEOUT_S); of the cluster {have} are free: "
+                f"{replicas} have not started for {limit_s:g} s (VLA_NODES_TIMEOUT_S); of the cluster {idle} are free: "
                 "add nodes, or lower --serve.replicas"
             )
-        if waited_s > TELL_AFTER_S and not told:
-            print_safe(f"waiting      for {replicas}, at most {limit_s:g} s; {have} are free", file=sys.stderr)
-            told = True
+        if waited_s > TELL_AFTER_S and not is_told:
+            print_safe(f"waiting      for {replicas}, at most {limit_s:g} s; {idle} are free", file=sys.stderr)
+            is_told = True
         await asyncio.sleep(0.2)
 
 
@@ -156,7 +156,7 @@ async def listening(
             yield Addresses(host, port, grpc_port)
 
 
-def runs(name: str) -> bool:
+def has_replica(name: str) -> bool:
     """Return whether a replica of an application runs."""
     application = serve.status().applications.get(name)
     deployments = application.deployments.values() if application else []
