@@ -78,6 +78,18 @@ def test_a_file_for_several_datasets(metas, tmp_path):
     assert weights_of(metas, f"@{tmp_path / 'w.json'}") == [[1] * 6, [1, 1, 7, 1, 1, 1]]
 
 
+def test_a_file_may_spell_a_dataset_in_two_ways(metas, tmp_path):
+    roots = [meta.root for meta in metas]
+    a = roots[0]
+    (tmp_path / "w.json").write_text(json.dumps({a: {"2": 0.5}, f"{a}/": {"3": 7}}))
+    with pytest.raises(ValueError, match="w.json: names the dataset .*/a twice"):
+        episode_weights(metas, roots, f"@{tmp_path / 'w.json'}", lambda root: root.rstrip("/"))
+    rows = pa.table({"dataset": [a, f"{a}/"], "episode_index": [2, 3], "weight": [0.5, 7]})
+    pa.csv.write_csv(rows, tmp_path / "w.csv")
+    weights = episode_weights(metas, roots, f"@{tmp_path / 'w.csv'}", lambda root: root.rstrip("/"))
+    assert weights[0].tolist() == [1, 1, 0.5, 7, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
@@ -105,6 +117,7 @@ def test_columns_that_cannot_be_meant(metas, column, message):
         ("w.json", '{"/x": {"1": 2}}', r"names \['/x'\], which are not among the datasets"),
         ("w.json", "", "takes a .csv"),
         ("w.csv", "episode_index,weight\n1,1\n1,2\n", "episode 1 of .* is there more than once"),
+        ("w.csv", "episode_index,weight\n1,\n2,1\n", "the weight of episode 1 is nan or an empty cell"),
         ("w.csv", "episode,weight\n1,1\n", r"found the columns \['episode', 'weight'\]"),
         ("w.csv", "episode_index,weight\n1,good\n", "column weight is of type string"),
         ("w.csv", "episode_index,weight\n1.5,1\n", "an episode_index is no whole number"),

@@ -186,6 +186,17 @@ def test_the_table_of_episodes_is_that_of_v3(v3, v21):
     assert weights.tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
+def test_a_column_of_weights_where_the_numbering_has_a_hole(v21, tmp_path):
+    root = shutil.copytree(v21, tmp_path / "hole")
+    lines = (root / EPISODES_PATH).read_text().splitlines()
+    (root / EPISODES_PATH).write_text("\n".join(lines[1:]) + "\n")
+    info = json.loads((root / "meta/info.json").read_text())
+    info |= {"total_episodes": len(LENGTHS) - 1, "total_frames": sum(LENGTHS[1:])}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    (weights,) = episode_weights([load_metadata(root)], [str(root)], "quality")
+    assert weights.tolist() == [0, 1.5, 2.5, 3.5]
+
+
 def test_v20_and_a_mixture_of_versions(v3, v21, tmp_path):
     """v2.0 has the statistics of all rows; frames that are cached are those of either version."""
     v20 = as_v2(v3, tmp_path / "v20", "v2.0")

@@ -79,6 +79,8 @@ def episode_values(
             raise ValueError(f"{path}: episode {unknown[0]} is not in {root}, which has 0..{meta.num_episodes - 1}")
         if (twice := number[np.bincount(number, minlength=1)[number] > 1]).size:
             raise ValueError(f"{path}: episode {twice[0]} of {root} is there more than once")
+        if (empty := number[np.isnan(value)]).size:
+            raise ValueError(f"{path}: the {column} of episode {empty[0]} is nan or an empty cell, of {root}")
         by_dataset.append((number, value))
     return by_dataset
 
@@ -94,8 +96,8 @@ def _checked(weight: np.ndarray, label: str) -> np.ndarray:
 
 
 def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
-    """A column of meta/episodes, float64 (E,), NaN where it has no value, 0 for numbers that no episode has."""
-    weight = np.full(meta.num_episodes, np.nan)
+    """Return a column of meta/episodes, float64 (E,): NaN for an empty value, 0 for a number without an episode."""
+    weight = np.zeros(meta.num_episodes)
     if meta.codebase_version in metadata_v2.VERSIONS:
         try:
             index, weight_of = metadata_v2.read_column(meta.fs, meta.base, name)
@@ -103,7 +105,6 @@ def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
             raise ValueError(f"dataset {meta.root}: {FLAG}={name}: {error}; a file is given as @FILE") from error
         weight[index] = weight_of
         return weight
-    numbers, values = [], []
     budget = Budget("episodes", MAX_EPISODES_BYTES)
     for path in episode_files(meta.fs, meta.base):
         label = f"dataset {meta.root}: {path}"
@@ -117,10 +118,7 @@ def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
                     "file is given as @FILE"
                 )
             part = read_columns(file, ["episode_index", name], budget, name=label)
-        numbers.append(_numbers(part["episode_index"]))
-        values.append(_numbers(part[name]))
-    weight[np.concatenate(numbers).astype(np.int64)] = np.concatenate(values)
-    weight[np.setdiff1d(np.arange(len(weight)), np.concatenate(numbers))] = 0  # there are no such episodes
+        weight[_numbers(part["episode_index"]).astype(np.int64)] = _numbers(part[name])
     return weight
 
 
@@ -168,9 +166,11 @@ def _of_json(value: Any, named: Callable[[str], str], column: str) -> Found:
     if not isinstance(value, Mapping):
         raise ValueError(f"found a {type(value).__name__}")
     is_nested = bool(value) and all(isinstance(entry, Mapping) for entry in value.values())
-    per_root = {named(root): episodes for root, episodes in value.items()} if is_nested else {"": value}
-    by_root = {}
-    for root, episodes in per_root.items():
+    by_root: Found = {}
+    for name, episodes in value.items() if is_nested else [("", value)]:
+        root = named(name) if is_nested else ""
+        if root in by_root:
+            raise ValueError(f"names the dataset {root} twice, the second time as {name!r}")
         values = list(episodes.values())
         if wrong := [value for value in values if type(value) not in (int, float, bool)]:
             raise ValueError(f"found the {column} {wrong[0]!r:.50}")
@@ -191,4 +191,5 @@ def _of_table(rows: pa.Table, named: Callable[[str], str], column: str) -> Found
     if "dataset" not in rows.column_names:
         return {"": (number, value)}
     names, row_root = np.unique(np.array(rows["dataset"].cast(pa.string()).to_pylist(), object), return_inverse=True)
-    return {named(root): (number[row_root == i], value[row_root == i]) for i, root in enumerate(names.tolist())}
+    row_root = np.array([named(name) for name in names.tolist()], object)[row_root]
+    return {root: (number[row_root == root], value[row_root == root]) for root in set(row_root.tolist())}
