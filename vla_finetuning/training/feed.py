@@ -114,8 +114,8 @@ def add_returns(batch: Columns, returns: PerFrame) -> Columns:
 
 
 def weigh_rows(batch: Columns, weights: np.ndarray, epsilon: float) -> Columns:
-    """Add the weight of each row's loss (`row_weights.of_batch`); 0 for rows that could not be read."""
-    return {**batch, "row_weight": of_batch(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
+    """Add the weight of each row's loss (`row_weights.loss_factors`); 0 for rows that could not be read."""
+    return {**batch, "row_weight": loss_factors(weights[batch["index"]] * batch.get("is_read", True), epsilon)}
 
 
 def policy_batches(
