@@ -33,7 +33,7 @@ from vla_finetuning.buckets.store import ChangedError, StorageError, within
 from vla_finetuning.files import append_line, read_json, read_lines, write_json
 from vla_finetuning.run.attempts import attempts, start_attempt
 from vla_finetuning.run.exported import exported_robots, policy_problem
-from vla_finetuning.training.export import _made_for
+from vla_finetuning.training.export import _export_folder
 
 
 @pytest.fixture
@@ -319,12 +319,12 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(url, monkeypatch):
 def test_an_export_that_fails_leaves_nothing(url):
     path, bucket = as_path(url) / "pretrained_model", Bucket(url)
     bucket.write("pretrained_model/old.safetensors", b"of the export before")
-    with pytest.raises(RuntimeError, match="planted"), _made_for(path) as made:
+    with pytest.raises(RuntimeError, match="planted"), _export_folder(path) as made:
         made.mkdir()
         (made / "model.safetensors").touch()
         raise RuntimeError("planted")
     assert not made.exists() and bucket.names() == set()
-    with _made_for(path) as made:
+    with _export_folder(path) as made:
         made.mkdir()
         (made / "config.json").write_text("{}")
     assert bucket.names() == {"pretrained_model/config.json"} and not made.exists()
