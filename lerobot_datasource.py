@@ -1,12 +1,12 @@
-"""LeRobot datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
+"""Read LeRobot datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
 
 Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
 uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
-read task is given positions of the stream of rows, looks them up in the plan (`data/plan.py`), which a node holds once,
-decodes exactly their frames, each video forward, straight into the arrays that become Arrow blocks, and emits them as
-fixed-shape tensors that come out of Ray zero-copy.
+read task holds positions of the stream of rows. It looks them up in the plan (`data/plan.py`), of which each node has
+one copy, and decodes their frames, each video forward, into arrays that become fixed-shape tensors of Arrow blocks
+without a copy.
 
-Knows nothing of torch, policies or training.
+The module does not import torch, policies or training.
 """
 
 from __future__ import annotations
@@ -48,21 +48,20 @@ from vla_finetuning.options.fields import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Rows walked through in one go, at most: fewer mix better and jump more often (docs/data_engine.md: what that costs).
-# A window of few rows is made of shorter segments, so that it still mixes `window_segments` of them.
+# Maximum rows of a segment: fewer mix better and seek more often (docs/data_engine.md). A small window has shorter
+# segments, so that it still mixes `window_segments` of them.
 SEGMENT_ROWS = 16
-# A read task decodes a window at a time and holds its rows in memory: bound them. Several windows per task at most.
+# Bytes of a window, which a read task holds in memory.
 READ_BYTES = 192 * 2**20
 BLOCK_BYTES = 32 * 2**20
-# One execution of Ray Data lists its read tasks up front; longer streams run as several executions.
+# Reads of an execution. Ray Data lists its read tasks up front, so longer streams run as several executions.
 READS_PER_EXECUTION = 4096
-# An epoch is one execution however long it is: of at most so many tasks, as long as that makes them.
+# Maximum number of tasks of an execution of any length.
 MAX_TASKS = 4096
-# In the context of a dataset: which `BlockShare` of the stream its executions read; all of it where there is none.
+# Keys in the context of a dataset: the `BlockShare` that its executions read (None for all blocks), whether nodes cache
+# all its frames, and its number of shards.
 SHARE = "lerobot_share"
-# In the same place: whether nodes cache all its frames.
 CACHING = "lerobot_caching"
-# In the same place: how many shards its rows are divided into.
 SHARDS = "lerobot_shards"
 
 
@@ -70,7 +69,7 @@ class LeRobotDatasource(Datasource):
     """Ray Data source over one or several LeRobot datasets. Most callers want `read_lerobot`.
 
     Args:
-        metas: the datasets; their position is `dataset_index`.
+        metas: the datasets, in the order of `dataset_index`.
         selection, features, order, reading: see `data.options`.
     """
 
@@ -88,7 +87,7 @@ class LeRobotDatasource(Datasource):
         self.metas = tuple(metas)
         frame_ranges = selection.frame_ranges
         episodes = selection.episodes if frame_ranges is None else [ranges.episodes for ranges in frame_ranges]
-        # Of several datasets some may have none, unless a weight asks for rows of each.
+        # One of several datasets may have no episodes, unless a mixture needs rows of each.
         may_be_none = len(self.metas) > 1 and selection.weights is None
         selected = [
             select_episodes(meta, None if episodes is None else episodes[i], may_be_none)
@@ -124,9 +123,7 @@ class LeRobotDatasource(Datasource):
 
         row_bytes = self.row_bytes()
         segments = None if order.shuffle_seed is None else order.window_segments
-        # Windows of whole blocks: none is then decoded by two tasks.
         cameras = [feature for meta in self.metas for key, feature in meta.features.items() if key in self._features]
-        # What comes before a key frame need not be decoded.
         cut_at = key_frame_rows(cameras)
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
@@ -159,7 +156,7 @@ class LeRobotDatasource(Datasource):
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self._block_rows(row_bytes)
-        self._stored_context: tuple[Any, Any] | None = None  # what tasks of an execution share, in the object store
+        self._stored_context: tuple[Any, Any] | None = None
         self._read_rows = max(window, self.block_rows)
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
@@ -169,7 +166,7 @@ class LeRobotDatasource(Datasource):
 
     @property
     def num_cpus(self) -> float:
-        """CPUs of a read task."""
+        """Return the CPUs of a read task."""
         return self._reading.num_cpus
 
     @property
@@ -177,7 +174,7 @@ class LeRobotDatasource(Datasource):
         """Return whether rows that cannot be read are blank."""
         return self._reading.on_error == "skip"
 
-    # ---- what Ray Data asks -------------------------------------------------------------------------------------
+    # ---- the interface of Ray Data -----------------------------------------------------------------------------
 
     def get_name(self) -> str:
         return "LeRobot"
@@ -186,7 +183,7 @@ class LeRobotDatasource(Datasource):
         return self._reading.prepare is None
 
     def apply_projection(self, projection_map: dict[str, str] | None) -> Datasource:
-        """The source of these columns. Raises ValueError for one that it has not."""
+        """Return the source of these columns. Raises ValueError for an unknown one."""
         names = self.columns()
         if unknown := [name for name in projection_map or {} if name not in names]:
             raise ValueError(
@@ -195,7 +192,7 @@ class LeRobotDatasource(Datasource):
         return super().apply_projection(projection_map)
 
     def columns(self) -> tuple[str, ...]:
-        """Columns of a row, in order, after projection."""
+        """Return the columns of a row, in order, after projection."""
         names = list(self._features)
         names += [key + IS_PAD for key in self._delta_indices]
         names += ["task", "dataset_index"]
@@ -207,12 +204,12 @@ class LeRobotDatasource(Datasource):
         return tuple(projection) or ("dataset_index",)
 
     def _frames(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of a frame of each camera that is read."""
+        """Return shape and dtype of a frame of each camera that is read."""
         features = {key: self._features[key] for key in self.columns() if key in self._features}
         return {key: frame_spec(f, self._image_size) for key, f in features.items() if f.dtype in CAMERA_DTYPES}
 
     def row_bytes(self) -> int:
-        """Bytes of one row in the object store."""
+        """Return the bytes of a row in the object store."""
         frames, total = self._frames(), 0
         for key in self.columns():
             if key in frames:
@@ -225,36 +222,33 @@ class LeRobotDatasource(Datasource):
         return max(total, 1)
 
     def decoded_bytes(self) -> int:
-        """Bytes of all different frames that are decoded in an epoch: what keeping them takes.
-
-        On a node: of a shard, where there are several.
-        """
+        """Return the bytes of all different frames that a node decodes in an epoch: the size of their cache."""
         total = sum(_frame_bytes(*frame) for frame in self._frames().values())
         return total * int(self.plan.episodes.length.sum()) // self.shards
 
     @property
     def distinct_frames(self) -> int:
-        """Different rows in an epoch, of a shard where there are several."""
+        """Return the number of different rows that a node reads in an epoch."""
         return int(self.plan.episodes.length.sum()) // self.shards
 
     def _block_rows(self, row_bytes: int) -> int:
-        """Rows of a block; a window has whole blocks."""
+        """Return the rows of a block; they divide those of a window unless they are prescribed."""
         most = max(1, min(self._window, BLOCK_BYTES // row_bytes))
         return self._prescribed_rows or next(n for n in range(most, 0, -1) if self._window % n == 0)
 
     def block(self) -> int:
-        """Rows of a block, of the columns that are read."""
+        """Return the rows of a block with the columns that are read."""
         return self._block_rows(self.row_bytes())
 
     def row_frames(self) -> int:
-        """Camera frames in one row."""
+        """Return the number of camera frames in a row."""
         return sum(len(self._delta_indices.get(key, (0,))) for key in self._frames())
 
     def estimate_inmemory_data_size(self) -> int:
         return self.row_bytes() * (self._stream[1] - self._stream[0])
 
     def example(self) -> dict[str, np.ndarray]:
-        """One made-up row, batched: the columns, shapes and dtypes that a numpy batch will have."""
+        """Return a placeholder row, batched, with the columns, shapes and dtypes of numpy batches."""
         row: dict[str, np.ndarray] = {"dataset_index": np.zeros(1, np.int32), "position": np.zeros(1, np.int64)}
         row |= {"task": np.array(["a"], object), IS_SKIPPED: np.zeros(1, bool)}
         row |= {key + IS_PAD: np.zeros((1, len(window)), bool) for key, window in self._delta_indices.items()}
@@ -272,7 +266,7 @@ class LeRobotDatasource(Datasource):
         return {key: row[key] for key in self.columns()}
 
     def execution(self, number: int) -> tuple[int, int]:
-        """Stream positions that the `number`-th execution reads."""
+        """Return the stream positions that the `number`-th execution reads."""
         if not self._with_position:
             return self._stream
         first = min(self._stream[0] + number * self._rows_per_execution, self._stream[1])
@@ -281,9 +275,9 @@ class LeRobotDatasource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        """Read tasks of one execution. Pure but for putting what they share into the object store once.
+        """Return the read tasks of an execution, after putting their shared context into the object store.
 
-        `parallelism` is Ray's guess and is not followed: the plan knows better (memory, windows); `num_tasks` is.
+        `parallelism` is ignored: memory and windows decide the number of tasks, or `num_tasks`.
         """
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
         share = None if data_context is None else data_context.get_config(SHARE)
@@ -302,7 +296,7 @@ class LeRobotDatasource(Datasource):
         return tasks
 
     def _put_context(self, runs: np.ndarray, name: Any) -> Any:
-        """What tasks share that read runs of stream positions, in the object store of this Ray session."""
+        """Return the ObjectRef of the context for tasks that read runs of stream positions."""
         key = ray.get_runtime_context().get_node_id(), name, self.columns()
         if self._stored_context is None or self._stored_context[0] != key:
             context = self._context()
@@ -314,9 +308,9 @@ class LeRobotDatasource(Datasource):
         return ReadContext(self.plan, readers, self._reading.prepare)
 
     def _reads(self, first: int, last: int, limit: int | None) -> Iterator[list[np.ndarray]]:
-        """The reads of each task that covers stream positions [first, last), as runs: a window each.
+        """Yield the reads of each task that covers stream positions [first, last), as runs: a window each.
 
-        Of no task more than `limit` rows are read.
+        No task reads more than `limit` rows.
         """
         if self._reading.num_tasks is not None:
             bounds = np.unique(np.linspace(first, last, self._reading.num_tasks + 1).astype(np.int64))
@@ -334,9 +328,9 @@ class LeRobotDatasource(Datasource):
         return self._read_rows * max(reads, -(-turns // MAX_TASKS))
 
     def _reads_of_share(self, runs: np.ndarray, first: int, last: int) -> Iterator[list[np.ndarray]]:
-        """The reads of each task of a share of stream positions [first, last), as runs: what it has of a window.
+        """Yield the reads of each task of a share of stream positions [first, last): its runs in a window each.
 
-        Where two shares meet in a window, both decode their own rows of it.
+        Where two shares have rows of one window, each decodes its own.
         """
         task_rows = self._task_rows(first, last)
         cuts = self.plan.window_starts(int(runs[0, 0]), last) if len(runs) else np.empty(0, np.int64)
@@ -354,7 +348,7 @@ class LeRobotDatasource(Datasource):
             yield reads
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-        """Rows at chosen stream positions, ascending, decoded in this process, as numpy batches. Ray is not needed."""
+        """Yield the rows at ascending stream positions as numpy batches, decoded in this process, without Ray."""
         context, options = replace(self._context(), prepare=None), self._options(block_rows=batch_size)
         for first in range(0, len(positions), batch_size):
             begin = np.asarray(positions[first : first + batch_size], np.int64)
@@ -409,50 +403,49 @@ def read_lerobot(
 ) -> Dataset:
     """Read LeRobot datasets as a Ray Dataset of frames.
 
-    Every execution of it, each `iter_batches` among them, gives its rows in the same order; for another order in a
-    further epoch, read with another `shuffle_seed`.
+    Every execution yields the rows in the same order. Read with another `shuffle_seed` for another order.
 
     Args:
-        root: a path or URI (`s3://`, `gs://`), a list of them, or a mixture, `{root: weight}`.
-            A mixture needs a `shuffle_seed` and gives as many rows as its datasets hold together, of each a number in
-            proportion to its weight, spread evenly: of a dataset with more than its natural share, all rows and some of
-            them again; of one with less, a part (training's further epochs go on with the rest: `--dataset.mixture`).
-        episodes: which episodes; with several roots, `{root: episodes}`. None for all.
-        camera_keys: decode only these cameras; None for all.
-        delta_timestamps: offsets in seconds per key, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``; the key's column then
-            has a leading time axis, and `<key>_is_pad` marks offsets outside the episode, where the edge repeats.
-        image_size: (height, width) that frames are fitted into right after decoding, padded with black as by PI0.5
-            for its 224x224, within one level of uint8 (`vla_finetuning.data.decode.resize_with_pad`). What enters the
-            object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
-        shuffle_seed: None for stored order; otherwise rows are shuffled (see `data.plan`), the same way for the
-            same seed.
-        shuffle_window: rows shuffled among themselves, as many as memory is meant for.
-        window_segments: from at least so many places of the dataset each window takes its rows; more mix better and
-            decode more frames for those that are wanted (docs/data_engine.md).
-        tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.
-        storage_options: obstore's for the store (`endpoint`, `access_key_id`, …); the environment is used when None.
-        storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
-        override_num_blocks: number of read tasks; chosen by memory when None.
-        num_cpus: CPUs that a read task holds; it decodes with as many threads.
-        on_error: "stop": an episode that cannot be read ends the job with an error that names it. "skip": its rows are
-            blank, and true in one more column, `is_skipped`; a warning in Ray's logs says why.
-        frame_cache: a folder on each node's own disk that keeps decoded frames, so that they are decoded once, by any
-            later read of this dataset. None: no cache.
-        frame_cache_gb: the most it holds on a node, in 10^9 bytes; frames that do not fit are decoded every time.
-        memory: bytes that a read task reserves. concurrency: read tasks at once, at most. label_selector: the nodes
-            that read, by their labels, so that nodes with GPUs need not. ray_remote_args: further options of read
-            tasks. As in Ray's own `read_*`.
+        root: a path or URI (`s3://`, `gs://`), a list of them, or a mixture, `{root: weight}`. A mixture needs a
+            `shuffle_seed`. It yields as many rows as its datasets hold together, shared among them by weight and spread
+            evenly: a dataset with more than its natural share repeats rows, one with less yields a part of its rows
+            (training continues with the rest in further epochs: `--dataset.mixture`).
+        episodes: episode numbers; with several roots, `{root: numbers}`. None for all.
+        camera_keys: cameras to decode; None for all.
+        delta_timestamps: offsets in seconds by column, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``. The column then has
+            a leading time axis, and `<key>_is_pad` marks offsets outside the episode, where the edge repeats.
+        image_size: (height, width) that frames are resized to after decoding, padded with black as by PI0.5 for its
+            224x224, within one level of uint8 (`vla_finetuning.data.decode.resize_with_pad`). Rows in the object store
+            are then 1.5 times smaller for cameras of 240x320, 6.1 times for 480x640. None keeps the stored size.
+        shuffle_seed: seed of the order of rows (see `data.plan`); None for stored order.
+        shuffle_window: number of rows that are shuffled together, reduced to bound memory.
+        window_segments: least number of places in the dataset from which a window takes rows. More mix better and cost
+            decoding (docs/data_engine.md).
+        tolerance_s: largest distance of a video frame from its row's timestamp, in seconds.
+        storage_options: obstore's options of the store (`endpoint`, `access_key_id`, …); None for the environment's.
+        storage_policy: time limits of requests to object stores, and a local cache (`storage.StoragePolicy`).
+        override_num_blocks: number of read tasks; None to derive it from memory.
+        num_cpus: CPUs of a read task, which decodes with as many threads.
+        on_error: "stop" raises an error that names an episode that cannot be read. "skip" replaces its rows with blank
+            ones, marked in the column `is_skipped`, and logs a warning.
+        frame_cache: folder on each node's own disk that caches decoded frames for all reads; None for no cache.
+        frame_cache_gb: maximum size of the cache on a node, in 10^9 bytes. Frames that do not fit are decoded each
+            time.
+        memory: bytes that a read task reserves, as in Ray's own `read_*`, like the rest.
+        concurrency: maximum number of concurrent read tasks.
+        label_selector: labels of the nodes that read, for example to exclude nodes with GPUs.
+        ray_remote_args: further options of read tasks.
 
     Returns:
-        One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1),
-        millimetres, at their stored size. Numbers: float32 or int64, shaped as in `meta/info.json` (shape (1,) is a
-        scalar). LeRobot's language columns: JSON text of their lists. `task`: the instruction. `index`: the row's place
-        in its dataset; `(dataset_index, index)` names a frame.
+        One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1), in
+        millimetres, at their stored size. Numbers: float32, int64 or bool, shaped as in `meta/info.json` (shape (1,) is
+        a scalar). LeRobot's language columns: JSON text of their lists. `task`: the instruction. `index`: the row's
+        place in its dataset; `(dataset_index, index)` identifies a frame.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError, FileNotFoundError: here, for what the metadata and a listing of the files can tell; in the read
-            task, naming file, episode and time, for damaged files or videos that disagree with the metadata.
+        ValueError, FileNotFoundError: on the driver, for errors that the metadata and a listing of the files show; in
+            the read task, naming file, episode and time, for damaged files or videos that contradict the metadata.
     """
     for name, value, kinds in (
         ("root", root, (str, Path, Sequence, Mapping)),
@@ -506,33 +499,32 @@ def read_lerobot(
 
 
 def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
-    """A Ray Dataset over `source`, whose blocks stay as the source made them. `ray_options`: of its read tasks."""
-    # One is never more than the source's own number of tasks: Ray then does not split their output...
+    """Return a Ray Dataset over `source` that keeps its blocks. `ray_options` are those of its read tasks."""
+    # With fewer blocks than the source has tasks, Ray does not split their output...
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus, **ray_options)
-    # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
+    # ... and with a target a little below a block's size, Ray passes each block on at once, neither merged nor cut.
     block_bytes = source.block() * (source._reading.prepared_bytes or source.row_bytes())
     dataset.context.target_max_block_size = max(1, int(0.8 * block_bytes))
-    # Else Ray Data (2.60) passes blocks on as tasks end. A dataset's context is its own copy.
+    # By default, Ray Data (2.60) passes blocks on as tasks end. A dataset's context is its own copy.
     dataset.context.execution_options.preserve_order = True
     cache = source._reading.frame_cache
     dataset.context.set_config(CACHING, cache is not None and 0 < source.decoded_bytes() <= cache.gb * 1e9)
-    # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
-    # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
-    # Ray 2.60; its default is 2.
+    # Blocks that a task may have ready before Ray Data takes them, ten times a second; with more, it waits with its CPU
+    # idle. Ray Data counts them as bytes in flight. The name is private in Ray 2.60; its default is 2.
     dataset.context._max_num_blocks_in_streaming_gen_buffer = 2 + source._read_rows // source.block_rows
     dataset.context.set_config(SHARDS, source.shards)
     return dataset
 
 
 def keeps_frames(dataset: Dataset) -> bool:
-    """Return whether nodes cache frames of a dataset from `read_source`, and have capacity for all of them."""
+    """Return whether nodes cache all frames of a dataset from `read_source`."""
     return bool(dataset.context.get_config(CACHING))
 
 
 def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Numpy batches of all of a source's rows for this process; the last may be smaller.
+    """Yield numpy batches of all of a source's rows in this process; the last may be smaller.
 
-    As ``read_source(source).iter_batches``; but about a block in one go, which spares Ray Data's work for each batch.
+    As ``read_source(source).iter_batches``, but in batches of about a block, to save Ray Data's work for each batch.
     """
     at_once = max(1, source.block() // batch_size) * batch_size
     for rows in read_source(source).iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
