@@ -83,14 +83,15 @@ class LeRobotDatasource(Datasource):
     ):
         super().__init__()
         self._reading = reading
+        self._skips = reading.on_error == "skip"  # rows that cannot be read are blank
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
         frame_ranges = selection.frame_ranges
         episodes = selection.episodes if frame_ranges is None else [ranges.episodes for ranges in frame_ranges]
         # One of several datasets may have no episodes, unless a mixture needs rows of each.
-        may_be_none = len(self.metas) > 1 and selection.weights is None
+        may_be_empty = len(self.metas) > 1 and selection.weights is None
         selected = [
-            select_episodes(meta, None if episodes is None else episodes[i], may_be_none)
+            select_episodes(meta, None if episodes is None else episodes[i], may_be_empty)
             for i, meta in enumerate(self.metas)
         ]
         if not any(map(len, selected)):
@@ -119,7 +120,7 @@ class LeRobotDatasource(Datasource):
             if not len(chosen):
                 continue
             videos = [key for key in meta.video_keys if key in self._features]
-            check_files(meta, episodes=chosen, camera_keys=videos, skip=self.skips)
+            check_files(meta, episodes=chosen, camera_keys=videos, skip=self._skips)
 
         row_bytes = self.row_bytes()
         segments = None if order.shuffle_seed is None else order.window_segments
@@ -128,7 +129,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
-        drawn, weight = locate_episodes(self.metas, selected, self._features, selection)
+        located, weight = locate_episodes(self.metas, selected, self._features, selection)
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -140,13 +141,15 @@ class LeRobotDatasource(Datasource):
         sharding, self.shards = order.sharding, 1
         self.plan: Plan
         if sharding is None:
-            self.plan = plan(drawn, seed=order.shuffle_seed, episode_weights=weight)
+            self.plan = plan(located, seed=order.shuffle_seed, episode_weights=weight)
         else:
             self.shards = sharding.count
             roots = [meta.root for meta in self.metas]
-            piece, first, length, shard = divide(drawn.dataset_index, drawn.length, weight, self.shards, cut_at, roots)
+            piece, first, length, shard = divide(
+                located.dataset_index, located.length, weight, self.shards, cut_at, roots
+            )
             self.plan = ShardedPlan(
-                drawn.take(piece).cut(first, length),
+                located.take(piece).cut(first, length),
                 shard,
                 sharding,
                 seed=order.shuffle_seed,
@@ -168,11 +171,6 @@ class LeRobotDatasource(Datasource):
     def num_cpus(self) -> float:
         """Return the CPUs of a read task."""
         return self._reading.num_cpus
-
-    @property
-    def skips(self) -> bool:
-        """Return whether rows that cannot be read are blank."""
-        return self._reading.on_error == "skip"
 
     # ---- the interface of Ray Data -----------------------------------------------------------------------------
 
@@ -196,7 +194,7 @@ class LeRobotDatasource(Datasource):
         names = list(self._features)
         names += [key + IS_PAD for key in self._delta_indices]
         names += ["task", "dataset_index"]
-        names += ["position"] * self._with_position + [IS_SKIPPED] * self.skips
+        names += ["position"] * self._with_position + [IS_SKIPPED] * self._skips
         projection = self._projection_map
         if projection is None:
             return tuple(names)
@@ -233,8 +231,8 @@ class LeRobotDatasource(Datasource):
 
     def _block_rows(self, row_bytes: int) -> int:
         """Return the rows of a block; they divide those of a window unless they are prescribed."""
-        most = max(1, min(self._window, BLOCK_BYTES // row_bytes))
-        return self._prescribed_rows or next(n for n in range(most, 0, -1) if self._window % n == 0)
+        max_rows = max(1, min(self._window, BLOCK_BYTES // row_bytes))
+        return self._prescribed_rows or next(n for n in range(max_rows, 0, -1) if self._window % n == 0)
 
     def block(self) -> int:
         """Return the rows of a block with the columns that are read."""
@@ -365,7 +363,7 @@ class LeRobotDatasource(Datasource):
             block_rows=block_rows,
             threads=max(1, round(self.num_cpus)),
             image_size=self._image_size,
-            blank=self.example() if self.skips else None,
+            blank=self.example() if self._skips else None,
             skip_log=self._reading.skip_log,
             frame_cache=self._reading.frame_cache,
         )

@@ -138,10 +138,10 @@ class DiskCache:
         """
         with self.tolerating_errors():
             if self.is_readable:
-                place = self.folder / short_hash(dataset)
-                if time.monotonic() - self._touched.get(place, -float("inf")) > TOUCH_S:
-                    self._mark_read(place)
-                return place / short_hash(file) / short_hash(identity)
+                dataset_folder = self.folder / short_hash(dataset)
+                if time.monotonic() - self._touched.get(dataset_folder, -float("inf")) > TOUCH_S:
+                    self._mark_read(dataset_folder)
+                return dataset_folder / short_hash(file) / short_hash(identity)
         return None
 
     def read(self, path: Path, out: Any) -> bool:
@@ -243,13 +243,15 @@ class DiskCache:
     def _record_checksum(self, path: Path, key: Key, record: Any) -> bytes:
         return self.checksum(path, struct.pack("<qd", *key), record)
 
-    def _mark_read(self, place: Path) -> None:
+    def _mark_read(self, dataset_folder: Path) -> None:
         """Create the folder of a dataset, for this user only, and record that the dataset is in use."""
-        make_private(place)
-        if (info := place.lstat()).st_uid != os.geteuid() or info.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "belongs to another user, or others may write there", str(place))
-        os.utime(place)
-        self._touched[place] = time.monotonic()
+        make_private(dataset_folder)
+        if (info := dataset_folder.lstat()).st_uid != os.geteuid() or info.st_mode & 0o022:
+            raise PermissionError(
+                errno.EPERM, "belongs to another user, or others may write there", str(dataset_folder)
+            )
+        os.utime(dataset_folder)
+        self._touched[dataset_folder] = time.monotonic()
 
     def make_folder(self, content: Path) -> None:
         """Create the folder of a content, and delete data derived from other contents of the file."""

@@ -111,9 +111,9 @@ class FeatureStore:
             paths = [reader.path(file) for file in files]
             identities = [file_identity(reader.fs, path) for path in paths]
             frames, file = frame_cache_key(reader, key, "\0".join(paths), self._decoding)
-            made = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
+            computation = f"{frames}\0{self._made_by}\0{self.shapes[camera]}\0{self.dtype}"
             identity = "\0".join(map(str, [*identities, *(number.item() for number in numbers)]))
             # Hashes save memory: there is one entry per episode and camera.
-            names = sys.intern(made), short_hash(f"{file}\0{episode}"), short_hash(identity)
+            names = sys.intern(computation), short_hash(f"{file}\0{episode}"), short_hash(identity)
             self._contents[place] = None if None in identities else names
         return self._contents[place]

@@ -13,7 +13,7 @@ from vla_finetuning.data.options import FrameRanges
 from vla_finetuning.data.relative_actions import ACTION, STATE
 
 # Maximum number of tasks in a table.
-MOST_TASKS = 8
+MAX_TASKS = 8
 
 
 def movement_keys(meta: DatasetMetadata, rename_map: Mapping[str, str] | None = None) -> list[str]:
@@ -102,15 +102,15 @@ def shares(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> 
 
 
 def table(meta: DatasetMetadata, episodes: np.ndarray, ranges: FrameRanges) -> list[str]:
-    """Return `shares` as lines of text: a heading, all, and at most MOST_TASKS tasks."""
+    """Return `shares` as lines of text: a heading, all, and at most MAX_TASKS tasks."""
     epoch_shares = shares(meta, episodes, ranges)
     lines = [f"{'episodes':>9} {'frames':>12} {'left out':>20} {'in an epoch':>20}  task"]
-    for s in epoch_shares[: 1 + MOST_TASKS]:
-        out = f"{s.left_out:,} ({s.left_out / s.frames:6.1%})"
+    for s in epoch_shares[: 1 + MAX_TASKS]:
+        left_out = f"{s.left_out:,} ({s.left_out / s.frames:6.1%})"
         rows = f"{s.rows:,.0f} ({s.rows / s.frames:6.2f}x)"
-        lines.append(f"{s.episodes:9,} {s.frames:12,} {out:>20} {rows:>20}  {s.name}")
-    if len(epoch_shares) > 1 + MOST_TASKS:
-        lines.append(f"{'':53} and {len(epoch_shares) - 1 - MOST_TASKS} tasks that differ less")
+        lines.append(f"{s.episodes:9,} {s.frames:12,} {left_out:>20} {rows:>20}  {s.name}")
+    if len(epoch_shares) > 1 + MAX_TASKS:
+        lines.append(f"{'':53} and {len(epoch_shares) - 1 - MAX_TASKS} tasks that differ less")
     return lines
 
 

@@ -133,7 +133,7 @@ def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
     """
     movement = Movement.from_metadata(meta, keys, seconds)
 
-    def of_file(file: dict[str, Any]) -> np.ndarray:
+    def runs_in_file(file: dict[str, Any]) -> np.ndarray:
         runs = [np.empty((0, 3), np.int64)]
         for episode, arrays in episode_arrays(meta.fs, features=movement.features, **file):
             idle = movement.idle(arrays)
@@ -141,5 +141,5 @@ def moving_runs(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
             runs.append(np.stack([np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]], axis=1))
         return np.concatenate(runs)
 
-    runs = np.concatenate(in_threads(meta, episodes, of_file))
+    runs = np.concatenate(in_threads(meta, episodes, runs_in_file))
     return runs[np.lexsort((runs[:, 1], runs[:, 0]))]

@@ -404,8 +404,8 @@ class _Source:
         epoch, begin, end = self.epoch_at(position)
         if self._key is None:
             return 0, 0, begin, end
-        cut = self.cutter(epoch)
-        bounds = begin + cut._part_bounds(epoch) if cut.parts_of_epoch > 1 else np.array([begin, end])
+        source = self.cutter(epoch)
+        bounds = begin + source._part_bounds(epoch) if source.parts_of_epoch > 1 else np.array([begin, end])
         part = int(np.searchsorted(bounds, position, side="right")) - 1
         return epoch, part, int(bounds[part]), int(bounds[part + 1])
 

@@ -416,8 +416,8 @@ def _fill_texts(
 
 def _text_at(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: str) -> str:
     """Return the newest text of a style at or before `at_s`, as LeRobot's `active_at`; empty if there is none."""
-    begun = [line for line in annotations or () if line["style"] == style and line["timestamp"] <= at_s]
-    return (max(begun, key=lambda line: line["timestamp"])["content"] or "") if begun else ""
+    candidates = [line for line in annotations or () if line["style"] == style and line["timestamp"] <= at_s]
+    return (max(candidates, key=lambda line: line["timestamp"])["content"] or "") if candidates else ""
 
 
 def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[CameraFile]:

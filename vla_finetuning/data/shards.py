@@ -153,8 +153,8 @@ class ShardedPlan:
             members = slice(self._bounds[number], self._bounds[number + 1])
             shard_seed = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
             weights = None if episode_weights is None else episode_weights[members]
-            drawn = Episodes.take(episodes, members)  # drops the file locations, which `episodes` holds already
-            self._shards.append(plan(drawn, seed=shard_seed, episode_weights=weights))
+            shard_episodes = Episodes.take(episodes, members)  # without file locations
+            self._shards.append(plan(shard_episodes, seed=shard_seed, episode_weights=weights))
         first = self._shards[0]
         self.segment_rows, self.window_rows, self.cut_at = first.segment_rows, first.window_rows, first.cut_at
         self.later_segment_rows = first.later_segment_rows
