@@ -169,7 +169,6 @@ class LeRobotDatasource(Datasource):
 
     @property
     def num_cpus(self) -> float:
-        """Return the CPUs of a read task."""
         return self._reading.num_cpus
 
     # ---- the interface of Ray Data -----------------------------------------------------------------------------
@@ -235,11 +234,9 @@ class LeRobotDatasource(Datasource):
         return self._prescribed_rows or next(n for n in range(max_rows, 0, -1) if self._window % n == 0)
 
     def block(self) -> int:
-        """Return the rows of a block with the columns that are read."""
         return self._block_rows(self.row_bytes())
 
     def row_frames(self) -> int:
-        """Return the number of camera frames in a row."""
         return sum(len(self._delta_indices.get(key, (0,))) for key in self._frames())
 
     def estimate_inmemory_data_size(self) -> int:

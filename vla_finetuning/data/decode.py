@@ -291,7 +291,6 @@ def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> n
 
 
 def _png_chunks(data: bytes) -> Iterator[bytes]:
-    """Yield the types of a PNG's chunks."""
     at = 8
     while at + 8 <= len(data):
         size, chunk_type = struct.unpack_from(">I4s", data, at)

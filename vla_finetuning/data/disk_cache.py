@@ -343,12 +343,7 @@ def disk_cache(folder: Path, limit_bytes: int, remedy: str) -> DiskCache:
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """The location and limit of a node's cache.
-
-    Attributes:
-        folder: path on every node's own disk.
-        gb: maximum size on a node, in 10^9 bytes.
-    """
+    """A node's cache: the path `folder` on every node's own disk, and its maximum size `gb`, in 10^9 bytes."""
 
     folder: str
     gb: float
@@ -371,10 +366,7 @@ class FrameCache(CacheFolder):
 
 
 def has_capacity(folder: Path, size: int) -> bool:
-    """Return whether `size` bytes fit the disk of a folder (which may not exist) with a margin.
-
-    The folder's present content counts as free. Raises OSError.
-    """
+    """Return whether `size` bytes, replacing a folder's content, fit its disk with a margin. Raises OSError."""
     ledger = b""
     with contextlib.suppress(FileNotFoundError):
         ledger = (folder / LEDGER).read_bytes()[:20]
@@ -408,13 +400,11 @@ def _write_all(file: Any, parts: Iterable[Any]) -> None:
 
 
 def _disk_bytes(folder: Path) -> tuple[int, float]:
-    """Return the used bytes of a folder's disk, and their limit."""
     disk = shutil.disk_usage(folder)
     return disk.used, FULLEST_DISK * (disk.used + disk.free)
 
 
 def short_hash(text: str) -> str:
-    """Return a file name for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:_NAME_LENGTH]
 
 
@@ -460,7 +450,6 @@ def images_cache() -> DiskCache:
 
 
 def describe_numbers() -> str:
-    """Return the plan's line about the cache of numbers."""
     if size := numbers_gb():
         return (
             f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR}, and as much of encoded "

@@ -110,7 +110,6 @@ class Movement:
         return idle_frames([arrays[f.key].astype(np.float64) for f in self.features], self.spans, self.moves)
 
     def described(self) -> dict[str, Any]:
-        """Return the parameters as JSON values, for a digest."""
         spans = {f.key: span.tolist() for f, span in zip(self.features, self.spans, strict=True)}
         return {"spans": spans, "moves": self.moves}
 

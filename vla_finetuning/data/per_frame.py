@@ -19,5 +19,4 @@ class PerFrame:
         self._first = np.cumsum([0, *map(len, by_dataset)])
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the values of a batch's rows, in their order."""
         return self._values[self._first[batch["dataset_index"]] + batch["index"]]

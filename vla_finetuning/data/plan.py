@@ -288,7 +288,6 @@ class StreamPlan:
             yield from self.slices(first, last)
 
     def _runs(self, first: int, last: int) -> Runs:
-        """Return the runs of rows in a window, source by source."""
         rows = zip(self._sources, self._split(first), self._split(last), strict=True)
         runs = [run for source, *span in rows for run in source.runs(*span)]
         episode, start, end = (np.concatenate(column) for column in zip(*runs, strict=True))
@@ -397,10 +396,7 @@ class _Source:
         return tuple(np.repeat(column, times) for column in columns)
 
     def _part_at(self, position: int) -> tuple[int, int, int, int]:
-        """Return the epoch and part at a position of the source's stream, and where the part begins and ends.
-
-        In stored order all epochs are epoch 0.
-        """
+        """Return the part at a position of the source's stream: epoch (0 in stored order), part, begin, end."""
         epoch, begin, end = self.epoch_at(position)
         if self._key is None:
             return 0, 0, begin, end

@@ -32,10 +32,7 @@ class BlockShare:
     total: int
 
     def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
-        """Return the share's rows among stream positions [first, last) as runs [start, end), int64 (N, 2), in order.
-
-        The blocks of an incomplete turn of `total` blocks belong to no rank.
-        """
+        """Return the share's runs [start, end) in [first, last), int64 (N, 2), without an incomplete turn."""
         turn = self.total * block_rows
         starts = first + np.arange((last - first) // turn, dtype=np.int64) * turn
         return starts[:, None] + np.array([self.first, self.last]) * block_rows

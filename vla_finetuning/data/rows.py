@@ -267,7 +267,6 @@ def _read_tabular(episodes: Sequence[_Episode], out: _Output) -> None:
 
 
 def _read_data_file(members: Sequence[_Episode], out: _Output) -> None:
-    """Fill the rows of episodes that are in one data file."""
     options, reader, file = out.options, members[0].reader, members[0].data_file
     features = {key: feature for key, feature in reader.features.items() if key in options.columns}
     numeric = [key for key, feature in features.items() if feature.dtype in NUMERIC_DTYPES]
@@ -382,7 +381,6 @@ def row_kind(feature: Feature) -> np.dtype | str:
 
 
 def _fill_numbers(key: str, values: np.ndarray, e: _Episode, out: _Output) -> None:
-    """Write the values of one column for an episode's rows to the output."""
     frames = e.row_frames(key, out.options)
     padded = out.options.padded
     row = padded[key].shape if key in padded and values.ndim > 1 else values.shape[1:]
@@ -421,7 +419,6 @@ def _text_at(annotations: Sequence[dict[str, Any]] | None, at_s: float, style: s
 
 
 def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[CameraFile]:
-    """Return the files with frames of a camera, with the frames requested of each."""
     members = [e for e in episodes if key in e.reader.camera_keys]
     members.sort(key=lambda e: (e.dataset_index, *e.camera_file(key)))
     files = []
@@ -432,7 +429,6 @@ def _camera_files(key: str, episodes: Sequence[_Episode], out: _Output) -> list[
 
 
 def _fill_missing_cameras(episodes: Sequence[_Episode], out: _Output) -> None:
-    """Fill in black frames for rows of datasets that lack a camera."""
     options = out.options
     for key, feature in options.padded.items():
         if feature.dtype in CAMERA_DTYPES and key in options.columns:
@@ -444,7 +440,6 @@ def _fill_missing_cameras(episodes: Sequence[_Episode], out: _Output) -> None:
 
 
 def _frame_request(key: str, e: _Episode, out: _Output) -> FrameRequest:
-    """Return the frames of a camera that an episode's rows need."""
     feature = e.reader.features[key]
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     positions = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)

@@ -267,7 +267,6 @@ class ShardedPlan:
             yield from self._shard_slices(*run)
 
     def _shard_slices(self, shard: int, first: int, last: int) -> Iterator[WindowSlice]:
-        """Yield the slices of a shard's stream."""
         for window in self._shards[shard].slices(first, last):
             yield replace(window, episode=window.episode + self._bounds[shard])
 

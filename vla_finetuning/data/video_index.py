@@ -101,10 +101,7 @@ class RemoteVideo:
 
 
 def _read_index(file: Any) -> tuple[VideoIndex | None, list[tuple[int, int]]]:
-    """Return the index, and the byte ranges that opening the file reads.
-
-    They are None and empty for a file without a usable index.
-    """
+    """Return the index, if there is a usable one, and the byte ranges that opening the file reads."""
     moov = next((box for box in boxes(file, 0, file.size) if box[0] == b"moov"), None)
     if moov is None or moov[2] - moov[1] > min(MAX_INDEX_BYTES, file.size - moov[1]):
         return None, []
@@ -141,7 +138,6 @@ def _expand_runs(runs: np.ndarray, total: int) -> np.ndarray:
 
 
 def _timescale(data: bytes, box: Box | None) -> int:
-    """Return the units per second of an mvhd or mdhd box."""
     if box is None:
         raise ValueError("a header is missing")
     scale = struct.unpack_from(">I", data, box[1] + (20 if data[box[1]] else 12))[0]

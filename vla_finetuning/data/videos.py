@@ -105,7 +105,6 @@ class CameraFile:
         return self.feature.dtype == "video"
 
     def name(self, *episodes: int) -> str:
-        """Return the file's name in errors."""
         whose = f"episode{'s' * (len(episodes) > 1)} {', '.join(map(str, episodes))}"
         return f"{self.reader.root}: {self.file} (camera {self.key}, {whose})"
 
@@ -132,7 +131,6 @@ class CameraFile:
             self.requests = [rest for rest in rests if rest is not None]
 
     def open(self) -> Any:
-        """Return the path or file object for FFmpeg."""
         return self.reader.path(self.file) if self.remote is None else self.remote.file
 
     def decode(self, decoding: Decoding) -> None:
