@@ -47,7 +47,7 @@ from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.options.command_line import parse_args
 from vla_finetuning.options.train import TrainMode
 from vla_finetuning.plan.resolve import resolve
-from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, what_is_wrong
+from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, find_fault
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.meta import meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
@@ -117,10 +117,10 @@ def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     shapes = loss.attentions(updates.CAMERAS, lengths)
     entries: dict[str, Any] = {}
     for kernel in CANDIDATES[:-1]:
-        if what_is_wrong(kernel, shapes[:1], device, dtype) == UNAVAILABLE:
+        if find_fault(kernel, shapes[:1], device, dtype) == UNAVAILABLE:
             entries[kernel] = UNAVAILABLE
             continue
-        wrong = {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes}
+        wrong = {str(shape): find_fault(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes}
         entries[kernel] = {"shapes": len(wrong), "wrong": {shape: reason for shape, reason in wrong.items() if reason}}
     used = loss.attentions(updates.CAMERAS, updates.prompt_lengths(config))
     chosen = choose_kernel("sdpa", used, device, dtype)

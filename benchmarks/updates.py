@@ -204,7 +204,7 @@ class Ours(Contender):
             base={},
             train=run.train,
             adapters=run.peft,
-            recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, short=None),
+            recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, cosine_shares=None),
             robots=(Robot("", config, FeatureMatch(tuple(config.image_features), (), {}), rename_map={}),),
             seed=0,
             prompts=prompt_lengths(config),

@@ -137,7 +137,7 @@ def test_where_all_are_wrong_attention_is_lerobots(loss, monkeypatch, caplog):
 def test_what_is_frozen_is_not_judged_by_its_gradients(monkeypatch):
     policy = make_policy(2)
     choose_trainable(policy, "expert")
-    backward = {shape.part: shape.backward for _, shape in PI05Loss(policy).attentions(2, [20])}
+    backward = {shape.name: shape.backward for _, shape in PI05Loss(policy).attentions(2, [20])}
     assert backward == {"prefix": False, "suffix": True}
     seen = []
 
@@ -160,7 +160,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_kernel(loss, monkeypatch):
 
 
 def test_eager_attention_is_the_measure_and_not_measured(loss, monkeypatch):
-    monkeypatch.setattr(attention, "_computed", lambda *_: pytest.fail("it was computed"))
+    monkeypatch.setattr(attention, "_compute", lambda *_: pytest.fail("it was computed"))
     assert chosen(loss, asked="eager").kernel == "eager"
 
 

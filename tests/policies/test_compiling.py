@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.tiny import make_batch, make_policy
 from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies import compiling
-from vla_finetuning.policies.compiling import MOST_SHAPES, Compiler, why_not
+from vla_finetuning.policies.compiling import MAX_SHAPES, Compiler, why_not
 from vla_finetuning.policies.families.pi05 import PI05Loss
 from vla_finetuning.policies.prompts import MAX_LENGTHS
 from vla_finetuning.policies.trainable import choose_trainable
@@ -103,8 +103,8 @@ def test_under_autocast_and_ddp(process_group):
 def test_compilations_are_counted_logged_and_bounded(caplog):
     caplog.set_level("INFO")
     # Each length of prompts, with and without gradients, for action tokens and text, with all cameras and with fewer.
-    assert 8 * MAX_LENGTHS < MOST_SHAPES
-    compiler = Compiler("eager", most=2)
+    assert 8 * MAX_LENGTHS < MAX_SHAPES
+    compiler = Compiler("eager", max_shapes=2)
     layer = compiler(_double)
     for length in (3, 3, 4, 4, 5, 6):
         assert layer(torch.nn.Linear(1, 1), torch.ones(1, length)).tolist() == [[2.0] * length]

@@ -16,7 +16,7 @@ from tests.policies.flow_policies import (
     whole_error,
 )
 from vla_finetuning.columns import ACTION_DIMS, IS_PRESENT
-from vla_finetuning.policies.attention import Shape, what_is_wrong
+from vla_finetuning.policies.attention import Shape, find_fault
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.trainable import choose_trainable, remove_unused
 
@@ -123,15 +123,15 @@ def test_losses_of_rows_are_lerobots(backbone, kind):
 )
 def test_a_kernel_that_shows_a_query_too_much_is_wrong(backbone, kind, shape, monkeypatch):
     loss = make_loss(make_policy(kind, backbone))
-    layer = next(layer for layer, computed in loss.attentions(2, [12]) if computed.part == "suffix")
+    layer = next(layer for layer, computed in loss.attentions(2, [12]) if computed.name == "suffix")
     device = torch.device("cpu")
-    assert what_is_wrong("sdpa", [(layer, shape)], device, torch.float32) is None
+    assert find_fault("sdpa", [(layer, shape)], device, torch.float32) is None
 
     def sees_all(query, key, value, bias, **options):
         return FUSED(query, key, value, bias[:, :, -1:], **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sees_all)
-    assert "wrong result" in what_is_wrong("sdpa", [(layer, shape)], device, torch.float32)
+    assert "wrong result" in find_fault("sdpa", [(layer, shape)], device, torch.float32)
 
 
 # ---- rows of robots that differ, in one batch -----------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_shapes_that_are_checked_are_those_that_are_computed(backbone, monkeypat
     prefix = loss.prefix(loss.inputs(arguments[0]))
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     loss.velocity(*arguments[1:], prefix)
-    shapes = {shape.part: shape for _, shape in loss.attentions(2, [12])}
+    shapes = {shape.name: shape for _, shape in loss.attentions(2, [12])}
     (heads,) = {layer.num_key_value_groups for layer, _ in loss.attentions(2, [12])}  # that share keys: more queries
     expected = [(heads * s.queries, s.keys, s.causal) for s in map(shapes.get, ("suffix", "cross"))]
     assert seen == {(queries, keys, queries if causal else 1) for queries, keys, causal in expected}

@@ -76,7 +76,7 @@ def test_autocast_rounds_what_is_seen_and_not_the_value():
     torch.nn.init.normal_(loss.critic.output.weight)
     batch = make_batch(loss.policy, 3)[0]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        seen = loss._seen[0]
+        seen = loss._policy_loss[0]
         keys_values, bias = seen.value_inputs(seen.prefix(loss.images(batch)))
         assert keys_values[0][0].dtype == torch.bfloat16
         logits, value = loss.logits(batch), loss.value(batch)

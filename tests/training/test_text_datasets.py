@@ -310,7 +310,7 @@ def test_of_robots_that_differ_each_loss_is_over_its_own_rows(setting, tmp_path)
 
     loss, _ = build_model(run.policy, torch.device("cpu"))
     assert family_of(run.policy.config).text_datasets[0].cameras == {TOP}
-    lines = [shape for _, shape in loss.attentions(2, [20]) if shape.part == "text"]
+    lines = [shape for _, shape in loss.attentions(2, [20]) if shape.name == "text"]
     assert len({shape.images for shape in lines}) == 2  # of two cameras, and of the one of the questions
 
 

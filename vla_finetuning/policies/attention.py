@@ -80,7 +80,7 @@ class Shape(NamedTuple):
     """Shape of one attention of a training step.
 
     Attributes:
-        part: name of the part of the network.
+        name: name of the part of the network.
         queries: number of queries.
         images, prompt, steps: numbers of keys of images, of a padded prompt and of action steps.
         backward: whether gradients flow through the attention.
@@ -88,7 +88,7 @@ class Shape(NamedTuple):
         causal: whether no query sees the keys of later queries.
     """
 
-    part: str
+    name: str
     queries: int
     images: int
     prompt: int
@@ -102,7 +102,7 @@ class Shape(NamedTuple):
         return self.images + self.prompt + self.steps
 
     def __str__(self) -> str:
-        return f"{self.part} {self.queries} x {self.keys}"
+        return f"{self.name} {self.queries} x {self.keys}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def choose_kernel(
     attentions = list(attentions)
     refused: list[str] = []
     for kernel in CANDIDATES[CANDIDATES.index(preferred) :]:
-        wrong = kernel != "eager" and what_is_wrong(kernel, attentions, device, dtype)
+        wrong = kernel != "eager" and find_fault(kernel, attentions, device, dtype)
         if not wrong:
             backends = {str(shape): _backend(kernel, layer, shape, device, dtype) for layer, shape in attentions}
             for reason in refused:
@@ -151,7 +151,7 @@ def choose_kernel(
 UNAVAILABLE = "this device or dtype has no such kernel"
 
 
-def what_is_wrong(
+def find_fault(
     kernel: Kernel, attentions: Sequence[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Describe the first wrong result of a kernel at these shapes; return UNAVAILABLE if it cannot run, else None."""
@@ -160,17 +160,17 @@ def what_is_wrong(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch explains at length why a kernel is not applicable
-                results = _computed(layer, shape, inputs, kernel)
+                results = _compute(layer, shape, inputs, kernel)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             if kernel != "sdpa":
                 return UNAVAILABLE
             return f"{_backend(kernel, layer, shape, device, dtype)} fails at {shape}: {' '.join(str(error).split())}"
-        exact = _computed(layer, shape, [tensor.double() for tensor in inputs], "eager")
-        eager = _computed(layer, shape, inputs, "eager")
+        exact = _compute(layer, shape, [tensor.double() for tensor in inputs], "eager")
+        eager = _compute(layer, shape, inputs, "eager")
         for name, value in results.items():
-            reason = _disagreement(value.double(), exact[name], eager[name].double(), dtype)
+            reason = _describe_error(value.double(), exact[name], eager[name].double(), dtype)
             if reason:
                 backend = _backend(kernel, layer, shape, device, dtype)
                 return f"{backend} computes a wrong {name} at {shape} ({dtype}, queries x keys): {reason}"
@@ -206,7 +206,7 @@ def _inputs(layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) 
     return [*leaves, bias.to(device), gradient.to(device, dtype)]
 
 
-def _computed(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel) -> dict[str, Tensor]:
+def _compute(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel) -> dict[str, Tensor]:
     """Compute the result by row and head, and the gradients, by their names."""
     bias, gradient = inputs[3:]
     leaves = [leaf.detach().requires_grad_(shape.backward) for leaf in inputs[:3]]
@@ -220,7 +220,7 @@ def _computed(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel
     return results
 
 
-def _disagreement(actual: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
+def _describe_error(actual: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
     """Describe how far a result is off beyond rounding; return None if it is not. Tensors are float64 (B, ..., D)."""
     # Compared by vector: a mean would hide an error at one position of a thousand.
     if not torch.isfinite(actual).all():

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MIN_CAPABILITY = (7, 0)
 # Most shapes that a function is compiled for: each prompt length (prompts.MAX_LENGTHS), with and without gradients, for
 # action tokens and for text, with all cameras and with fewer.
-MOST_SHAPES = 64
+MAX_SHAPES = 64
 # Most characters of an error that a warning repeats; PyTorch's messages fill pages.
 MAX_REASON = 500
 
@@ -48,12 +48,12 @@ class Compiler:
     The first call of a function tries it on its arguments, forward and backward. If that fails, the compiler logs one
     warning, and all its functions run uncompiled from then on. Later failures raise.
 
-    Each shape is compiled once for all layers of a class. A function with more than `most` shapes also causes the
+    Each shape is compiled once for all layers of a class. A function with more than `max_shapes` shapes also causes the
     warning and the fallback.
 
     Args:
         backend: as for `torch.compile`.
-        most: most shapes of a function; sets the process's `torch._dynamo.config.recompile_limit`.
+        max_shapes: most shapes of a function; sets the process's `torch._dynamo.config.recompile_limit`.
     Attributes:
         failed: whether all functions run uncompiled.
         compilations: number of graphs compiled so far.
@@ -61,8 +61,8 @@ class Compiler:
             whose `ignore_compile_internals` is false, and keeps skipping it afterwards (torch 2.11).
     """
 
-    def __init__(self, backend: str | Callable[..., Any] = "inductor", most: int = MOST_SHAPES):
-        torch._dynamo.config.recompile_limit = most
+    def __init__(self, backend: str | Callable[..., Any] = "inductor", max_shapes: int = MAX_SHAPES):
+        torch._dynamo.config.recompile_limit = max_shapes
         # Dynamo's DDP optimizer would split a layer into several graphs at the ends of DDP's buckets. It is meant for
         # models compiled as one graph, whose gradients would all become ready at once (torch 2.11).
         torch._dynamo.config.optimize_ddp = False

@@ -186,7 +186,7 @@ class FlowLoss(PolicyLoss):
         """Reduce losses (B*K, T, A) to the loss of the batch, or with `per_row` to the loss of each draw (B*K,)."""
         if self.mask_padding:
             losses = losses.masked_fill(repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
-        losses = over_own_dims(losses, batch, draws)
+        losses = scale_to_robot_dims(losses, batch, draws)
         for factor in batch.keys() & ROW_FACTORS:
             losses = losses * repeat_rows(batch[factor], draws)[:, None, None]
         return losses.mean(dim=(1, 2)) if per_row else losses.mean()
@@ -231,8 +231,8 @@ def guided_chunk(
     x, steps = noise, config.num_inference_steps
     for step in range(steps):
         time = torch.full((len(x),), 1.0 - step / steps, device=x.device)
-        with_label, without = (loss.velocity(x, time, prefix) for prefix in prefixes)
-        x = x - (without + guidance * (with_label - without)) / steps
+        guided, unguided = (loss.velocity(x, time, prefix) for prefix in prefixes)
+        x = x - (unguided + guidance * (guided - unguided)) / steps
     return x[:, :, : config.output_features[ACTION].shape[0]]
 
 
@@ -251,19 +251,19 @@ def continue_chunk(loss: FlowLoss, batch: Mapping[str, Tensor], noise: Tensor, p
     steps, x, given = config.num_inference_steps, noise, 0
     if prefix is not None and (given := prefix.shape[1]):
         x = torch.cat([F.pad(prefix, (0, noise.shape[2] - prefix.shape[2])), noise[:, given:]], dim=1)
-    seen, dt = loss.prefix(loss.images(batch)), -1.0 / steps
+    context, dt = loss.prefix(loss.images(batch)), -1.0 / steps
     for step in range(steps):
         time = torch.full(x.shape[: 2 if given else 1], 1.0 + step * dt, device=x.device)
         if given:
             time[:, :given] = 0.0
-        change = dt * loss.velocity(x, time, seen).float()
+        change = dt * loss.velocity(x, time, context).float()
         if given:
             change[:, :given] = 0.0
         x = x + change
     return x[:, :, : config.output_features[ACTION].shape[0]]
 
 
-def over_own_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Tensor:
+def scale_to_robot_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Tensor:
     """Scale losses (B*K, T, A) so that their mean over A is the mean over the dimensions of the row's robot."""
     if ACTION_DIMS not in batch:
         return losses

@@ -84,18 +84,18 @@ class LayeredLoss(FlowLoss):
         return unit(function, layer, *arguments) if unit else function(layer, *arguments)
 
 
-def mask_absent(counts: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str, int]) -> None:
+def mask_absent(mask: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str, int]) -> None:
     """Mask in place the tokens of cameras in the rows of robots without these cameras.
 
     Args:
-        counts: bool (B, P), True for tokens that are attended to; image tokens come first.
+        mask: bool (B, P), True for tokens that are attended to; image tokens come first.
         tokens: number of tokens of each camera, in order.
     """
     first = 0
-    for key, many in tokens.items():
+    for key, number in tokens.items():
         if (present := batch.get(key + IS_PRESENT)) is not None:
-            counts[:, first : first + many] = present[:, None]
-        first += many
+            mask[:, first : first + number] = present[:, None]
+        first += number
 
 
 def heads_of(projection: nn.Module, tokens: Tensor, module: Any) -> Tensor:

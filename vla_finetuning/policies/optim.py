@@ -129,8 +129,8 @@ class Recipe:
     Attributes:
         optimizer: LeRobot's configuration, with the learning rate that the policy's groups are relative to.
         peak: highest learning rate of groups without a rate of their own; other groups' rates are in proportion.
-        scheduler: LeRobot's configuration; None for a constant rate or if `short` is set.
-        short: warm-up steps as a share of all steps, and final rate as a share of `peak`.
+        scheduler: LeRobot's configuration; None for a constant rate or if `cosine_shares` is set.
+        cosine_shares: warm-up steps as a share of all steps, and final rate as a share of `peak`.
         own_groups: whether the policy groups its parameters; otherwise they are one group.
         clip_norm: largest norm of the gradient; infinite for no clipping.
     """
@@ -138,14 +138,14 @@ class Recipe:
     optimizer: OptimizerConfig
     peak: float
     scheduler: LRSchedulerConfig | None
-    short: tuple[float, float] | None
+    cosine_shares: tuple[float, float] | None
     own_groups: bool
     clip_norm: float
 
     def schedule(self, steps: int) -> Callable[[int], float]:
         """Return a function from an optimizer step (from 0) of `steps` to its learning rate."""
-        if self.short is not None:
-            warmup, final = self.short
+        if self.cosine_shares is not None:
+            warmup, final = self.cosine_shares
             return warmup_cosine(self.peak, self.peak * final, round(warmup * steps), steps)
         if self.scheduler is None:
             return lambda step: self.peak
@@ -162,8 +162,8 @@ class Recipe:
     def describe(self, steps: int) -> list[str]:
         """Describe the rates and the optimizer of a run of `steps` steps."""
         named = NAMES.get(self.optimizer.type, self.optimizer.type)
-        if self.short is not None:
-            warmup, final = self.short
+        if self.cosine_shares is not None:
+            warmup, final = self.cosine_shares
             return [
                 f"rate up to {self.peak:g} in {round(warmup * steps)} steps, then a cosine down to "
                 f"{self.peak * final:g} at step {steps}; {named}"
@@ -233,15 +233,16 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
         ValueError: LeRobot's optimizer or schedule lacks an option or refuses its value, or its type is not supported.
     """
     preset: Any = policy_config.get_optimizer_preset() if config.use_policy_training_preset else None
-    planned: Any = policy_config.get_scheduler_preset() if config.use_policy_training_preset else None
-    optimizer = _replaced(OptimizerConfig, preset, config.optimizer_options, "optimizer")
-    short = None
-    if config.warmup_frac is not None or config.final_lr_frac is not None:
-        short = (
+    scheduler_preset: Any = policy_config.get_scheduler_preset() if config.use_policy_training_preset else None
+    optimizer = _override_preset(OptimizerConfig, preset, config.optimizer_options, "optimizer")
+    scheduler = cosine_shares = None
+    if config.warmup_frac is None and config.final_lr_frac is None:
+        scheduler = _override_preset(LRSchedulerConfig, scheduler_preset, config.scheduler_options, "scheduler")
+    else:
+        cosine_shares = (
             WARMUP_FRAC if config.warmup_frac is None else config.warmup_frac,
             FINAL_LR_FRAC if config.final_lr_frac is None else config.final_lr_frac,
         )
-    scheduler = None if short else _replaced(LRSchedulerConfig, planned, config.scheduler_options, "scheduler")
     if optimizer.type not in NAMES:
         raise ValueError(
             f"the optimizer of type {optimizer.type} is several; give --optimizer.type {' or '.join(NAMES)}, or train "
@@ -273,13 +274,13 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
         optimizer=optimizer,
         peak=config.lr or optimizer.lr,
         scheduler=scheduler,
-        short=short,
+        cosine_shares=cosine_shares,
         own_groups=config.use_policy_training_preset,
         clip_norm=clip_norm if clip_norm > 0 else float("inf"),
     )
 
 
-def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) -> Any:
+def _override_preset(registry: Any, preset: Any, options: Iterable[str], group: str) -> Any:
     """Return the preset with fields replaced by options; a new type inherits the fields that the preset also has."""
     values = dict(option.removeprefix("--").split("=", 1) for option in options)
     type_name = values.pop("type", None)

@@ -57,7 +57,7 @@ def config_with_names(config: PreTrainedConfig, names: Mapping[str, str]) -> Pre
     """Return a copy of the configuration with renamed cameras, in the same order."""
     changed = copy.deepcopy(config)
     for field in dataclasses.fields(config):
-        setattr(changed, field.name, _renamed(getattr(changed, field.name), names))
+        setattr(changed, field.name, _rename_values(getattr(changed, field.name), names))
     return changed
 
 
@@ -79,7 +79,7 @@ def _step_with_names(step: ProcessorStep, names: Mapping[str, str], rename_map: 
     if isinstance(step, RenameObservationsProcessorStep):
         return RenameObservationsProcessorStep(rename_map=dict(rename_map))
     options = step.get_config()
-    changed = _renamed(options, names)
+    changed = _rename_values(options, names)
     state = {}
     for key, value in step.state_dict().items():  # FEATURE.STATISTIC
         feature, dot, statistic = key.rpartition(".")
@@ -91,10 +91,10 @@ def _step_with_names(step: ProcessorStep, names: Mapping[str, str], rename_map: 
     return renamed_step
 
 
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+def _rename_values(value: Any, names: Mapping[str, str]) -> Any:
     """Replace each key or string of a JSON value that is a camera name."""
     if isinstance(value, dict):
-        return {names.get(key, key): _renamed(inner, names) for key, inner in value.items()}
+        return {names.get(key, key): _rename_values(inner, names) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_renamed(inner, names) for inner in value]
+        return [_rename_values(inner, names) for inner in value]
     return names.get(value, value) if isinstance(value, str) else value

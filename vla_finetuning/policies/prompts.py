@@ -27,10 +27,11 @@ def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:
         steps: number of positions after the prompt that attend to it.
     """
     step = STEP * -(-longest // (STEP * MAX_LENGTHS))
-    return tuple(sorted({_sound(length, images, steps) for length in (*range(step, longest, step), longest)}))
+    lengths = (*range(step, longest, step), longest)
+    return tuple(sorted({_next_safe_length(length, images, steps) for length in lengths}))
 
 
-def _sound(length: int, images: int, steps: int) -> int:
+def _next_safe_length(length: int, images: int, steps: int) -> int:
     """Return the next length, from `length` on, without a known fault of a kernel."""
     # In torch 2.11 the memory-efficient kernel is wrong for keys % 32 == 1 (pytorch/pytorch#191937), and cuDNN's
     # backward gives NaN for keys % 128 == 64 (#196678). `attention.choose_kernel` detects other faults.

@@ -29,11 +29,11 @@ def feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
     if hasattr(mlp, "fc1"):
         wide = mlp.fc1(hidden)
         product = _gelu(wide)
-        with _made_again(product, _gelu, wide):
+        with _recomputing(product, _gelu, wide):
             return mlp.fc2(product)
     gate, up = mlp.gate_proj(hidden), mlp.up_proj(hidden)
     product = _Gated.apply(gate, up)
-    with _made_again(product, _gated, gate, up):
+    with _recomputing(product, _gated, gate, up):
         return mlp.down_proj(product)
 
 
@@ -65,7 +65,7 @@ class _Gated(torch.autograd.Function):
 
 
 @contextmanager
-def _made_again(product: Tensor, make: Callable[..., Tensor], *factors: Tensor) -> Iterator[None]:
+def _recomputing(product: Tensor, make: Callable[..., Tensor], *factors: Tensor) -> Iterator[None]:
     """Have backward of the block recompute `product` as make(*factors) instead of saving it."""
     storage = product.untyped_storage()._cdata
     factors = tuple(factor.detach() for factor in factors)

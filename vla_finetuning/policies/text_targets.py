@@ -59,16 +59,17 @@ class WithText:
     def __call__(self, batch: Columns) -> Columns:
         """Raise ValueError for a text that is too long, or with a word that the tokenizer lacks."""
         texts = [one_line(text) for text in batch[self.column]]
-        says = batch["position"] % 2 == 1 if "position" in batch else np.zeros(len(texts), bool)
+        in_prompt = batch["position"] % 2 == 1 if "position" in batch else np.zeros(len(texts), bool)
         task = [
-            with_text(task, text) if say else task for task, text, say in zip(batch[TASK], texts, says, strict=True)
+            with_text(task, text) if append else task
+            for task, text, append in zip(batch[TASK], texts, in_prompt, strict=True)
         ]
         prepared = self.prepare({**batch, TASK: np.array(task, object)})
         begin, end = ends_of_text(self.tokenizer)
         tokens = np.full((len(texts), TEXT_COLUMNS + 1), end, np.int64)
         mask = np.zeros((len(texts), TEXT_COLUMNS), bool)
         for row, text in enumerate(texts):
-            if not text or says[row]:
+            if not text or in_prompt[row]:
                 continue
             ids = [begin, *self.tokenizer(text, add_special_tokens=False)["input_ids"], end]
             if len(ids) > TEXT_COLUMNS + 1:

@@ -73,7 +73,7 @@ class ValueLoss(PolicyLoss):
     parameters are named `critic.`.
 
     Args:
-        seen: loss of the policy, which computes the prefix.
+        policy_loss: loss of the policy, which computes the prefix.
         bins: number of bins, K.
         seed: seed of the head's initial weights.
         backbone: also train the backbone parameters that `choose_trainable` has chosen; others are always frozen.
@@ -82,33 +82,34 @@ class ValueLoss(PolicyLoss):
     reaches_all = True
     centres: Tensor
 
-    def __init__(self, seen: FlowLoss, bins: int, seed: int, backbone: bool = False):
-        super().__init__(seen.policy, images=seen.images)
-        family = family_of(seen.policy.config)
-        parts, trains = family.parts(seen.policy), family.modes["full"] - family.modes["expert"]
-        for name, parameter in seen.policy.named_parameters():
+    def __init__(self, policy_loss: FlowLoss, bins: int, seed: int, backbone: bool = False):
+        super().__init__(policy_loss.policy, images=policy_loss.images)
+        family = family_of(policy_loss.policy.config)
+        parts, trains = family.parts(policy_loss.policy), family.modes["full"] - family.modes["expert"]
+        for name, parameter in policy_loss.policy.named_parameters():
             parameter.requires_grad_(backbone and parts[name] in trains)
         self._backbone = backbone
         # A list hides the module, so that the policy's parameters have only one name.
-        self._seen = [seen]
-        self.critic = make_value_head(seen.value_layers(), seed, bins, detach=not backbone)
+        self._policy_loss = [policy_loss]
+        self.critic = make_value_head(policy_loss.value_layers(), seed, bins, detach=not backbone)
         self.register_buffer("centres", torch.linspace(-1.0, 0.0, bins), persistent=False)
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
-        return [attention for attention in self._seen[0].attentions(cameras, prompts) if attention[1].part == "prefix"]
+        attentions = self._policy_loss[0].attentions(cameras, prompts)
+        return [(layer, shape) for layer, shape in attentions if shape.name == "prefix"]
 
     @property
     def compiler(self) -> Compiler | None:
         """Return the compiler of the policy's layers, or None."""
-        return getattr(self._seen[0], "compiler", None)
+        return getattr(self._policy_loss[0], "compiler", None)
 
     @property
     def attention(self) -> Kernel:  # type: ignore[override]
-        return self._seen[0].attention
+        return self._policy_loss[0].attention
 
     @attention.setter
     def attention(self, kernel: Kernel) -> None:
-        self._seen[0].attention = kernel
+        self._policy_loss[0].attention = kernel
 
     def forward(
         self,
@@ -132,9 +133,9 @@ class ValueLoss(PolicyLoss):
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the logits of the distribution over returns, float32 (B, K)."""
-        seen = self._seen[0]
+        policy_loss = self._policy_loss[0]
         with torch.set_grad_enabled(self._backbone and torch.is_grad_enabled()):
-            keys_values, bias = seen.value_inputs(seen.prefix(self.images(batch)))
+            keys_values, bias = policy_loss.value_inputs(policy_loss.prefix(self.images(batch)))
         return self.critic(keys_values, bias)
 
     def value(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -111,12 +111,12 @@ class InsulatedLoss(PI05Loss):
         by_token, metrics = self.token_losses(prefix, batch), {}
         if TEXT in batch:
             by_text = self.text_losses(prefix, batch)
-            metrics["text_loss"] = by_text.sum() / _counted(batch, TEXT_MASK).sum()  # NaN, which is skipped, for none
+            metrics["text_loss"] = by_text.sum() / _loss_mask(batch, TEXT_MASK).sum()  # NaN, which is skipped, for none
             by_token = torch.cat([by_token, by_text], dim=1)
         for factor in batch.keys() & ROW_FACTORS:
             by_token = by_token * batch[factor][:, None]
         if per_row:
-            counts = _all_counted(batch).sum(dim=1).clamp_min(1)
+            counts = _all_loss_masks(batch).sum(dim=1).clamp_min(1)
             flow = flow.masked_fill(~repeat_rows(batch[HAS_ACTION], draws), 0.0)
             return (by_token.sum(dim=1) / counts).repeat_interleave(draws) + self._flow_weight * flow
         cross_entropy = by_token.sum() / self._mean_count(batch)[0]
@@ -125,7 +125,7 @@ class InsulatedLoss(PI05Loss):
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of tokens with a loss and the number of rows with an action, (2,)."""
-        return torch.stack([_all_counted(batch).sum(), _has_action(batch).sum()])
+        return torch.stack([_all_loss_masks(batch).sum(), _has_action(batch).sum()])
 
     def _mean_count(self, batch: Mapping[str, Tensor]) -> Tensor:
         return batch[MEAN_COUNT] if MEAN_COUNT in batch else self.count(batch).clamp_min(1)
@@ -139,17 +139,17 @@ class InsulatedLoss(PI05Loss):
         first = embedding.num_embeddings - 1 - unused
         words = first - torch.arange(self._end + 1, device=targets.device)
         inputs = torch.cat([targets.new_full((len(targets), 1), self._end + 1), targets[:, :-1]], dim=1)
-        hidden = self._after(prefix, embedding(first - inputs))
+        hidden = self._run_tokens(prefix, embedding(first - inputs))
         head = embedding(words) / embedding.embed_scale
-        return _losses(hidden, head, targets, _counted(batch, TOKENS_MASK))
+        return _token_losses(hidden, head, targets, _loss_mask(batch, TOKENS_MASK))
 
     def text_losses(self, prefix: Prefix, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the cross-entropy of each text token, float32 (B, S); 0 for padding."""
         embedding = self._language_model.embed_tokens
-        hidden = self._after(prefix, embedding(batch[TEXT][:, :-1]))
-        return _losses(hidden, embedding.weight, batch[TEXT][:, 1:], _counted(batch, TEXT_MASK))
+        hidden = self._run_tokens(prefix, embedding(batch[TEXT][:, :-1]))
+        return _token_losses(hidden, embedding.weight, batch[TEXT][:, 1:], _loss_mask(batch, TEXT_MASK))
 
-    def _after(self, prefix: Prefix, hidden: Tensor) -> Tensor:
+    def _run_tokens(self, prefix: Prefix, hidden: Tensor) -> Tensor:
         """Run the language model causally over N tokens after the prefix, from and to hidden (B, N, width)."""
         language_model = self._language_model
         hidden = hidden.to(self._prefix_dtype or hidden.dtype)
@@ -184,11 +184,11 @@ def _token_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
     return suffix_layer(layer, hidden, *inputs)
 
 
-def _losses(hidden: Tensor, head: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """Compute the cross-entropy of each token, float32 (B, N), from hidden (B, N, width); 0 outside `counts`."""
+def _token_losses(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    """Compute the cross-entropy of each token, float32 (B, N), from hidden (B, N, width); 0 outside `mask`."""
     logits = F.linear(hidden, head.to(hidden.dtype)).float()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets).masked_fill(~counts, 0.0)
+    return losses.view_as(targets).masked_fill(~mask, 0.0)
 
 
 def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
@@ -198,14 +198,14 @@ def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
     return batch[ROBOT] >= 0 if ROBOT in batch else torch.ones_like(batch[TOKENS_MASK][:, 0])
 
 
-def _counted(batch: Mapping[str, Tensor], mask: str) -> Tensor:
+def _loss_mask(batch: Mapping[str, Tensor], mask: str) -> Tensor:
     """Return the mask without the tokens of unreadable rows, bool (B, N)."""
     return batch[mask] & batch["is_read"][:, None] if "is_read" in batch else batch[mask]
 
 
-def _all_counted(batch: Mapping[str, Tensor]) -> Tensor:
+def _all_loss_masks(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the mask of all tokens with a loss, bool (B, F) or with text (B, F + S)."""
-    return torch.cat([_counted(batch, mask) for mask in (TOKENS_MASK, TEXT_MASK) if mask in batch], dim=1)
+    return torch.cat([_loss_mask(batch, mask) for mask in (TOKENS_MASK, TEXT_MASK) if mask in batch], dim=1)
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ class ACTLoss(PolicyLoss):
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
         if MEAN_COUNT not in batch:
             return super().forward(batch)
-        config, seen = self.policy.config, self.images(batch)
+        config, inputs = self.policy.config, self.images(batch)
         if config.image_features:
-            seen |= {OBS_IMAGES: [seen[key] for key in config.image_features]}
-        actions, (mean, log_variance) = self.policy.model(seen)
-        errors = F.l1_loss(seen[ACTION], actions, reduction="none") * ~seen["action_is_pad"].unsqueeze(-1)
+            inputs |= {OBS_IMAGES: [inputs[key] for key in config.image_features]}
+        actions, (mean, log_variance) = self.policy.model(inputs)
+        errors = F.l1_loss(inputs[ACTION], actions, reduction="none") * ~inputs["action_is_pad"].unsqueeze(-1)
         loss = errors.sum() / (batch[MEAN_COUNT] * errors.shape[-1])
         self.add_metrics({"l1_loss": loss})
         if config.use_vae and log_variance is not None:
@@ -76,12 +76,12 @@ class Queued(Family):
         owner.reset()
         # LeRobot's pipelines leave an action of None, which the policy would look up in its empty queue.
         observation = {key: value for key, value in observation.items() if key != ACTION}
-        seen = {key: observation[key] for key in owner._queues if key in observation}
+        windows = {key: observation[key] for key in owner._queues if key in observation}
         if cameras := list(policy.config.image_features):
-            seen[OBS_IMAGES] = torch.stack([observation[key] for key in cameras], dim=-4)
+            windows[OBS_IMAGES] = torch.stack([observation[key] for key in cameras], dim=-4)
         for step in range(observation[OBS_STATE].shape[1]):
-            owner._queues = populate_queues(owner._queues, {key: window[:, step] for key, window in seen.items()})
-        return owner.predict_action_chunk({**observation, **seen})
+            owner._queues = populate_queues(owner._queues, {key: window[:, step] for key, window in windows.items()})
+        return owner.predict_action_chunk({**observation, **windows})
 
 
 # ---- VQ-BeT ---------------------------------------------------------------------------------------------------------

@@ -121,11 +121,11 @@ class PI05Loss(LayeredLoss):
         for number in range(most):
             hidden = embedding(word)
             hidden = hidden.to(self._prefix_dtype or hidden.dtype)
-            rotation, bias, seen = self._rotation(hidden, prefix.length + number), F.pad(bias, (0, 1)), []
+            rotation, bias, extended = self._rotation(hidden, prefix.length + number), F.pad(bias, (0, 1)), []
             for layer, (key, value) in zip(language_model.layers, keys_values, strict=True):
                 hidden, key, value = later_layer(layer, hidden, rotation, bias, key, value, self.attention)
-                seen.append((key, value))
-            keys_values = seen
+                extended.append((key, value))
+            keys_values = extended
             hidden, _ = norm(language_model.norm, hidden)
             word = F.linear(hidden, embedding.weight.to(hidden.dtype)).float().argmax(dim=-1)
             if number:
@@ -172,17 +172,17 @@ class PI05Loss(LayeredLoss):
         hidden = torch.cat([*(embedded[key] for key in cameras), words], dim=1)
         hidden = hidden.to(self._prefix_dtype or hidden.dtype)
 
-        counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (hidden.shape[1] - words.shape[1], 0), value=True)
-        mask_absent(counts, batch, {key: embedded[key].shape[1] for key in cameras})
-        bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
-        rotation = self._rotation(hidden, torch.cumsum(counts, dim=1) - 1)
-        keys_values, again = [], not self._checkpointing
+        mask = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (hidden.shape[1] - words.shape[1], 0), value=True)
+        mask_absent(mask, batch, {key: embedded[key].shape[1] for key in cameras})
+        bias = torch.where(mask, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
+        rotation = self._rotation(hidden, torch.cumsum(mask, dim=1) - 1)
+        keys_values, recompute = [], not self._checkpointing
         *layers, last = self._language_model.layers
         for layer in layers:
-            hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention, again)
+            hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention, recompute)
             keys_values.append((key, value))
         keys_values.append(self._call(self._last_keys_values, last, hidden, rotation))
-        return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
+        return Prefix(keys_values, bias, mask.sum(dim=1, keepdim=True))
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute image features by vision tower and projector, the inputs of the language model, by camera."""
@@ -251,30 +251,35 @@ class PI05Loss(LayeredLoss):
         return cosines.to(dtype), sines.to(dtype)
 
 
-# SmolVLA uses these functions too. `again`: whether backward recomputes cheap activations (`recompute.feed_forward`).
+# SmolVLA uses these functions too. `recompute`: whether backward recomputes activations of the MLP (`feed_forward`).
 
 
-def _vision_layer(layer: Any, hidden: Tensor, again: bool) -> Tensor:
-    normed = as_multiplied(layer.layer_norm1(hidden), layer.self_attn.q_proj)
+def _vision_layer(layer: Any, hidden: Tensor, recompute: bool) -> Tensor:
+    normed = cast_for(layer.layer_norm1(hidden), layer.self_attn.q_proj)
     hidden = hidden + layer.self_attn(normed, attention_mask=None)[0]
-    normed = as_multiplied(layer.layer_norm2(hidden), layer.mlp.fc1)
-    return hidden + (feed_forward(layer.mlp, normed) if again else layer.mlp(normed))
+    normed = cast_for(layer.layer_norm2(hidden), layer.mlp.fc1)
+    return hidden + (feed_forward(layer.mlp, normed) if recompute else layer.mlp(normed))
 
 
 def prefix_layer(
-    layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel, again: bool = False
+    layer: Any,
+    hidden: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    bias: Tensor,
+    attention: Kernel,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a layer of the language model from hidden (B, P, width): return hidden, keys and values."""
     normed, _ = norm(layer.input_layernorm, hidden)
-    normed = as_multiplied(normed, layer.self_attn.q_proj)
+    normed = cast_for(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
     attended = attend_rotated(layer.self_attn, normed, rotation, key, value, bias, attention)
-    return finish_layer(layer, hidden, attended, again), key, value
+    return finish_layer(layer, hidden, attended, recompute), key, value
 
 
 def keys_values_of(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Compute keys and values of the language model's last layer from hidden (B, P, width)."""
-    normed = as_multiplied(norm(layer.input_layernorm, hidden)[0], layer.self_attn.k_proj)
+    normed = cast_for(norm(layer.input_layernorm, hidden)[0], layer.self_attn.k_proj)
     return _keys_values(layer.self_attn, normed, rotation)
 
 
@@ -291,7 +296,7 @@ def later_layer(
     prefix_key: Tensor,
     prefix_value: Tensor,
     attention: Kernel,
-    again: bool = False,
+    recompute: bool = False,
     condition: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a layer for tokens after the prefix, which attend to the prefix and to each other.
@@ -304,13 +309,13 @@ def later_layer(
         hidden, and keys and values of prefix and tokens (B*K, KV heads, P + T, head_dim).
     """
     normed, gate = norm(layer.input_layernorm, hidden, condition)
-    normed = as_multiplied(normed, layer.self_attn.q_proj)
+    normed = cast_for(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
     draws = len(hidden) // len(prefix_key)
     key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
     value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
     attended = attend_rotated(layer.self_attn, normed, rotation, key, value, bias, attention)
-    return finish_layer(layer, hidden, attended, again, gate, condition), key, value
+    return finish_layer(layer, hidden, attended, recompute, gate, condition), key, value
 
 
 def norm(layer: Any, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -348,19 +353,19 @@ def finish_layer(
     layer: Any,
     hidden: Tensor,
     attended: Tensor,
-    again: bool = False,
+    recompute: bool = False,
     gate: Tensor | None = None,
     condition: Tensor | None = None,
 ) -> Tensor:
     """Compute the rest of a layer from the result of its attention."""
-    projected = layer.self_attn.o_proj(as_multiplied(attended, layer.self_attn.o_proj))
+    projected = layer.self_attn.o_proj(cast_for(attended, layer.self_attn.o_proj))
     hidden = _gated_residual(hidden, projected, gate)
     normed, gate = norm(layer.post_attention_layernorm, hidden, condition)
-    normed = as_multiplied(normed, layer.mlp.up_proj)
-    return _gated_residual(hidden, feed_forward(layer.mlp, normed) if again else layer.mlp(normed), gate)
+    normed = cast_for(normed, layer.mlp.up_proj)
+    return _gated_residual(hidden, feed_forward(layer.mlp, normed) if recompute else layer.mlp(normed), gate)
 
 
-def as_multiplied(hidden: Tensor, projection: Any) -> Tensor:
+def cast_for(hidden: Tensor, projection: Any) -> Tensor:
     """Cast `hidden` once to the dtype in which several linear layers multiply it.
 
     Autocast would cast it for each layer and save each result for backward.

@@ -52,7 +52,7 @@ from vla_finetuning.policies.families.pi05 import (
     suffix_layer,
 )
 from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, parts_by_prefix
-from vla_finetuning.policies.flow import TimeDistribution, over_own_dims, repeat_rows, sample_noise_and_time
+from vla_finetuning.policies.flow import TimeDistribution, repeat_rows, sample_noise_and_time, scale_to_robot_dims
 from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent
 from vla_finetuning.policies.prompts import prompt_lengths
 
@@ -111,16 +111,16 @@ class SmolVLALoss(LayeredLoss):
         return batch
 
     def count(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return _counts(batch).sum()
+        return _step_mask(batch).sum()
 
     def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
-        counts = repeat_rows(_counts(batch), draws)
-        losses = over_own_dims(losses, batch, draws)
-        losses, width = losses * counts[:, :, None], losses.shape[2]
+        mask = repeat_rows(_step_mask(batch), draws)
+        losses = scale_to_robot_dims(losses, batch, draws)
+        losses, width = losses * mask[:, :, None], losses.shape[2]
         if not per_row and "row_weight" not in batch:
-            total = batch[MEAN_COUNT] * draws if MEAN_COUNT in batch else counts.sum().clamp_min(1)
+            total = batch[MEAN_COUNT] * draws if MEAN_COUNT in batch else mask.sum().clamp_min(1)
             return losses.sum() / (total * width)
-        rows = losses.sum(dim=(1, 2)) / (counts.sum(dim=1) * width).clamp_min(1)
+        rows = losses.sum(dim=(1, 2)) / (mask.sum(dim=1) * width).clamp_min(1)
         if "row_weight" in batch:
             rows = rows * repeat_rows(batch["row_weight"], draws)
         return rows if per_row else rows.mean()
@@ -145,25 +145,25 @@ class SmolVLALoss(LayeredLoss):
         """Compute the prefix of a batch from `inputs`: images, language and state."""
         static = self._prefix_trains and torch.is_grad_enabled()
         with torch.set_grad_enabled(static):
-            hidden, counts = self._embed(batch)
-        bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
-        bias_of_state, length = F.pad(bias, (0, 1)), counts.sum(dim=1, keepdim=True)
-        rotation, state_rotation = self._rotation(counts.cumsum(dim=1) - 1), self._rotation(length)
+            hidden, mask = self._embed(batch)
+        bias = torch.where(mask, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
+        state_bias, length = F.pad(bias, (0, 1)), mask.sum(dim=1, keepdim=True)
+        rotation, state_rotation = self._rotation(mask.cumsum(dim=1) - 1), self._rotation(length)
         state = self.policy.model.state_proj(self.policy.prepare_state(batch))[:, None, :]
         keys_values = []
         for layer, _ in self._pairs[:-1]:
             with torch.set_grad_enabled(static):
                 hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention)
             state, key, value = self._run(
-                self._state_layer, layer, state, state_rotation, bias_of_state, key, value, self.attention
+                self._state_layer, layer, state, state_rotation, state_bias, key, value, self.attention
             )
             keys_values.append((key, value))
         last = self._pairs[-1][0]
         with torch.set_grad_enabled(static):
             key, value = keys_values_of(last, hidden, rotation)
-        own_key, own_value = keys_values_of(last, state, state_rotation)
-        keys_values.append((torch.cat([key, own_key], dim=2), torch.cat([value, own_value], dim=2)))
-        return Prefix(keys_values, bias_of_state, length + 1)
+        state_key, state_value = keys_values_of(last, state, state_rotation)
+        keys_values.append((torch.cat([key, state_key], dim=2), torch.cat([value, state_value], dim=2)))
+        return Prefix(keys_values, state_bias, length + 1)
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         """Predict noise - actions by the action expert; see `FlowLoss.velocity`."""
@@ -178,17 +178,17 @@ class SmolVLALoss(LayeredLoss):
         steps, draws = hidden.shape[1], len(time) // len(prefix.length)
         place = torch.arange(steps, device=hidden.device)
         later = torch.where(place[:, None] < place, OPENPI_ATTENTION_MASK_VALUE, 0.0)
-        before = repeat_rows(prefix.bias, draws)
-        among = torch.cat([before.expand(-1, -1, steps, -1), later.expand(len(before), 1, -1, -1)], dim=3)
+        prefix_bias = repeat_rows(prefix.bias, draws)
+        self_bias = torch.cat([prefix_bias.expand(-1, -1, steps, -1), later.expand(len(prefix_bias), 1, -1, -1)], dim=3)
         rotation = self._rotation(repeat_rows(prefix.length + place, draws))
-        from_start = self._rotation(place[None])
+        cross_rotation = self._rotation(place[None])
         for (_, expert), crosses, (key, value) in zip(self._pairs, self._crosses, prefix.keys_values, strict=True):
             if expert is None:
                 continue
-            function, turned, bias = (
-                (self._cross_layer, from_start, before) if crosses else (self._suffix_layer, rotation, among)
-            )
-            hidden = self._run(function, expert, hidden, turned, bias, key, value, self.attention)
+            function, expert_rotation, bias = self._suffix_layer, rotation, self_bias
+            if crosses:
+                function, expert_rotation, bias = self._cross_layer, cross_rotation, prefix_bias
+            hidden = self._run(function, expert, hidden, expert_rotation, bias, key, value, self.attention)
         return core.action_out_proj(core.vlm_with_expert.lm_expert.norm(hidden).to(torch.float32))
 
     def _embed(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -208,11 +208,10 @@ class SmolVLALoss(LayeredLoss):
                 start, end = core.embed_language_tokens(self.marks).expand(rows, -1, -1).split([2, 1], dim=1)
                 pieces[-1:] = [start, image, end]
         hidden = torch.cat([*pieces, words], dim=1)
-        before = hidden.shape[1] - words.shape[1]
-        counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (before, 0), value=True)
+        mask = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (hidden.shape[1] - words.shape[1], 0), value=True)
         marks = MARKS_PER_IMAGE * policy.config.add_image_special_tokens
-        mask_absent(counts, batch, {key: embedded[key].shape[1] + marks for key in cameras})
-        return hidden, counts
+        mask_absent(mask, batch, {key: embedded[key].shape[1] + marks for key in cameras})
+        return hidden, mask
 
     def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute scaled image features by vision tower and connector, the inputs of the language model, by camera."""
@@ -246,12 +245,12 @@ class SmolVLALoss(LayeredLoss):
         return angles.cos(), angles.sin()
 
 
-def _counts(batch: Mapping[str, Tensor]) -> Tensor:
+def _step_mask(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the mask of unpadded action steps of readable rows, bool (B, T)."""
-    counts = torch.ones_like(batch[ACTION][:, :, 0], dtype=torch.bool)
+    mask = torch.ones_like(batch[ACTION][:, :, 0], dtype=torch.bool)
     if "action_is_pad" in batch:
-        counts = ~batch["action_is_pad"]
-    return counts & batch["is_read"][:, None] if "is_read" in batch else counts
+        mask = ~batch["action_is_pad"]
+    return mask & batch["is_read"][:, None] if "is_read" in batch else mask
 
 
 def patch_places(rows: int, columns: int, side: int, device: torch.device) -> Tensor:
