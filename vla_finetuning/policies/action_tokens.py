@@ -56,7 +56,6 @@ class ActionTokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of tokens."""
         return self._bpe.get_vocab_size()
 
     @classmethod
@@ -104,7 +103,6 @@ class ActionTokenizer:
         return tokenizer
 
     def save(self, folder: Path) -> None:
-        """Write the files that `load` and FAST's own code read."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"scale": self.scale, "vocab_size": self.vocabulary, "min_token": self.lowest}
         write_json(folder / SETTINGS_FILE, settings)
@@ -119,7 +117,6 @@ class ActionTokenizer:
         """Decode tokens to chunks, float64 (N, T, A).
 
         Args:
-            tokens: token ids of each chunk.
             shape: T and A.
         Raises:
             ValueError: tokens do not encode a chunk of this shape.

@@ -32,7 +32,7 @@ BACKENDS: dict[Kernel, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# Kernels in the order in which they are tried; the last is the reference.
+# In the order in which they are tried; the last is the reference.
 CANDIDATES: tuple[Kernel, ...] = ("sdpa", *BACKENDS, "eager")
 # Rows of a comparison: the unpadded share of each prompt. In the last row all scores are far below zero.
 PROMPTS = (1.0, 0.5, 0.0, 0.75)
@@ -82,7 +82,7 @@ class Shape(NamedTuple):
     Attributes:
         name: name of the part of the network.
         queries: number of queries.
-        images, prompt, steps: numbers of keys of images, of a padded prompt and of action steps.
+        images, prompt, steps: numbers of keys of each segment; the prompt is padded.
         backward: whether gradients flow through the attention.
         before: number of first queries that do not see the keys of later queries.
         causal: whether no query sees the keys of later queries.
@@ -110,7 +110,6 @@ class Choice:
     """Kernel that a run uses.
 
     Attributes:
-        kernel: value for `PolicyLoss.attention`.
         backends: PyTorch's name of the backend by shape.
         refused: descriptions of the kernels that were tried before and are wrong.
     """
@@ -131,7 +130,6 @@ def choose_kernel(
     Args:
         preferred: first kernel to try; "eager" is the reference and is returned without a check.
         attentions: attention layers, of which only the sizes are used, with the shapes of their inputs.
-        device: device that the kernel runs on.
         dtype: dtype of queries, keys and values.
     """
     attentions = list(attentions)
@@ -233,7 +231,6 @@ def _describe_error(actual: Tensor, exact: Tensor, eager: Tensor, dtype: torch.d
 
 
 def _backend(kernel: Kernel, layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
-    """Return PyTorch's name of the backend that computes a shape."""
     if kernel == "eager":
         return "eager"
     if kernel != "sdpa":

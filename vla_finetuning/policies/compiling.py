@@ -55,7 +55,6 @@ class Compiler:
         backend: as for `torch.compile`.
         max_shapes: most shapes of a function; sets the process's `torch._dynamo.config.recompile_limit`.
     Attributes:
-        failed: whether all functions run uncompiled.
         compilations: number of graphs compiled so far.
         calls: number of calls of compiled code so far. Dynamo silently skips a function under a `TorchDispatchMode`
             whose `ignore_compile_internals` is false, and keeps skipping it afterwards (torch 2.11).

@@ -32,9 +32,7 @@ def flops_per_sample(
 
     Args:
         policy: a policy or its configuration.
-        cameras: number of cameras in a batch, at least 1.
         mode, adapters: as for `choose_trainable`.
-        draws: number of draws of noise and time per row.
         prompt: language tokens, padding included; None: `tokenizer_max_length` of the configuration.
         features: whether vision features are cached, so that the vision tower does not run.
     Returns:

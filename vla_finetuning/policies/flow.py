@@ -28,7 +28,7 @@ ROW_FACTORS = frozenset({"row_weight", "is_read"})
 
 
 class TimeDistribution(NamedTuple):
-    """Distribution of flow matching times: `Beta(alpha, beta) * scale + offset`."""
+    """Distribution of times: `Beta(alpha, beta) * scale + offset`."""
 
     alpha: float
     beta: float
@@ -46,13 +46,12 @@ def sample_noise_and_time(
 ) -> tuple[Tensor, Tensor]:
     """Draw the flow matching noise and times of all rows of one optimizer step.
 
-    The draws depend only on (seed, step, global_batch_size), so each worker draws all of them and takes its own rows.
+    The draws depend only on (seed, step, global_batch_size = G), so each worker draws all and takes its own rows.
     Runs on the device without a host sync. CPU and CUDA generators give different numbers.
 
     Args:
         config: the policy's configuration, with T, the padded action width and, without `times`, LeRobot's time
             distribution (`PI05Pytorch.sample_time`).
-        global_batch_size: rows of the step, G.
         times: time distribution of a policy whose configuration has none.
     Returns:
         noise float32 (G, T, max_action_dim), standard normal; time float32 (G,). With MAX_DELAY in the configuration
@@ -175,7 +174,7 @@ class FlowLoss(PolicyLoss):
         return self.reduce(losses, batch, draws, per_row)
 
     def prefix_of_flow(self, prefix: Any) -> Any:
-        """Return the prefix as `velocity` receives it in training."""
+        """Return the prefix for `velocity` in training."""
         return prefix
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,7 +207,7 @@ class FlowLoss(PolicyLoss):
 
         Args:
             noisy_actions: float32 (B*K, T, max_action_dim).
-            time: float32 (B*K,), or for a family with `delays` also (B*K, T), the time of each action.
+            time: float32 (B*K,), or with `delays` also (B*K, T), the time of each action.
         """
         raise NotImplementedError
 

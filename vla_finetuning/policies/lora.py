@@ -22,7 +22,6 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
 
     Args:
         policy: a policy with `config.pretrained_path`, on any device, the meta device included.
-        options: the adapters' options.
         seed: seed of the adapters' initial weights. Does not change the process's random state.
     Returns:
         PEFT's model around the policy, for `merge` and `write_adapters`.
@@ -85,10 +84,7 @@ def write_adapters(adapted: Any, base: str, revision: str | None, folder: Path) 
     """Write adapter_model.safetensors and adapter_config.json into a folder, for LeRobot and PEFT.
 
     Args:
-        adapted: result of `add_adapters`.
-        base: folder or Hub id of the policy without adapters.
-        revision: revision of `base` on the Hub.
-        folder: folder to write to.
+        base, revision: folder or Hub id of the policy without adapters, and its revision on the Hub.
     """
     config = adapted.peft_config["default"]
     config.base_model_name_or_path, config.revision = base, revision

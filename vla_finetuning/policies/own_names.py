@@ -22,7 +22,6 @@ def own_camera_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) ->
     """Return the robot's camera names by the policy's names, and the reason why the export cannot use them or "".
 
     Args:
-        config: configuration with the policy's camera names.
         rename_map: the robot's names -> the policy's names.
     """
     names = {name: key for key, name in rename_map.items() if name in config.image_features and name != key}
@@ -48,7 +47,6 @@ def describe_names(config: PreTrainedConfig, rename_map: Mapping[str, str]) -> s
 
 
 def saved_names(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
-    """Return the rename map of a preprocessor, or {}."""
     steps = (step for step in preprocessor.steps if isinstance(step, RenameObservationsProcessorStep))
     return next((dict(step.rename_map) for step in steps), {})
 

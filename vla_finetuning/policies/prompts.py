@@ -23,8 +23,7 @@ def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:
 
     Args:
         longest: length that the tokenizer pads to.
-        images: number of positions before the prompt.
-        steps: number of positions after the prompt that attend to it.
+        images, steps: numbers of positions before the prompt, and after it that attend to it.
     """
     step = STEP * -(-longest // (STEP * MAX_LENGTHS))
     lengths = (*range(step, longest, step), longest)

@@ -47,9 +47,7 @@ class WithText:
     neither.
 
     Args:
-        prepare: function that prepares the columns of a batch.
-        column: column with the texts.
-        tokenizer: the policy's tokenizer.
+        column, tokenizer: name of the column with the texts; tokenizer of the policy.
     """
 
     prepare: Callable[[Columns], Columns]

@@ -102,7 +102,6 @@ class TinyPI05Config(PI05Config):
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens of the tokenizer."""
         return len(tokenizer_vocabulary(self.vocabulary))
 
 
@@ -292,7 +291,6 @@ def make_tiny_base(
         tasks: the dataset's instructions, whose words become the tokenizer's.
         stats: the dataset's statistics; `observation.state` and `action` need the quantiles `q01` and `q99`. None: the
             user of the folder supplies them by LeRobot's `preprocessor_overrides`.
-        fps: frames per second of the dataset.
         chunk_size: actions per prediction; None: one second of actions, at most PI0.5's 50.
         seed: seed of the initial weights. Does not change the process's random state.
         spare_words: number of additional words for action tokens.

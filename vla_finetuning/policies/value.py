@@ -75,7 +75,6 @@ class ValueLoss(PolicyLoss):
     Args:
         policy_loss: loss of the policy, which computes the prefix.
         bins: number of bins, K.
-        seed: seed of the head's initial weights.
         backbone: also train the backbone parameters that `choose_trainable` has chosen; others are always frozen.
     """
 
@@ -100,7 +99,6 @@ class ValueLoss(PolicyLoss):
 
     @property
     def compiler(self) -> Compiler | None:
-        """Return the compiler of the policy's layers, or None."""
         return getattr(self._policy_loss[0], "compiler", None)
 
     @property
@@ -122,8 +120,7 @@ class ValueLoss(PolicyLoss):
         """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
 
         Args:
-            batch: the inputs of the policy's loss, and RETURN float32 (B,).
-            noise, time: not used.
+            batch: the inputs of the policy's loss, and RETURN float32 (B,). `noise` and `time` are not used.
             per_row: return the loss of each row, float32 (B,), instead of the mean.
         """
         losses = -(two_bins(batch[RETURN], len(self.centres)) * self.logits(batch).log_softmax(dim=1)).sum(dim=1)
@@ -132,7 +129,7 @@ class ValueLoss(PolicyLoss):
         return losses if per_row else losses.mean()
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the logits of the distribution over returns, float32 (B, K)."""
+        """Compute the distribution's logits, float32 (B, K)."""
         policy_loss = self._policy_loss[0]
         with torch.set_grad_enabled(self._backbone and torch.is_grad_enabled()):
             keys_values, bias = policy_loss.value_inputs(policy_loss.prefix(self.images(batch)))
@@ -148,7 +145,6 @@ def two_bins(returns: Tensor, bins: int) -> Tensor:
 
     Args:
         returns: float32 (B,), clamped to -1 and 0.
-        bins: number of bins, K.
     """
     place = (returns.clamp(-1.0, 0.0) + 1.0) * (bins - 1)
     low = place.floor().clamp(max=bins - 2)
@@ -166,8 +162,6 @@ def advantages_and_targets(
     Args:
         rewards: reward of each decision.
         values: value of the state before each decision.
-        gamma: discount factor.
-        gae_lambda: weight of longer returns.
         after: value of the state after the last decision; 0 for a terminal state.
     Returns:
         The advantages and the value targets, advantage + value.

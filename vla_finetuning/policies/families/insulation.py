@@ -73,7 +73,6 @@ class InsulatedLoss(PI05Loss):
 
     Args: as for `PI05Loss`, and
         vocabulary: number of action tokens.
-        flow_weight: weight of PI0.5's loss.
         text: whether batches have text tokens.
         fewest_cameras: least number of cameras of a dataset without actions; None if the run has no such dataset.
     """
@@ -192,14 +191,13 @@ def _token_losses(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor) -
 
 
 def _has_action(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the mask of rows with an action, bool (B,)."""
     if HAS_ACTION in batch:
         return batch[HAS_ACTION]
     return batch[ROBOT] >= 0 if ROBOT in batch else torch.ones_like(batch[TOKENS_MASK][:, 0])
 
 
 def _loss_mask(batch: Mapping[str, Tensor], mask: str) -> Tensor:
-    """Return the mask without the tokens of unreadable rows, bool (B, N)."""
+    """Return the mask without tokens of unreadable rows, bool (B, N)."""
     return batch[mask] & batch["is_read"][:, None] if "is_read" in batch else batch[mask]
 
 
@@ -309,7 +307,6 @@ class InsulatedPI05(PI05):
         return lines if self.action_tokenizer else [*lines, fitted]
 
     def _tokenizer_for(self, sample: Sequence[Chunks]) -> ActionTokenizer:
-        """Return the run's tokenizer, or fit one to the chunks."""
         return self.action_tokenizer or ActionTokenizer.fit(
             np.concatenate([chunks.values for chunks in sample]), self.vocabulary
         )
@@ -363,9 +360,7 @@ class WithoutActions:
     masked (`CAMERA_is_present`). Prompts of rows without a state leave the state out.
 
     Args:
-        datasets: the datasets without actions.
-        cameras: camera names of the policy.
-        tokenizer_step: tokenizer step of the policy's processors.
+        cameras, tokenizer_step: camera names of the policy, and the tokenizer step of its processors.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -400,7 +395,6 @@ class WithoutActions:
         return self._with_prompts(prepared, batch, stateless) if stateless.any() else prepared
 
     def _with_prompts(self, prepared: Columns, batch: Columns, stateless: np.ndarray) -> Columns:
-        """Return `prepared` with the prompts of rows without a state."""
         opening = {dataset.number: dataset.opening for dataset in self.datasets}
         numbers = batch["dataset_index"][stateless].tolist()
         prompts = [
@@ -434,10 +428,7 @@ def insulated(
 
     Args:
         plain: the configuration's family without knowledge insulation.
-        config: the policy's configuration.
-        train: the run's options.
         folder: folder of the policy that the run starts from.
-
     Raises:
         ValueError: the tokenizer cannot be read, or has more tokens than the policy has words for.
     """

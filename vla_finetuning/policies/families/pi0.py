@@ -32,7 +32,6 @@ class PI0Loss(PI05Loss):
     before_actions = 1
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute PI0.5's prefix and attach the state."""
         return replace(super().prefix(batch), state=self.policy.prepare_state(batch))
 
     def _suffix_tokens(self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix) -> tuple[Tensor, None]:

@@ -95,7 +95,6 @@ class PI05Loss(LayeredLoss):
         self._last_keys_values, self._suffix_layer = self._compiled(keys_values_of), self._compiled(suffix_layer)
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute the prefix of a batch with images as floats."""
         with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
             return self._run_prefix(batch)
 
@@ -110,8 +109,7 @@ class PI05Loss(LayeredLoss):
         The output head is the word embedding, which `text_targets` trains.
 
         Args:
-            begin: token before a text.
-            end: token after a text; also fills the rest of a row.
+            begin, end: tokens before and after a text; `end` also fills the rest of a row.
         """
         language_model = self._language_model
         embedding = language_model.embed_tokens
@@ -204,7 +202,6 @@ class PI05Loss(LayeredLoss):
         return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """Predict noise - actions by the action expert; see `FlowLoss.velocity`."""
         core = self.policy.model
         expert = core.paligemma_with_expert.gemma_expert.model
         config = self.policy.config
@@ -284,7 +281,6 @@ def keys_values_of(layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor]) 
 
 
 def suffix_layer(layer: Any, hidden: Tensor, *inputs: Any) -> Tensor:
-    """Return only the hidden tensor of `later_layer`."""
     return later_layer(layer, hidden, *inputs)[0]
 
 
@@ -357,7 +353,7 @@ def finish_layer(
     gate: Tensor | None = None,
     condition: Tensor | None = None,
 ) -> Tensor:
-    """Compute the rest of a layer from the result of its attention."""
+    """Compute the part of a layer after its attention."""
     projected = layer.self_attn.o_proj(cast_for(attended, layer.self_attn.o_proj))
     hidden = _gated_residual(hidden, projected, gate)
     normed, gate = norm(layer.post_attention_layernorm, hidden, condition)
@@ -507,13 +503,11 @@ class PI05(Family):
             )
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
-        """Count image patches, language tokens and the suffix tokens of each draw."""
         language = config.tokenizer_max_length if prompt is None else prompt
         return cameras * image_tokens(config) + language + draws * (self.before_actions + config.chunk_size)
 
 
 def image_tokens(config: Any) -> int:
-    """Count the tokens of an image: its patches."""
     patch = getattr(config, "patch_size", None) or _siglip_patch_size()  # the tiny policy has its own
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
 

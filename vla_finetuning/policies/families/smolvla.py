@@ -142,7 +142,6 @@ class SmolVLALoss(LayeredLoss):
         return attentions
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute the prefix of a batch from `inputs`: images, language and state."""
         static = self._prefix_trains and torch.is_grad_enabled()
         with torch.set_grad_enabled(static):
             hidden, mask = self._embed(batch)
@@ -166,7 +165,6 @@ class SmolVLALoss(LayeredLoss):
         return Prefix(keys_values, state_bias, length + 1)
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """Predict noise - actions by the action expert; see `FlowLoss.velocity`."""
         core, config = self.policy.model, self.policy.config
         actions = core.action_in_proj(noisy_actions)
         embedded_time = create_sinusoidal_pos_embedding(
@@ -384,7 +382,7 @@ class SmolVLA(PI0):
 
 
 def image_sizes(config: Any) -> list[tuple[int, int]]:
-    """Return (height, width) of each camera's input of the vision tower."""
+    """Return (height, width) of each camera's images in the vision tower."""
     cameras = len(config.image_features) or 1
     if config.resize_imgs_with_padding is not None:
         width, height = config.resize_imgs_with_padding
