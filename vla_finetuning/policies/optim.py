@@ -61,7 +61,6 @@ class MuonAdamW(torch.optim.Optimizer):
     Args:
         groups: parameter groups, of which `params` and `lr_scale` are used.
         matrices: two-dimensional parameters that Muon updates.
-        config: options of both optimizers.
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: set[nn.Parameter], config: MuonConfig):
@@ -73,11 +72,7 @@ class MuonAdamW(torch.optim.Optimizer):
             return [group for group in chosen if group["params"]]
 
         shared: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-        momentum: dict[str, Any] = {
-            "momentum": config.momentum,
-            "nesterov": config.nesterov,
-            "ns_steps": config.ns_steps,
-        }
+        momentum: dict[str, Any] = {name: getattr(config, name) for name in ("momentum", "nesterov", "ns_steps")}
         muon, adamw = select(True), select(False)
         self._muon = torch.optim.Muon(muon, **shared, **momentum, adjust_lr_fn="match_rms_adamw") if muon else None
         self._adamw = torch.optim.AdamW(adamw, **shared, betas=config.betas, eps=config.eps, **FUSED) if adamw else None
