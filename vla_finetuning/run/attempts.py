@@ -1,7 +1,7 @@
-"""Starts of a run's worker group.
+"""Record the starts of a run's worker group.
 
-`OUTPUT_DIR/attempts.jsonl` has a line per start: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}. What an
-attempt has written of steps past the one that a later attempt resumed from is void.
+`OUTPUT_DIR/attempts.jsonl` has a line per start: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}. Records of
+an attempt are void for steps after the one that a later attempt resumed from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATTEMPTS_NAME = "attempts.jsonl"
 
 
 def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> int:
-    """Add a line to `attempts.jsonl`, and return its number. Raises RuntimeError: another process has added it."""
+    """Append a line to `attempts.jsonl`, and return its number. Raises RuntimeError if another process has added it."""
     path = output_dir / ATTEMPTS_NAME
     pull(path)
     number = len(attempts(output_dir))
@@ -34,17 +34,17 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
 
 
 def attempts(output_dir: Path) -> list[dict[str, int]]:
-    """The lines of `attempts.jsonl`, oldest first."""
+    """Return the lines of `attempts.jsonl`, oldest first."""
     return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
 
 
 def is_newest(output_dir: Path, attempt: int) -> bool:
-    """Return whether no later attempt has started. Raises StorageError."""
+    """Return whether `attempt` is the newest. Raises StorageError."""
     with contextlib.suppress(FileNotFoundError):
         return read_stored(output_dir / ATTEMPTS_NAME).count(b"\n") == attempt + 1
     return False
 
 
 def resumed_at(starts: list[dict[str, int]], attempt: int) -> int | None:
-    """The step that what an attempt wrote counts up to: the earliest that a later one resumed from; None for all."""
+    """Return the last step of an attempt that is valid: the earliest that a later one resumed from, or None."""
     return min((line["resumed_from_step"] for line in starts[attempt + 1 :]), default=None)

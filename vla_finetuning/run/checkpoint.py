@@ -1,23 +1,22 @@
-"""What a run leaves behind: checkpoints that hold only what trains, and the position in the run's stream of rows.
+"""Write, read, check and prune checkpoints, which hold trained tensors and the position in the stream of rows.
 
 A checkpoint folder::
 
-    trainable.safetensors    the parameters that train, by their names in the policy
+    trainable.safetensors    trained parameters, by their names in the policy
     optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
-    average.safetensors      the average of the parameters that train, `average.<name>`, with --ema.enable
-    state.json               step, rows trained, the stream they were drawn from, the base policy, sizes and checksums
+    average.safetensors      averages of trained parameters, `average.<name>`, with --ema.enable
+    state.json               step, rows trained, the stream of rows, the base policy, sizes and checksums
 
-Where every process holds a shard (FSDP2), every process writes its own: `trainable-00001-of-00008.safetensors` and so
-on, the layout of torch.distributed.checkpoint's safetensors storage, whose reader loads them into any number of
-processes. (Its usual storage keeps a pickle.)
+With FSDP2, every process writes its shard: `trainable-00001-of-00008.safetensors` and so on. This is the layout of
+torch.distributed.checkpoint's safetensors storage, whose reader loads it into any number of processes. (Its default
+storage writes a pickle.)
 
-A folder appears under its name in one rename, when everything in it has reached the disk. In a bucket, files go from
-nodes' disks into a folder of the attempt, `step_00000200/attempt-00003/`, and `state.json`, which names that folder, is
-put last. It replaces none of a later attempt; one that an attempt wrote after a later one had resumed from an earlier
-step is void.
+A folder gets its name in one rename, after its files have reached the disk. In a bucket, nodes upload files to a folder
+of the attempt, `step_00000200/attempt-00003/`; `state.json` names that folder and is written last. It never replaces
+that of a later attempt. A checkpoint is void if a later attempt has resumed from an earlier step.
 
-torch is imported where tensors are read or written: processes of Ray that only look for progress need not load it.
-Randomness needs no state: noise, times and row order are functions of (seed, step) or of (seed, position).
+torch is imported where tensors are read or written, because processes of Ray that only read progress need not load it.
+Random generators have no state: noise, times and row order are functions of (seed, step) or of (seed, position).
 """
 
 from __future__ import annotations
@@ -73,28 +72,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
-# Shares of the episodes that succeeded at any time, and at their end, which decides among equals.
+# Shares of episodes that succeeded at any time, and at their end, which breaks ties.
 Success = tuple[float, float]
 
 DAMAGED = "damaged_"
-# Left free on the disk after a checkpoint, for logs and everybody else.
+# Space to leave on the disk after a checkpoint, for logs and other programs.
 SPARE_BYTES = 256 * 2**20
 
 
 class Piece(NamedTuple):
-    """A shard of a tensor, and where in the whole it begins: an index for each dimension."""
+    """A shard of a tensor, and its offset in the whole for each dimension."""
 
     values: Tensor
     offsets: tuple[int, ...]
 
 
 class Staging:
-    """Host memory that all checkpoints of an attempt are copied into, made once, by a thread, while training begins.
+    """Host memory for the copies of all checkpoints of an attempt. A thread allocates it while training begins.
 
-    PyTorch's stager pins just the bytes of a storage; `pin_memory` rounds each up to a power of two.
+    PyTorch's stager pins the exact bytes of a storage; `pin_memory` rounds each up to a power of two.
 
     Args:
-        tensors: what a checkpoint holds of this process, by name; on a GPU, the memory is pinned.
+        tensors: this process's tensors of a checkpoint, by name. For tensors on a GPU, the memory is pinned.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -108,16 +107,16 @@ class Staging:
 
     @staticmethod
     def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
-        """Return the GPU that tensors are on, if any."""
+        """Return the GPU of the tensors, if any."""
         return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
     def _make(self, tensors: Mapping[str, Tensor]) -> None:
         import torch
 
         if self._gpu is not None:
-            # A thread begins on device 0, and to pin memory makes a context there: half a GiB for each other rank.
+            # A thread begins on device 0, where pinning makes a context: half a GiB for each other rank.
             torch.cuda.set_device(self._gpu)
-            torch.cuda.set_stream(torch.cuda.Stream())  # of this thread: what it copies does not delay steps
+            torch.cuda.set_stream(torch.cuda.Stream())  # its copies do not delay steps
         try:
             self._stage(tensors)
         except RuntimeError as error:
@@ -130,7 +129,7 @@ class Staging:
             torch.cuda.current_stream().synchronize()
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies, by name, each in its tensor's place; on a GPU under way until the device is waited for."""
+        """Return copies by name. Copies from a GPU are complete after a synchronization of the device."""
         self._made.result()
         return self._stage(tensors)
 
@@ -138,18 +137,19 @@ class Staging:
         return self._stager.stage({name: tensor.detach() for name, tensor in tensors.items()}, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back, as soon as nothing refers to what was copied."""
+        """Free the memory, when no copies are referenced."""
         self._made.result()
         self._stager.close()
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, count: int = 1) -> Files:
-    """Write one process's files of the checkpoint that `commit` will make appear at `folder`, to this node's disk.
+    """Write one process's files of the checkpoint `folder` to this node's disk; `commit` completes it.
 
     Args:
-        pieces: under TRAINABLE, OPTIMIZER and AVERAGE, by name. number: of this process, among `count` that write.
+        pieces: tensors under TRAINABLE, OPTIMIZER and AVERAGE, by name.
+        number: index of this process among the `count` writers.
     Raises:
-        OSError: the disk is full; says how much was needed.
+        OSError: the disk is full; the message says how much was needed.
     """
     from safetensors.torch import save_file
 
@@ -161,7 +161,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
         partial.mkdir(parents=True, exist_ok=True)
         for group_name, group in pieces.items():
             path = partial / _file_name(group_name, number, count)
-            # Nothing of a tensor with fewer rows than there are processes.
+            # A shard is empty if the tensor has fewer rows than there are processes.
             nonempty = {name: piece for name, piece in group.items() if piece.values.numel()}
             offsets = {name: {"saved_offsets": piece.offsets} for name, piece in nonempty.items()}
             save_file(
@@ -178,14 +178,14 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
 
 
 def send(folder: Path, files: Iterable[str], attempt: int) -> None:
-    """Send this process's files of a checkpoint to where `folder` is. On a disk they are there. Raises StorageError."""
+    """Upload this process's files of a checkpoint if `folder` is in a bucket. Raises StorageError."""
     upload(partial_folder(folder), files, folder / ATTEMPT_FOLDER.format(attempt))
 
 
 def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
-    """Have the checkpoint appear at `folder`, whole or not at all, when all processes have sent their `files`.
+    """Complete the checkpoint `folder` atomically, after all processes have sent their `files`.
 
-    Raises RuntimeError: one of a later attempt is there. StorageError: the store refuses, or does not answer.
+    Raises RuntimeError: a checkpoint of a later attempt exists. StorageError: the store refuses or does not answer.
     """
     if mirror_of(folder):
         _put_manifest(folder, progress, files, attempt)
@@ -197,7 +197,7 @@ def commit(folder: Path, progress: Progress, files: Files, attempt: int) -> None
     write_json(partial / STATE, manifest(progress, files))
     _to_disk(partial / STATE)
     _to_disk(partial)
-    # One of that name is of an attempt that was thought to have failed before it was written.
+    # An existing one was written by an attempt that was taken for failed.
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)
     _to_disk(folder.parent)
@@ -218,29 +218,29 @@ def _put_manifest(folder: Path, progress: Progress, files: Files, attempt: int) 
 
 
 def superseded(folder: Path) -> RuntimeError:
-    """Return the error of an attempt that is over, whose checkpoint does not appear at `folder`."""
+    """Return the error of an attempt that is over and must not write the checkpoint `folder`."""
     url = address(folder.parent.parent)
     return RuntimeError(f"{url}: another process goes on with this run; {folder.name} is not written")
 
 
 def discard(folder: Path) -> None:
-    """Remove what this node has of a checkpoint that will not appear at `folder`, or has appeared in a bucket."""
+    """Remove this node's files of an uncommitted checkpoint, or of one that is in the bucket."""
     shutil.rmtree(partial_folder(folder), ignore_errors=True)
 
 
 def partial_folder(folder: Path) -> Path:
-    """Return where, on a disk, the files of a checkpoint are before it appears at `folder`."""
+    """Return the folder on this node's disk for files of the checkpoint `folder` before its commit."""
     return node_folder(folder.parent) / (PARTIAL + folder.name)
 
 
 def unsent(checkpoints: Path) -> dict[int, Path]:
-    """Return this node's folders with files of checkpoints that have not appeared, by step."""
+    """Return this node's folders with files of uncommitted checkpoints, by step."""
     folders = node_folder(checkpoints).glob(f"{PARTIAL}{PREFIX}*")
     return {step: path for path in folders if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
 
 
 def forget_unsent(checkpoints: Path, before: float = math.inf) -> None:
-    """Remove what this node has of checkpoints that have not appeared, of steps before that one."""
+    """Remove this node's files of uncommitted checkpoints of steps less than `before`."""
     for step, path in unsent(checkpoints).items():
         if step < before:
             shutil.rmtree(path, ignore_errors=True)
@@ -251,7 +251,7 @@ def _file_name(group_name: str, number: int, count: int) -> str:
 
 
 def load_progress(folder: Path) -> Progress:
-    """Only `state.json`. Raises ValueError when it is missing or damaged, or files are not of the size written."""
+    """Read `state.json`. Raises ValueError if it is missing or damaged, or a file has the wrong size."""
     return Progress(**_state(folder)["progress"])
 
 
@@ -261,15 +261,17 @@ def load_checkpoint(
     optimizer: Mapping[str, Tensor] | None = None,
     average: Mapping[str, Tensor] | None = None,
 ) -> Progress:
-    """Read a checkpoint into tensors that are there already, by their names.
+    """Read a checkpoint into existing tensors or DTensors, by their names.
 
-    Each process reads its shards, of whole tensors or DTensors, whichever processes wrote the checkpoint.
+    Each process reads its own shards, for any number of processes that wrote the checkpoint.
 
     Args:
-        trainable: what trains. optimizer: Adam's state. average: of what trains. None leaves it unread.
+        trainable: trained tensors, or None to skip them.
+        optimizer: the optimizer's state, or None.
+        average: averages of trained parameters, or None.
     Raises:
-        ValueError: its files are damaged or gone, or names or shapes are not those in the checkpoint.
-        OSError: the disk does not give them.
+        ValueError: files are damaged or missing, or names or shapes differ from the checkpoint's.
+        OSError: the disk cannot be read.
     """
     kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
     requested = {group_name: tensors for group_name, tensors in kinds.items() if tensors is not None}
@@ -289,28 +291,28 @@ def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progre
             if group_name == AVERAGE and not saved:
                 raise ValueError("it was written without an average of the weights: start without --ema.enable")
             if group_name == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
-                saved = {name for name in saved if not name.startswith(CRITIC)}  # the policy alone is wanted
+                saved = {name for name in saved if not name.startswith(CRITIC)}  # only the policy's tensors are loaded
             if saved != tensors.keys():
                 odd = sorted(saved ^ tensors.keys())[:5]
                 raise ValueError(f"it holds another {group_name} state than is wanted now, e.g. {odd}")
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: each by itself
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process loads by itself
             everything = {name: tensor for tensors in requested.values() for name, tensor in tensors.items()}
             load(everything, storage_reader=HuggingFaceStorageReader(str(inside)), no_dist=True)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
         reason: BaseException = error
-        if isinstance(error, CheckpointException):  # keeps what went wrong, and a traceback, by rank
+        if isinstance(error, CheckpointException):  # has an error and a traceback by rank
             reason = next(iter(error.failures.values()))[0]
-        # A disk may answer the next attempt; what is in a file stays.
+        # The next attempt may read the disk, but the content of a damaged file stays.
         raised = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
         raise raised(f"checkpoint {folder}: cannot be read: {reason}") from error
     return Progress(**state["progress"])
 
 
 def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextManager[Path]:
-    """Yield a checkpoint in a folder on a disk: itself, or of one in a bucket its files of some kinds.
+    """Yield a checkpoint's folder on a disk; download the files of `kinds` if it is in a bucket.
 
-    Raises ValueError: it is not what was written. StorageError: the store does not answer.
+    Raises ValueError: a file has changed since it was written. StorageError: the store does not answer.
     """
     state = _state(folder)
     files = {name: written for name, written in state["files"].items() if name.startswith(kinds)}
@@ -359,7 +361,7 @@ def _names(folder: Path, group_name: str) -> set[str]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files are there; None when there is none. Reads no weights."""
+    """Return the newest checkpoint in `folder` with all its files, or None. Reads no weights."""
     for path in _newest_first(folder):
         try:
             _state(path)
@@ -370,11 +372,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def set_aside_damaged(folder: Path) -> Path | None:
-    """The newest checkpoint that is what was written, by its checksums; None when there is none.
+    """Return the newest checkpoint with correct checksums, or None.
 
-    Of those in a bucket checksums are compared when they are read. A damaged one is renamed to `damaged_...`, so that
-    later searches find the same one without reading all its bytes. What a crash left half-written is removed. Call it
-    in one process, while none writes.
+    Checksums of a checkpoint in a bucket are compared when it is read. A damaged checkpoint is renamed to
+    `damaged_...`, so that later searches do not read it. Half-written ones are removed. Call it in one process, while
+    no process writes.
     """
     if mirror_of(folder):
         _sweep(folder)
@@ -397,14 +399,14 @@ def set_aside_damaged(folder: Path) -> Path | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove from a bucket what attempts left that died while they wrote, and what is void. Call it in one process."""
+    """Remove void checkpoints and incomplete uploads from a bucket. Call it in one process."""
     store, key = bucket_of(folder)
     states: dict[str, dict[str, Any] | None] = {}
     for path in _newest_first(folder):
         try:
             states[path.name] = parsed((path / STATE).read_text())
         except (OSError, ValueError):
-            states[path.name] = None  # a person may want to look at it
+            states[path.name] = None  # kept for the user to inspect
             continue
         if _void_after(states[path.name] or {}, path) is not None:
             remove(path)
@@ -420,7 +422,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _void_after(state: Mapping[str, Any], path: Path) -> int | None:
-    """Return the step that a later attempt went on from without this checkpoint; None where it counts."""
+    """Return the earlier step that a later attempt resumed from, which makes the checkpoint void; else None."""
     if "attempt" not in state:
         return None
     output_dir = path.parent.parent
@@ -439,16 +441,14 @@ def prune(
 ) -> None:
     """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
 
-    Of those that can be read; the others are left for a person to look at. What cannot be deleted is reported and
-    stays.
+    Unreadable checkpoints stay for the user to inspect. A failed deletion is logged.
 
     Args:
-        success: the least and the most that it can be, by step, of an evaluation with errors two numbers each; where
-            given, the highest at any time is best, among equals the highest at the end, and then the loss decides. One
-            that may be as good as the worst of the best, but for its errors, stays like one that is still to be
-            evaluated.
-        waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the
-            disk has space for two more of its size.
+        success: bounds of success by step, equal without errors of the evaluation. If given, success at any time
+            ranks checkpoints, then success at the end, then the loss. A checkpoint whose upper bound reaches the worst
+            of the best is treated as not evaluated yet.
+        waiting: whether the checkpoint of a step is still to be evaluated. It stays while the disk has space for two
+            more of its size.
     """
     readable = _scores(folder)
     scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
@@ -467,18 +467,18 @@ def prune(
 
 
 def checkpoint_sizes(folder: Path) -> list[int]:
-    """Bytes of each checkpoint in a folder, on this disk."""
+    """Return the bytes of each checkpoint in a folder on this disk."""
     return [_size(path) for path in _newest_first(folder)]
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the best score, of equals the newest; None when there is none."""
+    """Return the checkpoint with the best score, the newest of equal ones, or None."""
     scores = _scores(folder)
     return min(scores, key=lambda path: scores[path], default=None)
 
 
 def _scores(folder: Path) -> dict[Path, tuple[float, float]]:
-    """Return the scores of checkpoints that can be read, the newest first."""
+    """Return the scores of readable checkpoints, the newest first."""
     scores = {}
     for path in _newest_first(folder):
         with contextlib.suppress(ValueError):
@@ -487,7 +487,7 @@ def _scores(folder: Path) -> dict[Path, tuple[float, float]]:
 
 
 def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
-    """Return whether a checkpoint that is not evaluated to its end stays: the disk has space for two more of it."""
+    """Return whether a checkpoint is still to be evaluated and the disk has space for two more of its size."""
     if not waiting(_step(path)):
         return False
     if free_bytes(path) >= 2 * _size(path) + SPARE_BYTES:
@@ -502,12 +502,12 @@ def _size(path: Path) -> int:
 
 def _step(path: Path) -> int:
     step = step_of(path.name)
-    assert step is not None  # `checkpoints` found it
+    assert step is not None  # guaranteed by `checkpoints`
     return step
 
 
 def check_resumable(saved: Progress, run: Progress) -> None:
-    """Refuse to go on with the checkpoint of another run than `run`, saying what differs."""
+    """Raise ValueError if the checkpoint's progress belongs to another run than `run`."""
     if saved.global_batch_size != run.global_batch_size:
         raise ValueError(
             f"batch_size x grad_accum x num_workers is {run.global_batch_size}, but the run was started with "
@@ -530,7 +530,7 @@ def check_resumable(saved: Progress, run: Progress) -> None:
 
 
 def check_base(saved: Progress, base: Mapping[str, Any]) -> None:
-    """Refuse another base policy than the run's: other weights, or other files beside them."""
+    """Raise ValueError if `base` has other weights or files than the checkpoint's base policy."""
     if saved.base.get("digest") != base.get("digest"):
         raise ValueError(
             f"the base policy is not the one the run was started from: {base.get('path')} has digest "
@@ -546,13 +546,13 @@ def check_base(saved: Progress, base: Mapping[str, Any]) -> None:
 
 
 def require_space_to_write(folder: Path, needed_bytes: int) -> None:
-    """Raise OSError when the disk that a checkpoint of so many bytes is written to cannot take it."""
+    """Raise OSError if the disk for a checkpoint has no space for `needed_bytes`."""
     other = "--output_dir, or TMPDIR on this node for a run in a bucket"
     require_space(partial_folder(folder).parent, needed_bytes, "a checkpoint", other)
 
 
 def require_space(folder: Path, needed_bytes: int, purpose: str, other: str = "--output_dir") -> None:
-    """Raises OSError when the disk of `folder` cannot take `needed_bytes` more. `other`: what chooses another disk."""
+    """Raise OSError if the disk of `folder` has no space for `needed_bytes`. `other`: options that choose the disk."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -565,7 +565,7 @@ def require_space(folder: Path, needed_bytes: int, purpose: str, other: str = "-
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return what is called a checkpoint in a folder, whether it can be read or not, by its step, the oldest first."""
+    """Return folders with names of checkpoints by step, the oldest first, readable or not."""
     if not folder.is_dir():
         return {}
     folders = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
@@ -590,7 +590,7 @@ def _state(folder: Path) -> dict[str, Any]:
     for name, written in state["files"].items():
         if files.get(name) != written["bytes"]:
             raise ValueError(f"checkpoint {url}: {name} is missing or truncated")
-    # torch's reader looks into every safetensors file of the folder.
+    # torch's reader opens every safetensors file of the folder.
     if foreign := sorted({name for name in files if re.fullmatch(r"[^/]*\.safetensors", name)} - state["files"].keys()):
         raise ValueError(f"checkpoint {url}: {foreign} are not of this checkpoint; remove them")
     return state

@@ -1,4 +1,4 @@
-"""What a run leaves when it has done its last step, and whether that is there and whole: said only after a look."""
+"""Find the results of a finished run, and check that they are complete."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WEIGHTS_NAME, PROCESSOR_NAMES = "model.safetensors", ("policy_preprocessor.json"
 
 
 def result_of(config: JobOptions) -> tuple[str, Path]:
-    """Return what a program's run is for, in words, and where it is."""
+    """Return the name of the program's result, and its path."""
     if isinstance(config, ValueConfig):
         return "labels", config.folder / LABELS_NAME
     return "policy", config.folder / POLICY_DIR
 
 
 def result_problem(config: JobOptions) -> str | None:
-    """Return what is missing or damaged of what a finished run leaves, in words; None where nothing is."""
+    """Return words on a missing or damaged result of a finished run, or None."""
     name, path = result_of(config)
     if name == "labels":
         return None if path.name in sizes(path.parent) else f"{address(path)} is missing"
@@ -35,13 +35,13 @@ def result_problem(config: JobOptions) -> str | None:
 
 
 def policy_problem(folder: Path, names: Sequence[str] = ()) -> str | None:
-    """Return what is missing or damaged of an exported policy, or of those of several robots. Reads no weights."""
+    """Return words on a missing or damaged file of the exported policies, or None. Reads no weights."""
     problems = (_problem(folder / name) for name in names or exported_robots(folder) or ("",))
     return next((problem for problem in problems if problem is not None), None)
 
 
 def exported_robots(folder: Path) -> list[str]:
-    """The robots whose policies are in `pretrained_model`; none where it is one policy. Fetches no file."""
+    """Return the robots with a policy each in `pretrained_model`; empty for one policy. Fetches no file."""
     names = contents(folder)
     return [] if CONFIG_NAME in names else [name for name in names if CONFIG_NAME in contents(folder / name)]
 
@@ -73,9 +73,9 @@ def _problem(folder: Path) -> str | None:
 
 
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
+    """Return mean squared errors of action chunks on held-out frames from `evaluation.json`, by predictor.
 
-    `mean_action` always predicts the mean of the dataset's statistics. Of several robots, `ROBOT/mean_action` etc.
+    `mean_action` always predicts the mean of the dataset's statistics. Several robots have `ROBOT/mean_action` etc.
     """
     if "robots" in evaluation:
         by_robot = {robot: held_out_errors(evaluated) for robot, evaluated in evaluation["robots"].items()}
@@ -93,5 +93,5 @@ def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def errors_by_robot(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each robot's errors in `evaluation.json`, by its name: "" of the only one. Empty without any."""
+    """Return each robot's errors in `evaluation.json` by its name, "" for the only one. Empty without errors."""
     return evaluation.get("robots") or ({"": evaluation} if "trained" in evaluation else {})
