@@ -1,16 +1,16 @@
-"""A run's folder, on a path that all nodes share or in a bucket: its lock, and how to stop the run.
+"""Check, lock, prepare and read a run's folder, on a path that all nodes share or in a bucket.
 
 Files of `OUTPUT_DIR`::
 
     config.json           the run's options; `--resume` reads them
-    run.json              what a run is, for its readers: datasets, policy, hardware, versions, the plan
-    statistics.json       what a run normalises by: {"ROBOT/FEATURE": {"q01": [...], ...}}, no robot where there is one
-    attention.json        which kernels compute attention, and which were wrong; of the newest attempt, by rank 0
-    .lock                 held by the process that drives the run
+    run.json              description of the run: datasets, policy, hardware, versions, the plan
+    statistics.json       statistics of normalisation: {"ROBOT/FEATURE": {"q01": [...], ...}}; one robot has no name
+    attention.json        kernels of attention that rank 0 of the newest attempt chose, and kernels with wrong results
+    .lock                 lock of the process that drives the run
     attempts.jsonl        see run/attempts.py
     metrics.jsonl         a line per log step
     run.log               warnings of the training processes
-    skipped.jsonl         with --dataset.on_error=skip, a line for each episode that a read task had to skip
+    skipped.jsonl         with --dataset.on_error=skip, a line for each episode that a read task skipped
     rows/rank<r>.jsonl    with --run.record_rows, a line per micro-batch and epoch:
                           {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
     checkpoints/          see run/checkpoint.py
@@ -19,17 +19,17 @@ Files of `OUTPUT_DIR`::
                           "successes_at_end": 30, "interval_at_end": [0.46, 0.72], "seconds": 80.2}
                           (`evaluation.intervals.score`)
     evaluations/step_<n>/ its episodes
-    evaluation.json       what was learned: held-out errors, and of the demo success in the loop
-    values.json           of value.py: how labels fell, and what the value function thought of some episodes
+    evaluation.json       held-out errors, and closed-loop success of the demo
+    values.json           of value.py: distribution of labels, and values of some episodes
     labels.parquet        of value.py: see plan/labels.py
-    films/                pictures of episodes in the loop that evaluation.json speaks of, or values.json
-    pretrained_model/     the trained policy, as LeRobot loads it
+    films/                images of episodes in evaluation.json or values.json
+    pretrained_model/     the trained policy for LeRobot
     last_checkpoint.json  the newest checkpoint that was written, and by which attempt: {"step": 200, "attempt": 0}
-    finished.json         the run did all that it was asked for: {"step": 200, "max_train_steps": null}
+    finished.json         the run is complete: {"step": 200, "max_train_steps": null}
     stop                  made by a user: the run writes a checkpoint and ends at its next log step
 
-Lines of an attempt past the step that the next one resumed from are void. A run in a bucket has the same files there;
-each process works on a copy of its own (mirror.py). Files that several processes write are a file each there
+Lines of an attempt after the step that the next one resumed from are void. A run in a bucket has the same files there,
+and each process works on its own copy (mirror.py). Each process has its own file for logs of several processes
 (`run-HOST-PROCESS.log`), and `.lock` is a lease (run/lease.py).
 """
 
@@ -82,28 +82,27 @@ STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
 FINISHED_NAME, LAST_CHECKPOINT_NAME = "finished.json", "last_checkpoint.json"
 STATISTICS_NAME, ATTENTION_NAME = "statistics.json", "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
-# Pictures of episodes, and in the folder of an evaluation alone what is said of them.
+# Images of episodes, and their captions in the folder of an evaluation.
 FILMS, FILMS_INDEX = "films", "films.json"
-# What a value function thinks of its datasets.
 VALUES_NAME = "values.json"
-# What became of checkpoints in an environment, and the folder of their episodes.
+# Results of checkpoints in an environment, and the folder of their episodes.
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
-# Options that the learning rate of every step is computed from.
+# Options that determine the learning rate of every step.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
-# Ray Train's own list of checkpoints, beside them.
+# Ray Train's own list of checkpoints, in the same folder.
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
 def check_folder(config: JobOptions) -> None:
-    """Check that a run can be where it is to be, without a change to it.
+    """Check that a run can use its folder, without changes to the folder.
 
-    Raises OSError: no folder can be made or written there, another run is going on in it, or it is not empty.
+    Raises OSError: the folder cannot be made or written, another run is going on in it, or it is not empty.
     """
     folder = config.folder
     check_place(folder)
     pull(folder)
     if (folder / LOCK_NAME).is_file():
-        # Storage that cannot tell is for `claim_folder`.
+        # `claim_folder` reports storage without locks.
         try:
             _lock(folder).release()
         except FileExistsError:
@@ -114,7 +113,7 @@ def check_folder(config: JobOptions) -> None:
 
 
 def is_finished(config: JobOptions) -> bool:
-    """Return whether the run that is resumed did all that it is asked for."""
+    """Return whether the resumed run is complete with the same options."""
     if not config.resume:
         return False
     pull(config.folder)
@@ -124,15 +123,15 @@ def is_finished(config: JobOptions) -> bool:
 
 
 def finish(output_dir: Path, step: int) -> None:
-    """Note that the run did all that it was asked for."""
+    """Record that the run is complete."""
     finished = {"step": step, "max_train_steps": os.environ.get("MAX_TRAIN_STEPS")}
     write_json(output_dir / FINISHED_NAME, finished)
 
 
 def checkpoint_to_resume(output_dir: Path) -> Path | None:
-    """The newest checkpoint that can be used; None of a run that has written none yet, which begins at step 0.
+    """Return the newest usable checkpoint, or None if none was written yet and the run begins at step 0.
 
-    Raises ValueError: none can be used, but one was written.
+    Raises ValueError: a checkpoint was written, but none is usable.
     """
     newest = latest_checkpoint(output_dir / CHECKPOINTS_NAME)
     if newest is None and (step := _last_written(output_dir)):
@@ -146,7 +145,7 @@ def checkpoint_to_resume(output_dir: Path) -> Path | None:
 
 
 def resumption(output_dir: Path) -> str:
-    """Return where a resumed run goes on, in words. Raises ValueError as `checkpoint_to_resume`."""
+    """Describe where a resumed run continues. Raises ValueError as `checkpoint_to_resume`."""
     newest = checkpoint_to_resume(output_dir)
     step = 0 if newest is None else load_progress(newest).step
     text = f"from step {step}" + (": no checkpoint has been written yet" if newest is None else "")
@@ -157,12 +156,12 @@ def resumption(output_dir: Path) -> str:
 
 
 def checkpoint_written(output_dir: Path, step: int, attempt: int) -> None:
-    """Note that a checkpoint has appeared. Called by the process that made it appear."""
+    """Record a committed checkpoint. Called by the process that committed it."""
     write_json(output_dir / LAST_CHECKPOINT_NAME, {"step": step, "attempt": attempt})
 
 
 def _last_written(output_dir: Path) -> int:
-    """The step of the newest checkpoint that was written and counts; 0 where none was."""
+    """Return the last valid step that was written to a checkpoint, or 0."""
     saved = read_json(output_dir / LAST_CHECKPOINT_NAME)
     if not saved:
         return 0
@@ -171,7 +170,7 @@ def _last_written(output_dir: Path) -> int:
 
 
 def check_place(folder: Path) -> None:
-    """Raises OSError where no folder can be, without making one."""
+    """Raise OSError if the folder cannot be made or written. Does not make it."""
     pull(folder, at_the_top=True)
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -185,13 +184,15 @@ def check_place(folder: Path) -> None:
 
 @contextlib.contextmanager
 def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
-    """Lock the run's folder while the block runs, after `check_folder`, and print what a resumed run changes.
+    """Lock the run's folder in the block, after `check_folder`, and print changed options of a resumed run.
 
     Args:
-        start: the run before its first step. steps: of the whole run. disk_bytes: what it needs there, see `Job`.
+        start: progress of the run before its first step.
+        steps: steps of the whole run.
+        disk_bytes: disk space for the run, as in `Job`.
     Raises:
-        OSError: another process has the folder, a run cannot be there, or the disk is too small.
-        ValueError: the newest checkpoint is of another run, or of more steps, or none of a trained run can be used.
+        OSError: another process holds the folder, it is unfit, or the disk is too small.
+        ValueError: the newest checkpoint belongs to another run or has more steps, or no checkpoint is usable.
     """
     with claim_folder(config):
         _check_state(config, start, steps, disk_bytes)
@@ -202,7 +203,7 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
 
 
 def claim_folder(config: JobOptions) -> contextlib.AbstractContextManager[None]:
-    """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
+    """Hold the run's folder in the block. Raises FileExistsError if a process on any machine holds it."""
     if mirror_of(config.folder):
         return _leased(config)
     return contextlib.nullcontext() if config.dry_run else _locked(config.folder)
@@ -216,11 +217,11 @@ def _leased(config: JobOptions) -> Iterator[None]:
     if config.dry_run:
         yield
         return
-    limit_retries()  # not any more, if a run before ended so
+    limit_retries()  # an earlier run in this process may have limited them
     lease = drive(folder) if config.lease else contextlib.nullcontext()
     with lease, synced(folder, lambda: not is_lost(folder)):
         yield
-    with contextlib.suppress(StorageError):  # what the run ends with says more
+    with contextlib.suppress(StorageError):  # the run's own error is more useful
         if not _contents(folder):
             remove(folder)
 
@@ -238,7 +239,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        if not _contents(folder):  # a run that was refused leaves nothing
+        if not _contents(folder):  # a refused run leaves no files
             shutil.rmtree(folder, ignore_errors=True)
             for path in created[1:]:
                 with contextlib.suppress(OSError):
@@ -246,7 +247,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _try_storage(folder: Path) -> None:
-    """Do what a run does: add to a file, replace one, rename a folder. Raises OSError where that cannot be done."""
+    """Append to a file, replace it, and rename a folder, as a run does. Raises OSError if the storage fails."""
     try:
         with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
             log, subfolder = Path(scratch, "log"), Path(scratch, "made")
@@ -260,13 +261,13 @@ def _try_storage(folder: Path) -> None:
 
 
 def _try_conditions(folder: Path) -> None:
-    """Have the store of a run's folder refuse what a lease relies on that it refuses. Raises OSError if it does not."""
+    """Check that the store refuses conditional writes of a wrong tag, which a lease needs. Raises OSError if not."""
     (store, probe), url = bucket_of(folder / f".storage-{uuid.uuid4().hex}"), address(folder)
     try:
         tag = store.put(probe, b"1", tag="")
         for wrong in ("", tag):
             if wrong:
-                store.put(probe, b"2", tag=tag)  # from now on its tag is another
+                store.put(probe, b"2", tag=tag)  # changes its tag
             with contextlib.suppress(ChangedError):
                 store.put(probe, b"3", tag=wrong)
                 raise OSError(
@@ -282,7 +283,7 @@ def _try_conditions(folder: Path) -> None:
 
 
 def _lock(folder: Path) -> FileLock:
-    """Lock a folder on a disk. Raises FileExistsError where another process holds it."""
+    """Lock a folder on a disk. Raises FileExistsError if another process holds it."""
     lock = FileLock(folder / LOCK_NAME)
     try:
         lock.acquire(timeout=0)
@@ -303,13 +304,12 @@ def _unfit(folder: Path, error: Exception) -> OSError:
 
 
 def prepare_folder(config: JobOptions) -> None:
-    """Write the run's options into its folder, which is locked; a run that does not resume empties it first."""
+    """Write the run's options into its locked folder. A run that does not resume empties the folder first."""
     folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
     if not config.resume:
         for name in _contents(folder):
             remove(folder / name)
-    # Requests to an earlier process; and Ray Train's own list, which must not outlive it: the folder says which
-    # checkpoints there are.
+    # The folder's checkpoints count, not the list of an earlier process of Ray Train.
     for path in (folder / STOP_NAME, folder / FINISHED_NAME, checkpoints / RAY_TRAIN_SNAPSHOT):
         if path.is_file():
             remove(path)
@@ -319,7 +319,7 @@ def prepare_folder(config: JobOptions) -> None:
 
 
 def changed_options(config: JobOptions) -> list[str]:
-    """Return what a run that is resumed was started with otherwise, in words; `prepare_folder` forgets it."""
+    """Describe options of a resumed run that differ from its start. Call it before `prepare_folder`."""
     path = config.folder / CONFIG_NAME
     if not (config.resume and path.is_file()):
         return []
@@ -342,7 +342,7 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
                 "least, or start a new run, from the policy that this one exports at its end if it is to go on with it"
             )
     stored = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
-    # Of more than the run keeps, none is deleted before the next one is there.
+    # No checkpoint is deleted before the next one is written.
     needed = max(disk_bytes - sum(stored), max(stored, default=0))
     require_space(config.folder, needed, "the checkpoints (--keep_checkpoints, --keep_best) and the trained policy")
 
@@ -374,24 +374,24 @@ def _contents(folder: Path) -> list[str]:
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `skipped.jsonl`, oldest first."""
+    """Return the lines of `skipped.jsonl`, oldest first."""
     episodes = []
     for path in files_of_processes(output_dir / SKIPPED_NAME):
         for line in read_lines(path):
-            # A network drive may mix up two lines that are written at once: they are left out.
+            # A network drive may mix lines that are written at the same time: skip them.
             with contextlib.suppress(json.JSONDecodeError):
                 episodes.append(json.loads(line))
     return episodes
 
 
 def evaluations(output_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `evaluations.jsonl`, by step: how checkpoints fared in the run's environment."""
+    """Return the lines of `evaluations.jsonl` by step: results of checkpoints in the run's environment."""
     lines = [json.loads(line) for line in read_lines(output_dir / EVALUATIONS_NAME)]
     return sorted({line["step"]: line for line in lines}.values(), key=lambda line: line["step"])
 
 
 def prune_checkpoints(config: Config, steps: int) -> None:
-    """Delete checkpoints that a run of so many steps does not need. Called by the only process that writes them."""
+    """Delete checkpoints that a run of `steps` does not keep. Called by the process that writes them."""
     lines = evaluations(config.folder)
     success = {line["step"]: _success_bounds(line) for line in lines}
     played = {line["step"] for line in lines}
@@ -405,8 +405,10 @@ def prune_checkpoints(config: Config, steps: int) -> None:
 
 
 def _success_bounds(line: Mapping[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the least and the most that success of an evaluation's whole list can be, errors being either: of both
-    the share at any time and then, which decides among equals, at the end."""
+    """Return the bounds of success over all episodes of an evaluation, where episodes with errors may be either.
+
+    Each bound is the share at any time, and at the end.
+    """
     errors = line.get("errors", 0)
     listed = max(line["episodes"] + errors, 1)
     once, at_end = line["successes"], line["successes_at_end"]
@@ -415,7 +417,7 @@ def _success_bounds(line: Mapping[str, Any]) -> tuple[tuple[float, float], tuple
 
 @contextlib.contextmanager
 def stopping_on_signals(output_dir: Path) -> Iterator[None]:
-    """While the block runs, a first SIGTERM or Ctrl-C asks for a checkpoint, a second one ends. In the main thread."""
+    """In the block, request a stop at the first SIGTERM or Ctrl-C, and exit at the second. Runs in the main thread."""
     stopping = False
 
     def ask(number: int, frame: object) -> None:
@@ -424,7 +426,7 @@ def stopping_on_signals(output_dir: Path) -> Iterator[None]:
             raise SystemExit(128 + number)
         stopping = True
         (output_dir / STOP_NAME).touch()
-        # Not by print: what is interrupted may be in the middle of one, and Python's streams do not stand that.
+        # Not by print: the signal may interrupt one, and Python's streams are not reentrant.
         os.write(2, b"stopping: a checkpoint is taken at the next log step; once more to end now\n")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}

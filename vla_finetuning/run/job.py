@@ -1,4 +1,4 @@
-"""What a run does, whatever it trains: where it writes, how long it trains, in which batches, on which workers."""
+"""Options of a run that hold for every program: its folder, length, batches and workers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from vla_finetuning.run.folder import CHECKPOINTS_NAME
 
 @dataclass(frozen=True)
 class Job:
-    """What a run does. Pickled in flight to training workers (without secrets; tokens stay in the environment).
+    """Settings of a run. Pickled to training workers, without secrets: tokens stay in the environment.
 
     Attributes:
-        output_dir: absolute; all nodes see it, on a disk that they share or in a bucket.
-        steps: optimizer updates of the whole run; in GRPO iterations.
+        output_dir: absolute path of the run's folder, on a shared disk or in a bucket.
+        steps: optimizer updates of the whole run; iterations in GRPO.
         batch_size: rows of a worker's micro-batch.
-        batches_per_step: micro-batches of an optimizer step, of all workers together.
-        scaling: workers and what each of them holds; `use_gpu` is decided.
-        start: the progress of the run before its first step.
-        disk_bytes: the most that the run has in its folder at once, without checkpoints that are yet to play.
-        timeouts, feature_cache_gb: as the driver's environment has them.
+        batches_per_step: micro-batches of an optimizer step over all workers.
+        scaling: workers and their resources, with `use_gpu` decided.
+        start: progress of the run before its first step.
+        disk_bytes: most bytes in the folder at one time, without checkpoints that wait for an evaluation.
+        timeouts: timeouts of the driver's environment.
+        feature_cache_gb: size limit of cached features of the driver's environment.
     """
 
     output_dir: Path
@@ -46,5 +47,5 @@ class Job:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimizer step, of all workers: the global batch size."""
+        """Rows of an optimizer step over all workers: the global batch size."""
         return self.batch_size * self.batches_per_step

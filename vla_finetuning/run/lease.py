@@ -1,12 +1,12 @@
-"""One driver at a time for a run in a bucket: a lease, which a live driver renews and a dead one loses.
+"""Hold a lease on a run in a bucket, so that one driver runs it at a time.
 
-`OUTPUT_DIR/.lock` says whose the run is. Its driver puts it anew every RENEW_S, each time on the condition that it is
-still what this driver put before. Another process that wants the run watches the object: when it changes, the driver
-lives, and the process is refused; when it does not for LEASE_S, the driver is dead, or cut off from the store, and the
-process takes the lease over, on the condition that it is still what was watched. No clock is compared with another.
+`OUTPUT_DIR/.lock` names the driver, which replaces the object every RENEW_S by conditional writes. Another process that
+wants the run watches the object. If it changes, the driver is alive, and the process is refused. If it does not change
+for LEASE_S, the driver is dead or cut off, and the process takes the lease over by a conditional write. Clocks of
+different machines are never compared.
 
-A driver that finds its lease taken ends. Its training processes cannot commit a checkpoint any more: the attempt that
-the new driver starts makes theirs void (run/checkpoint.py).
+A driver that has lost its lease exits. Its training processes cannot commit checkpoints any more, because the attempt
+of the new driver makes theirs void (run/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 LEASE_S, RENEW_S, LOOK_S = 60.0, 15.0, 1.0
-# How long the store is asked to take a renewal.
+# Timeout of a renewal.
 ANSWER_S = 15.0
 
 _lost: set[Path] = set()
 
 
 def is_lost(folder: Path) -> bool:
-    """Return whether this process drove the run, and another one took it over."""
+    """Return whether another process has taken over the run from this one."""
     return folder in _lost
 
 
 def end_process() -> None:
-    """Order this process to stop: what it started ends with it."""
+    """Send SIGTERM to this process, which ends its children too."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def drive(folder: Path, when_lost: Callable[[], None] = end_process) -> Iterator[None]:
-    """Hold the lease of a run in a bucket while the block runs. Raises FileExistsError: another process has it."""
+    """Hold the lease of a run in a bucket in the block. Raises FileExistsError if another process holds it."""
     lease = _Lease(folder)
     lease.take()
     stop = threading.Event()
@@ -88,7 +88,7 @@ class _Lease:
             raise self._busy() from error
 
     def _free_tag(self) -> str:
-        """The tag of what this lease replaces, which is nobody's any more. Raises FileExistsError."""
+        """Return the tag of a lease that is free or expired. Raises FileExistsError if its driver is alive."""
         state, tag = self._read()
         if not state or state.get("released"):
             return tag
@@ -106,7 +106,7 @@ class _Lease:
         return tag
 
     def renew(self) -> bool:
-        """Renew the lease; return whether it is still this process's. A store that does not answer is asked again."""
+        """Renew the lease. Return False if another process holds it; True also if the store does not answer."""
         try:
             self._put(self._tag)
         except ChangedError:
@@ -114,7 +114,7 @@ class _Lease:
                 state, tag = self._read()
                 if state.get("id") != self._id:
                     return False
-                self._tag = tag  # ours, whose answer was lost
+                self._tag = tag  # this process's own write, whose answer was lost
         except OSError as error:
             logger.warning("the lease of %s is not renewed: %s", address(self._folder), error)
         return True

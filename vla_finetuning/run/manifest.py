@@ -1,4 +1,4 @@
-"""`state.json` of a checkpoint: how far the run is, and the checkpoint's files with their sizes and checksums."""
+"""Write and parse a checkpoint's `state.json`: the run's progress, and files with sizes and checksums."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from typing import Any
 TRAINABLE, OPTIMIZER, AVERAGE, STATE = "trainable", "optimizer", "average", "state.json"
 FORMAT = 2
 PREFIX = "step_"
-# Before the name of a checkpoint that is being written.
+# Prefix of the folder of a checkpoint that is being written.
 PARTIAL = ".partial_"
 FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
-# In a bucket, the folder of the files that an attempt wrote of a checkpoint, beside its `state.json`.
+# In a bucket, the folder of an attempt's files of a checkpoint, next to `state.json`.
 ATTEMPT_FOLDER = "attempt-{:05d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint by its folder's name; None where it is no checkpoint's, as of a copy by another name."""
+    """Return the step in the name of a checkpoint's folder, or None for another name."""
     return int(name.removeprefix(PREFIX)) if re.fullmatch(rf"{PREFIX}[0-9]+", name) else None
 
 
 @dataclass
 class Progress:
-    """How far a run is, and what it is a run of.
+    """Progress and identity of a run.
 
-    step: optimizer steps done. rows: stream positions [0, rows) have been trained. stream: `StreamPlan.identity()`.
-    base: the pretrained policy (path, revision, digest of its weights). mode: what trains. loss: mean training loss
-    since the checkpoint before; None when no step of it was logged. eval_loss: held-out loss of these very weights;
-    None when it was not measured.
+    Attributes:
+        step: completed optimizer steps.
+        rows: end of the trained stream positions [0, rows).
+        stream: `StreamPlan.identity()`.
+        base: path, revision and digest of the pretrained policy.
+        mode: `--train.mode`.
+        global_batch_size: rows of an optimizer step.
+        loss: mean training loss since the last checkpoint, or None if no step was logged.
+        eval_loss: held-out loss of these weights, or None if not measured.
     """
 
     step: int
@@ -46,12 +51,12 @@ class Progress:
 
     @property
     def score(self) -> tuple[float, float]:
-        """The lower, the better: held-out losses before all others, and NaN last."""
+        """Sort key, lower is better: held-out losses before training losses, NaN last."""
         losses = [math.inf if loss is None or math.isnan(loss) else loss for loss in (self.eval_loss, self.loss)]
         return losses[0], losses[1]
 
 
-# As JSON has them.
+# Types in JSON.
 LOSS = (float, int, type(None))
 PROGRESS_TYPES = {
     **dict.fromkeys(("step", "rows", "global_batch_size"), (int,)),
@@ -59,18 +64,18 @@ PROGRESS_TYPES = {
     **dict.fromkeys(("loss", "eval_loss"), LOSS),
     "mode": (str,),
 }
-# What state.json says of each file: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
+# Files in state.json: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
 Files = dict[str, dict[str, Any]]
 
 
 def manifest(progress: Progress, files: Files, **more: Any) -> dict[str, Any]:
-    """Return what `state.json` holds. `more`: in a bucket the `attempt` that wrote it, and its files' `folder`."""
+    """Return the content of `state.json`. `more`: in a bucket, the `attempt` that wrote it, and its `folder`."""
     state = {"format": FORMAT, "files": files, "progress": asdict(progress), **more}
     return {**state, "sha256": _digest(state)}
 
 
 def parsed(text: str | bytes) -> dict[str, Any]:
-    """Parse `state.json`, without its checksum. Raises ValueError when it is damaged."""
+    """Parse `state.json`, and remove its checksum. Raises ValueError if it is damaged."""
     try:
         state = json.loads(text)
         if state["format"] != FORMAT:
@@ -88,7 +93,7 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def _check_form(state: Mapping[str, Any]) -> None:
-    """Refuse what `manifest` would not have made: a checksum shows that a file is complete, not its author."""
+    """Raise ValueError for content that `manifest` does not write: a checksum does not prove the author."""
     for name, written in state["files"].items():
         if not re.fullmatch(FILE_NAME, name):
             raise ValueError(f"{name!r:.100} is no file of a checkpoint")

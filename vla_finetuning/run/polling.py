@@ -1,4 +1,4 @@
-"""What follows a run from beside it."""
+"""Call a function repeatedly in a thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def polling(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    """While the block runs, call `look` in a thread: at once, and then every `every_s` seconds."""
+    """In the block, call `look` in a thread immediately, and then every `every_s` seconds."""
     stop = threading.Event()
 
     def follow() -> None:

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: metrics, warnings and rows into its folder, progress onto the driver's terminal."""
+"""Log metrics, warnings and rows to a run's folder, and show progress on the driver's terminal."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ from vla_finetuning.run.folder import (
 from vla_finetuning.run.polling import polling
 from vla_finetuning.terminal import LogFormatter, print_safe
 
-# How often the driver looks for news.
+# Interval at which the driver reads the folder.
 POLL_S = 0.5
-# Nodes that do not answer keep a log step, and with it all ranks, waiting for so long.
+# A log step, and with it all ranks, waits this long for nodes that do not answer.
 SPILLED_TIMEOUT_S = 2.0
 # Formats a line of metrics.jsonl for the terminal.
 Line = Callable[[Mapping[str, Any]], str]
 
 
 class MetricsLog:
-    """`metrics.jsonl`, a line per log step, written by rank 0. After a restart, lines past the checkpoint are void.
+    """Write `metrics.jsonl` on rank 0, a line per log step. After a restart, remove lines after the checkpoint.
 
     Args:
-        global_batch_size, rows_per_epoch: what a step amounts to.
-        resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
-        per_sample: what a sample amounts to, by the name of its rate; None where it is not known.
+        output_dir: the run's folder.
+        global_batch_size: rows of a step.
+        rows_per_epoch: rows of an epoch.
+        resumed_step: step of the checkpoint; later lines are removed.
+        per_sample: amount per sample by the name of its rate, or None if unknown.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class MetricsLog:
             "lr": lr,
             **metrics,
             "samples": samples,
-            # Of the whole step, waiting for data included.
+            # Rates over the whole step, including waits for data.
             **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             **self._success(),
         }
         append_line(self.path, json.dumps(line))
 
     def _success(self) -> dict[str, float]:
-        """Return the success of the oldest evaluation in the loop that no line tells of yet."""
+        """Return the success of the oldest evaluation that no line has reported, or {}."""
         line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._told), None)
         if line is None:
             return {}
@@ -82,7 +84,7 @@ class MetricsLog:
 
 
 def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a line of `metrics.jsonl` says of one of `evaluations.jsonl`; shares are of all episodes listed."""
+    """Return the metrics of a line of `evaluations.jsonl`. Shares are of all listed episodes."""
     errors = evaluation.get("errors", 0)
     line = {"success_step": evaluation["step"], **({"success_errors": errors} if errors else {})}
     if not evaluation["episodes"]:
@@ -95,7 +97,7 @@ def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
-    """Remove the lines of `metrics.jsonl` past a step, which are void; returns its path."""
+    """Remove void lines of `metrics.jsonl`, after `resumed_step`, and return its path."""
     path = output_dir / METRICS_NAME
     valid = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
     write_whole(path, "".join(line + "\n" for line in valid))
@@ -103,17 +105,17 @@ def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
 
 
 class RowsLog:
-    """`rows/rank<r>.jsonl`: which rows this rank has trained on, for anybody to check (`diagnostics.check_rows`)."""
+    """Write `rows/rank<r>.jsonl`, the rows that this rank trains on, for `diagnostics.check_rows`."""
 
     def __init__(self, output_dir: Path, rank: int, attempt: int):
-        # A line is in the file when `write` returns, whatever happens to the process afterwards.
+        # Unbuffered: a line is in the file when `write` returns.
         self._append = line_writer(file_of_process(output_dir / ROWS_NAME / f"rank{rank}.jsonl"))
         self._attempt = attempt
 
     def write(
         self, step: int, epochs: np.ndarray, dataset_index: np.ndarray, index: np.ndarray, is_skipped: np.ndarray
     ) -> None:
-        """A micro-batch of optimizer step `step` (from 1). epochs, dataset_index, index: int (B,); is_skipped: bool."""
+        """Write a micro-batch of step `step`, from 1. epochs, dataset_index, index: int (B,); is_skipped: bool (B,)."""
         for epoch in np.unique(epochs).tolist():
             line = {"attempt": self._attempt, "epoch": epoch, "step": step}
             for name, chosen in (("rows", ~is_skipped), ("skipped", is_skipped)):
@@ -123,7 +125,7 @@ class RowsLog:
 
 
 def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines that count: without those that a later attempt has trained anew."""
+    """Yield the valid lines of all ranks, without steps that a later attempt has trained again."""
     resumed_from = [line["resumed_from_step"] for line in attempts(output_dir)]
     pull(output_dir / ROWS_NAME)
     for path in sorted((output_dir / ROWS_NAME).glob("rank*.jsonl")):
@@ -134,11 +136,11 @@ def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int) -> None:
-    """End a run that skipped more than `share` (--dataset.max_skipped) of its `rows` so far, or of an epoch's.
+    """Check that at most a `share` (--dataset.max_skipped) of the first `rows`, or of an epoch's, was skipped.
 
-    Raises ValueError: names the datasets, the first reason and the remedy.
+    Raises ValueError: more rows were skipped; names the datasets, the first reason and the remedy.
     """
-    # By their places in the stream: an attempt that went back reads some of them again, and read tasks are ahead.
+    # Count stream positions once: a later attempt reads rows again, and read tasks run ahead.
     skipped: dict[int, dict[str, Any]] = {}
     for line in skipped_episodes(output_dir):
         skipped |= {position: line for position in line.get("positions", ()) if position < rows}
@@ -155,17 +157,17 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
 
 
 def spilled_bytes() -> int | None:
-    """Bytes that the cluster's object stores have written to disk; None where a node does not answer."""
+    """Return the bytes that the cluster's object stores have spilled, or None if a node does not answer."""
     try:
         return object_store(SPILLED_TIMEOUT_S).spilled_bytes_total
-    except Exception:  # of gRPC or of Ray: whatever it is, training does not end by a statistic
+    except Exception:  # of gRPC or Ray; a statistic must not end training
         return None
 
 
 def object_store(timeout_s: float = 60.0) -> Any:
-    """Ray's account of the cluster's object stores: `object_store_bytes_used`, `spilled_bytes_total`, ...
+    """Return Ray's statistics of object stores: `object_store_bytes_used`, `spilled_bytes_total`, ...
 
-    Ray 2.60 offers it only through this private call, which its own benchmarks use.
+    Ray 2.60 has them only in this private call, which its own benchmarks use.
     """
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
@@ -174,7 +176,7 @@ def object_store(timeout_s: float = 60.0) -> Any:
 
 
 def log_to(output_dir: Path) -> None:
-    """Send this process's warnings to the run's log, where the driver finds them. Called by training workers."""
+    """Write this process's warnings to the run's log, which the driver shows. Called by training workers."""
     handler = logging.FileHandler(file_of_process(output_dir / LOG_NAME))
     handler.setLevel(logging.WARNING)
     handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
@@ -182,7 +184,7 @@ def log_to(output_dir: Path) -> None:
 
 
 def step_line(line: Mapping[str, Any]) -> str:
-    """The terminal's line on a log step."""
+    """Format a line of `metrics.jsonl` for the terminal."""
     share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
     text = (
         f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
@@ -198,7 +200,7 @@ def step_line(line: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def follow_progress(output_dir: Path, steps: int, line: Line = step_line) -> Iterator[None]:
-    """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings."""
+    """In the block, show workers' warnings, and a progress bar on a terminal or else a line per log step."""
     interactive = sys.stdout.isatty()
     follower = _Follower(output_dir, steps, line, interactive)
     with tqdm(
@@ -218,7 +220,7 @@ def follow_progress(output_dir: Path, steps: int, line: Line = step_line) -> Ite
 
 
 class _Follower:
-    """Prints what is new in a run's folder; what an earlier attempt of a resumed run wrote is not."""
+    """Print new lines of a run's folder, without lines that existed before."""
 
     def __init__(self, output_dir: Path, steps: int, line: Line, interactive: bool):
         self._output_dir, self._steps, self._line = output_dir, steps, line

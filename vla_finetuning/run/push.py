@@ -1,9 +1,9 @@
-"""A run's trained policy, pushed to a repository of the Hugging Face Hub with a model card.
+"""Push a run's trained policy with a model card to a repository of the Hugging Face Hub.
 
     python -m vla_finetuning.run.push OUTPUT_DIR [--repo_id USER/NAME] [--private] [--robot ROBOT]
 
-pushes the policy of a run that is over; of several robots each to USER/NAME-ROBOT, or one of them to USER/NAME. Runs on
-the driver. Tokens are found by `huggingface_hub` itself (`HF_TOKEN` or its token file); no error text holds one.
+pushes the policy of a finished run. Several robots are pushed to USER/NAME-ROBOT each, or one of them to USER/NAME. It
+runs on the driver. `huggingface_hub` finds the token (`HF_TOKEN` or its token file); error messages never contain it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_erro
 logger = logging.getLogger(__name__)
 
 CARD_NAME, TOKENIZER_DIRS = "README.md", ("tokenizer", "action_tokenizer")
-# What `worker.export` writes, and the card: no more than this leaves the machine.
+# Files of an export and the card. No other file is uploaded.
 POLICY_FILES = re.compile(
     r"config\.json|model\.safetensors|README\.md|policy_(pre|post)processor\.json|\w+_step_\d+(_\w+)?\.safetensors"
     r"|environment\.json|robot\.json"
@@ -40,7 +40,7 @@ POLICY_FILES = re.compile(
     r"|(tokenizer|spiece)\.model|chat_template\.jinja)|action_tokenizer/(tokenizer|processor_config)\.json",
     re.ASCII,
 )
-# Options that name places on the user's machines, and what is nobody else's business, which are not published.
+# Options that are not published: paths on the user's machines, and private settings.
 PRIVATE = {
     *("root", "mixture", "cache_dir", "frame_cache", "feature_cache", "output_dir", "policy_path", "policy_options"),
     *("labels", "episode_weights", "progress_path", "env_options", "track_project"),
@@ -48,16 +48,16 @@ PRIVATE = {
 
 
 def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
-    """Make sure, before a long run, that its policy can be pushed: a token, a repository, the right to write to it.
+    """Check before a long run that its policy can be pushed: a token, a repository, and write access.
 
     Args:
-        private: whether others may not see it; None is as it is, or the account's default for a new one.
-        make: make a repository that does not exist; without, only its name is looked at.
+        private: whether the repository must be private; None keeps it, or takes the account's default for a new one.
+        make: whether to make a missing repository; otherwise only its name is checked.
     Returns:
         The repository's address.
     Raises:
-        ValueError: no token, one that may not write there, not a repository name, or a public repository for a policy
-            that is to be private.
+        ValueError: there is no token or no write access, the name is invalid, or the repository is public for a
+            private policy.
         OSError: the Hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
@@ -88,7 +88,7 @@ def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
 
 
 def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
-    """Return where the policy of each robot is pushed to; that of "" where there is one."""
+    """Return the repository of each robot's policy; the key is "" for a single policy."""
     return {robot: f"{repo_id}-{robot}" if robot else repo_id for robot in robots or ("",)}
 
 
@@ -96,14 +96,14 @@ def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
     """Push `OUTPUT_DIR/pretrained_model`, or `robot`'s folder in it, with a model card; return the commit's address.
 
     Raises:
-        ValueError: there is no policy yet, or a link in it; no such repository, or no access.
+        ValueError: the policy is missing or has a link, or the repository is missing or not accessible.
         OSError: the Hub cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     _check_pushable(output_dir, robot)
     with fetched(output_dir / POLICY_DIR / robot) as folder:
-        exported_files(folder)  # the card is made of one of them
+        exported_files(folder)  # refuses links before the card reads a file
         write_whole(folder / CARD_NAME, model_card(output_dir, repo_id, robot))
         files, rest = exported_files(folder)
         if rest:
@@ -115,7 +115,7 @@ def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
 
 
 def _check_pushable(output_dir: Path, robot: str) -> None:
-    """Raise ValueError unless a run's folder has what is pushed, before a repository is made for it."""
+    """Raise ValueError if a run's folder lacks files for a push. Call it before a repository is made."""
     folder = output_dir / POLICY_DIR / robot
     pull(folder, at_the_top=True)
     files = contents(folder)
@@ -137,7 +137,7 @@ def _check_pushable(output_dir: Path, robot: str) -> None:
 
 
 def exported_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return what of an exported policy's folder is to be pushed, and what is not. Raises ValueError: it has a link."""
+    """Return the files of an exported policy to push, and the other files. Raises ValueError for a link."""
     files, rest = [], []
     inside = [path for name in TOKENIZER_DIRS for path in sorted((folder / name).glob("*"))]
     for path in (folder, *sorted(folder.iterdir()), *inside):
@@ -156,10 +156,10 @@ def exported_files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
-    """The model card of a finished run, or of one of its robots: Markdown, from what its folder holds.
+    """Return the model card of a finished run, or of one of its robots, as Markdown.
 
-    Paths and buckets stay out of it: a dataset or base that is not on the Hub goes by its last name. What datasets say
-    is shown as code, so that none of it is taken for Markdown or HTML.
+    The card has no paths or buckets: a dataset or base outside the Hub is named by the last part of its path. Texts of
+    datasets are shown as code, so that they are not read as Markdown or HTML.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -237,7 +237,7 @@ def _on_robot(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _public(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without those that are private, and without whatever names a place."""
+    """Return `options` without private ones and without values that name a path or an address."""
     return {
         key: _public(value) if isinstance(value, Mapping) else value
         for key, value in options.items()
@@ -252,7 +252,7 @@ def _names_place(value: Any) -> bool:
 
 
 def _as_code(text: str | None) -> str | None:
-    """A stranger's text as Markdown that is shown as it is, on one line, in a table too."""
+    """Return untrusted text as one line of Markdown code, safe in a table."""
     return None if text is None else f"`{' '.join(str(text).split()).replace('`', chr(39)).replace('|', '/')[:200]}`"
 
 
@@ -261,16 +261,16 @@ def _last_name(place: str) -> str:
 
 
 def push_all(output_dir: Path, repository: Mapping[str, str]) -> int:
-    """Push the trained policy of each robot to its repository. Returns the exit status: 0, or 4."""
+    """Push the trained policy of each robot to its repository. Return the exit status: 0, or 4."""
     return max((push(output_dir, repo_id, robot) for robot, repo_id in repository.items()), default=0)
 
 
 def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
-    """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
+    """Push the trained policy, and print how to retry a failed push. Return the exit status."""
     try:
         print_safe(f"Pushed       {push_policy(output_dir, repo_id, robot)}")
         return 0
-    except Exception as error:  # whatever an upload may end with, the policy is there
+    except Exception as error:  # the policy is trained, regardless of the error
         print_safe_error(root_cause(error))
         print_safe(
             f"the policy is trained; `python -m vla_finetuning.run.push {address(output_dir)}` tries again to push it",
@@ -280,7 +280,7 @@ def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Push a finished run's policy. Returns the exit status: 0 pushed, 1 not."""
+    """Push a finished run's policy. Return the exit status: 0 pushed, 1 not."""
     parser = argparse.ArgumentParser(description="Push the policy of a finished run to the Hugging Face Hub.")
     parser.add_argument("output_dir", type=as_path)
     parser.add_argument("--repo_id", help="USER/NAME; the run's own --policy.repo_id when absent")

@@ -1,7 +1,7 @@
-"""Checkpoints of a run in a bucket that nodes could not send while the store was away: sent when the run is resumed.
+"""Recover checkpoints that nodes could not upload to the run's bucket, when the run is resumed.
 
-Each rank's files of such a checkpoint, and the small files that it had yet to send, are on the disk of its node, in
-`checkpoint.partial_folder`; `state.json` is beside rank 0's.
+Each rank keeps its files of such a checkpoint, and other files that it has not sent, on its node's disk in
+`checkpoint.partial_folder`. Rank 0's folder has `state.json`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SMALL_FILES = "unsent-{}"
 
 
 class LocalCheckpoint(NamedTuple):
-    """A node's files of a checkpoint, with their bytes, and its `state.json` where rank 0 was on that node."""
+    """A node's files of a checkpoint with their sizes, and `state.json` on the node of rank 0."""
 
     host: str
     folder: str
@@ -47,19 +47,19 @@ class LocalCheckpoint(NamedTuple):
     state: dict[str, Any] | None
 
 
-# Runs a function on each of some nodes, by their ids.
+# Runs functions on nodes by their ids, and returns the results.
 OnNodes = Callable[[Mapping[str, Callable[[], Any]]], dict[str, Any]]
 
 
 def keep_manifest(folder: Path, progress: Progress, files: Files, attempt: int) -> None:
-    """Leave a checkpoint that cannot be sent on nodes' disks, for `recover_local_checkpoints`. Called by rank 0."""
+    """Write `state.json` of an unsent checkpoint to the disk, for `recover_local_checkpoints`. Called by rank 0."""
     disk = partial_folder(folder)
     disk.mkdir(parents=True, exist_ok=True)
     write_json(disk / STATE, manifest(progress, files, attempt=attempt))
 
 
 def keep_small_files(folder: Path, rank: int) -> None:
-    """Leave what this rank has yet to send of other files beside its files of a checkpoint that cannot be sent."""
+    """Copy this rank's other unsent files next to its files of an unsent checkpoint."""
     target = partial_folder(folder) / SMALL_FILES.format(rank)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -67,12 +67,12 @@ def keep_small_files(folder: Path, rank: int) -> None:
 
 
 def recover_local_checkpoints(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
-    """Have the newest checkpoint that nodes could not send appear in the run's bucket; return its step, None for none.
+    """Send the newest unsent checkpoint of the nodes to the run's bucket. Return its step, or None without one.
 
     Runs on the driver, joined to the run's cluster, before the worker group starts.
 
     Raises:
-        ValueError: files of it are on nodes that are not there, or have changed; it is of another run.
+        ValueError: files are missing or have changed, or the checkpoint belongs to another run.
         StorageError: the store does not answer.
     """
     checkpoints = job.checkpoints_dir
@@ -98,7 +98,7 @@ def recover_local_checkpoints(job: Job, nodes: Iterable[str], on_nodes: OnNodes)
 
 
 def local_checkpoints(checkpoints: Path) -> list[LocalCheckpoint]:
-    """Return what this node has of checkpoints that could not be sent."""
+    """Return this node's files of unsent checkpoints."""
     stored = []
     for step, disk in sorted(unsent(checkpoints).items()):
         state = None
@@ -114,9 +114,9 @@ def local_checkpoints(checkpoints: Path) -> list[LocalCheckpoint]:
 
 
 def send_local_checkpoint(folder: Path, state: Mapping[str, Any], timeout_s: float) -> None:
-    """Send what this node has of a checkpoint, and the small files that its ranks had yet to send.
+    """Send this node's files of a checkpoint, and other unsent files of its ranks.
 
-    Raises ValueError: a file is not what was written. StorageError: the store does not answer.
+    Raises ValueError: a file has changed since it was written. StorageError: the store does not answer.
     """
     disk = partial_folder(folder)
     names = [name for name in state["files"] if (disk / name).is_file()]
@@ -130,7 +130,7 @@ def send_local_checkpoint(folder: Path, state: Mapping[str, Any], timeout_s: flo
 
 
 def _goes_on(local: LocalCheckpoint, job: Job, done: int) -> bool:
-    """Return whether the run can go on from it: newer than what is in the bucket, and nobody went on without it."""
+    """Return whether a checkpoint is newer than step `done` in the bucket, and belongs to the newest attempt."""
     assert local.state is not None
     progress = Progress(**local.state["progress"])
     if progress.step <= done or not is_newest(job.output_dir, local.state.get("attempt", -1)):

@@ -1,4 +1,4 @@
-"""The revision of this project's code, for what a run leaves."""
+"""Find the revision of this project's code, to record it in a run's files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def code_revision() -> str:
-    """Return the commit, with `-dirty` if files differ from it; outside of git a digest of the modules."""
+    """Return the commit, with `-dirty` if files differ from it; without git, a digest of the modules."""
     root = Path(__file__).resolve().parents[2]
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
