@@ -1,6 +1,6 @@
-"""A run on a cluster of several nodes: what is sent there, and whether each node has what the run needs.
+"""Connect a run to its Ray cluster, wait for capacity, and check that each node meets the run's needs.
 
-Every node imports this module to look at itself: what is heavy or may be missing is imported where it is used.
+Every node imports this module for the check, so heavy or optional packages are imported where they are used.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parents[2]
-# Where two versions would disagree about pickles, rows or weights.
+# Packages whose versions must agree, for pickles, rows and weights.
 PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
-# The oldest NVIDIA driver for each major version of CUDA, from the release notes of its toolkit.
+# Oldest NVIDIA driver of each major version of CUDA, from the release notes of its toolkit.
 DRIVERS = {12: "525", 13: "580"}
-# What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.
+# Codecs of LeRobot's videos, and PyAV's decoders (FFmpeg's names) for each; any of them suffices.
 DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
-# A worker process that is still starting; a node that takes longer would hold up the run itself.
+# Limit of a node's answer, which includes the start of a worker process.
 ANSWER_S = 120.0
-# A head node's socket, which answers at once or not at all.
+# Limit of a connection to a head node.
 HEAD_ANSWER_S = 10.0
-# An idle cluster has capacity at once; a wait for a busy or growing one is reported this often.
+# Interval at which a wait for capacity is checked.
 LOOK_EVERY_S = 10.0
-# Under Ray's temporary directory of every node, for logs, and objects that overflow memory.
+# Free space in Ray's temporary directory of every node, for logs and spilled objects.
 FREE_DISK_BYTES = 5 * 10**9
 FREE_CAPACITY = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
-# Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
+# Share of the object store that Ray Data may fill. Training processes read blocks in the rest.
 DATA_SHARE = 0.5
 
 Node = Mapping[str, Any]
@@ -66,7 +66,7 @@ Node = Mapping[str, Any]
 
 
 def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
-    """Join or start the cluster of a run, and check the nodes that are there. Raises as `connect`, `check_nodes`."""
+    """Join or start the cluster of a run, and check its nodes. Raises as `connect` and `check_nodes`."""
     from ray.data import DataContext
     from ray.train.v2._internal.constants import (
         HEALTH_CHECK_INTERVAL_S_ENV_VAR,
@@ -75,26 +75,27 @@ def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
     )
     from ray.util.debug import log_once
 
-    # Ray Train 2.60 takes these from the driver's environment only.
+    # Ray Train 2.60 reads these from the driver's environment only.
     os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(Timeouts.from_environment().worker)
-    # At its own 2 s, that and no sooner is when it notices a failure, the end of a run, or a second checkpoint.
+    # At the default of 2 s, Ray Train notices failures, ends of runs and second checkpoints late.
     os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, "0.5")
     if scaling.min_workers:
-        # It plans an elastic group for nodes that have just died, too. It plans anew after this (its own: 60 s).
+        # Ray Train also plans an elastic group for nodes that just died. It plans again after this (default 60 s).
         os.environ.setdefault(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, "15")
     DataContext.get_current().enable_progress_bars = False
-    log_once("ray_data_progress_manager_disabled")  # Ray Data 2.60 would warn of that
+    log_once("ray_data_progress_manager_disabled")  # else Ray Data 2.60 warns of it
     connect()
     check_nodes(needs, output_dir)
 
 
 def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> DataLimits:
-    """Wait until the cluster can hold a run's fewest workers and a read task all at once, and say what it is then.
+    """Wait until the cluster has capacity for a run's fewest workers and a read task, and return its data limits.
 
-    A request for that has an autoscaler add nodes. It is given back as soon as it is granted, for Ray Train to take.
+    A placement group makes an autoscaler add nodes. It is removed when granted, so that Ray Train can use the nodes.
 
     Raises:
-        ValueError: too small, and cannot grow; no capacity for VLA_NODES_TIMEOUT_S; or a new node lacks something.
+        ValueError: the cluster is too small and cannot grow, there is no capacity for VLA_NODES_TIMEOUT_S, or a new
+            node fails `check_nodes`.
     """
     before = {node["NodeID"] for node in alive_nodes()}
     largest = _largest()
@@ -115,14 +116,14 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
 
 
 def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
-    """Wait for a run's workers, and return their result. Raises ValueError: no capacity for VLA_NODES_TIMEOUT_S."""
+    """Wait for a run's workers, and return their result. Raises ValueError as `wait_for_capacity`."""
     return _wait_for(work, _wanted(scaling))
 
 
 def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOptions, **named: Any) -> Any:
-    """Call a function in a process with one CPU, and a GPU if the run's workers have one; wait as `wait_for`."""
+    """Call `function` in a process with one CPU, and a GPU if workers use GPUs. Wait as `wait_for`."""
     share = {"CPU": 1.0, **({"GPU": 1.0} if scaling.use_gpu else {})}
-    # A task that waits for its resources does so unseen, a placement group does not.
+    # The state of a placement group shows a wait for resources; a task's does not.
     reserved = placement_group([share])
     try:
         place = PlacementGroupSchedulingStrategy(reserved)
@@ -140,7 +141,7 @@ def _wait_for(work: Future[Any], demand: Wanted) -> Any:
 
 
 def _poll(demand: Wanted) -> Iterator[None]:
-    """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
+    """Check at each step for missing capacity, and print it the first time. Raises ValueError after the timeout."""
     limit_s = Timeouts.from_environment().nodes
     since = None
     while True:
@@ -158,19 +159,19 @@ def _poll(demand: Wanted) -> Iterator[None]:
 
 
 def _largest() -> dict[str, float] | None:
-    """The resources of the cluster at its largest; None where that is unknown."""
+    """Return the resources of the cluster at its largest size, or None if unknown."""
     resources = ray.cluster_resources()
-    if _started_here():  # it stays as it is
+    if _started_here():  # it cannot grow
         return resources
     most = ray._private.state.state.get_max_resources_from_cluster_config()
-    if most is None:  # few autoscalers say
+    if most is None:  # most autoscalers do not report it
         return None
     return {name: max(resources.get(name, 0), most.get(name, 0)) for name in {*resources, *most}}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What must have capacity at once: `count` times the resources `bundle`, and `extra`; `text`: in words."""
+    """Resources that a run needs at the same time: `count` times `bundle`, and `extra`; `text` describes them."""
 
     text: str
     count: int
@@ -178,7 +179,7 @@ class Wanted:
     extra: Mapping[str, float] = field(default_factory=dict)
 
     def beyond(self, cluster: Mapping[str, float]) -> str | None:
-        """Return what a cluster of such resources lacks in all, in words; None if it has enough."""
+        """Describe the resources that a cluster lacks in total, or return None if it has enough."""
         totals = {name: self.count * n + self.extra.get(name, 0) for name, n in self.bundle.items()}
         lacking = [
             f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in totals.items() if cluster.get(k, 0) < n
@@ -187,12 +188,12 @@ class Wanted:
 
 
 def _wanted(scaling: ScalingOptions) -> Wanted:
-    """A run's fewest workers, what Ray gives to each, and a read task."""
+    """Return the demand of a run's fewest workers and a read task."""
     per_worker = {"CPU": scaling.cpus_per_worker}
     if scaling.use_gpu:
         per_worker["GPU"] = 1.0
     if scaling.accelerator_type:
-        per_worker[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train asks for it
+        per_worker[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train requests it
     workers = scaling.min_workers or scaling.num_workers
     share = " and ".join(_in_words(name, n) for name, n in per_worker.items())
     text = f"{_in_words('worker', workers)} with {share} each and one read task"
@@ -206,8 +207,8 @@ def _in_words(unit: str, n: float) -> str:
 
 
 def _without_capacity(demand: Wanted) -> str | None:
-    """Return what this process's placement groups wait for in a cluster that is large enough; None for nothing."""
-    job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
+    """Describe the capacity that this process's placement groups wait for in a large enough cluster, or return None."""
+    job = ray.get_runtime_context().get_job_id()  # the end of the ids of its placement groups
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
     if not states & {"PENDING", "RESCHEDULING"}:
         return None
@@ -215,18 +216,18 @@ def _without_capacity(demand: Wanted) -> str | None:
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a head node here names, and send it the code; or start one here.
+    """Join the cluster of RAY_ADDRESS or of a head node here, and send it the code; otherwise start one here.
 
-    Raises ConnectionError: nothing answers where RAY_ADDRESS says.
+    Raises ConnectionError: no cluster answers at RAY_ADDRESS.
     """
     if not ray.is_initialized():
         address = running_cluster()
-        # Ray 2.60 warns that it protects its own cluster by a token, its default.
+        # Ray 2.60 warns that it protects a local cluster by a token, the default.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         ray.init(
             address=address or "local",
             runtime_env=runtime_env() if address else None,
-            # What workers have to say goes to the run's own log, which `follow_progress` shows.
+            # Workers log to the run's folder, which `follow_progress` shows.
             logging_level=logging.WARNING,
             log_to_driver=False,
             include_dashboard=False,
@@ -234,14 +235,14 @@ def connect() -> None:
 
 
 def running_cluster() -> str | None:
-    """host:port of the cluster to join; None where there is none.
+    """Return host:port of the cluster to join, or None.
 
-    Ray 2.60 waits minutes for a head node that is gone, and remembers its address when it died without saying so.
-    Raises ConnectionError: nothing answers where RAY_ADDRESS says.
+    Connects first, because Ray 2.60 keeps the address of a head node that was killed, and waits minutes for it.
+    Raises ConnectionError: no cluster answers at RAY_ADDRESS.
     """
     named = os.environ.get("RAY_ADDRESS")
     if named and "://" in named:
-        return named  # of Ray Client, or a provider's own
+        return named  # Ray Client, or a provider's scheme
     address = services.canonicalize_bootstrap_address(cast(Any, None))
     if address is None:
         return None
@@ -260,7 +261,7 @@ def running_cluster() -> str | None:
 
 
 def is_local() -> bool:
-    """Return whether a run's workers are on this machine: no cluster is joined. Raises as `running_cluster`."""
+    """Return whether a run uses this machine alone, without a cluster. Raises as `running_cluster`."""
     return _started_here() if ray.is_initialized() else running_cluster() is None
 
 
@@ -270,7 +271,7 @@ def _started_here() -> bool:
 
 
 def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
-    """GPUs by which --scaling.use_gpu is decided where it is absent. The demo trains on any machine."""
+    """Return the number of GPUs that decides the default of --scaling.use_gpu. The demo trains on any machine."""
     import torch
 
     decided = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
@@ -278,12 +279,12 @@ def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
 
 
 def find_gpus(flag: str) -> int:
-    """GPUs of this machine, or of the cluster that this process has joined.
+    """Count the GPUs of this machine, or of the cluster that this process has joined.
 
     Args:
-        flag: what says it otherwise, for the message.
+        flag: flag that decides it, for the message.
     Raises:
-        ValueError: there are none, and a cluster is joined that may have some.
+        ValueError: this machine has none, and the cluster to join may have some.
         ConnectionError: as `running_cluster`.
     """
     import torch
@@ -300,15 +301,15 @@ def find_gpus(flag: str) -> int:
 
 
 def alive_nodes() -> list[Node]:
-    """Ray's records of the nodes that live, the head among them."""
+    """Return Ray's records of live nodes, including the head node."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def runtime_env() -> dict[str, Any] | None:
-    """Ray's description of what workers get: this project's code as their working directory.
+    """Return Ray's runtime environment with this project's code as working directory.
 
-    None in a submitted job that has a working directory already: Ray allows one. Holds no environment variables, which
-    would show in Ray's logs and dashboard: tokens are among them.
+    Returns None in a submitted job with a working directory, because Ray allows one. It has no environment variables,
+    because Ray's logs and dashboard would show tokens.
     """
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     if (job.get("runtime_env") or {}).get("working_dir"):
@@ -317,7 +318,7 @@ def runtime_env() -> dict[str, Any] | None:
 
 
 def _all_but_code() -> list[str]:
-    """Patterns as in .gitignore, the last that matches counts: data, outputs, caches and secrets stay here."""
+    """Return patterns as in .gitignore that exclude all but code, such as data, outputs, caches and secrets."""
     package = Path(__file__).resolve().parents[1]
     inner = (path.parent.relative_to(package.parent) for path in package.rglob("__init__.py"))
     wings = sorted(str(folder) for folder in inner if folder.parts[1:])  # a folder before those in it
@@ -330,15 +331,15 @@ def _all_but_code() -> list[str]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What every node must have.
+    """Requirements of every node.
 
     Attributes:
-        packages: installed packages and their versions.
-        paths: what must exist, and whose it is: {path: words for a message}.
-        cuda: the CUDA version that torch was built for, e.g. "13.0"; needed on nodes with GPUs. None: no GPUs needed.
-        gpu_type: Ray's name of the GPUs that workers need; nodes with others have none of use. None: any.
-        gpu_bytes: what a worker needs of its GPU, as planned; 0 where that is not known.
-        free_bytes: free disk under Ray's temporary directory, where objects are spilled to and logs are written.
+        packages: versions of packages, by name.
+        paths: descriptions of paths that must exist, by path.
+        cuda: CUDA version of torch, e.g. "13.0", for nodes with GPUs; None without GPUs.
+        free_bytes: free disk space in Ray's temporary directory, for spilled objects and logs.
+        gpu_type: Ray's name of the GPUs that workers need; None for any.
+        gpu_bytes: planned bytes of a worker's GPU; 0 if unknown.
     """
 
     packages: Mapping[str, str]
@@ -349,13 +350,13 @@ class Needs:
     gpu_bytes: int = 0
 
     def gpus(self, node: Node) -> float:
-        """Return how many GPUs of a node the run may use."""
+        """Return the number of GPUs of a node that the run may use."""
         has_type = self.gpu_type is None or f"{RESOURCE_CONSTRAINT_PREFIX}{self.gpu_type}" in node["Resources"]
         return node["Resources"].get("GPU", 0) if has_type else 0
 
 
 def node_needs(scaling: WorkerOptions, roots: Iterable[str], policy_folder: Path | None, gpu_bytes: int = 0) -> Needs:
-    """Return what a run needs on every node: the driver's versions, and the paths that the driver uses."""
+    """Return the requirements of a node: versions of packages and paths of the driver."""
     import torch
 
     hub = "; for what comes from the Hub, HF_HOME says where it lies"
@@ -373,13 +374,13 @@ def node_needs(scaling: WorkerOptions, roots: Iterable[str], policy_folder: Path
 
 
 def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = None) -> None:
-    """Have each node that is there look whether it has what the run needs, before any GPU is held.
+    """Check on each node that it meets the run's needs, before any GPU is held.
 
     Args:
-        output_dir: where the run writes. Must exist here, and be the same folder on all nodes.
-        nodes: as `alive_nodes()`, the default.
+        output_dir: the run's folder. It must exist, and be the same folder on all nodes.
+        nodes: nodes to check; `alive_nodes()` when None.
     Raises:
-        ValueError: naming every node that lacks something, what it lacks, and what to do.
+        ValueError: names every node that fails, its problems, and remedies.
     """
     nodes = alive_nodes() if nodes is None else nodes
     with _marker(output_dir) as marker:
@@ -393,9 +394,9 @@ def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = N
 
 
 def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
-    """{node: what it lacks}, of those that lack something."""
+    """Run `probe` on each node, and return the problems of nodes that have any, by the node's name."""
     if len(nodes) == 1:
-        # The driver's own machine: no process need be started to look at it.
+        # The driver's own machine needs no task.
         faults = probe(needs, needs.gpus(nodes[0]))
         return {_name(nodes[0]): faults} if faults else {}
     names = {node["NodeID"]: _name(node) for node in nodes}
@@ -415,7 +416,7 @@ def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
 
 
 def on_nodes[T](functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Call a function in a process of each of these nodes, by their ids; what they return. Raises what they raise."""
+    """Call a function on each node by its id, and return the results. Raises errors of the functions."""
     try:
         return {node: ray.get(answer) for node, answer in _call_on_nodes(functions).items()}
     except RayTaskError as error:
@@ -431,7 +432,7 @@ def _call_on_nodes(functions: Mapping[str, Callable[[], Any]]) -> dict[str, ray.
 
 
 def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
-    """Return what this machine lacks, a sentence each. `gpus`: that the run may use; `temp_dir`: Ray's when None."""
+    """Return the problems of this machine. `gpus`: GPUs that the run may use; `temp_dir`: Ray's when None."""
     temp_dir = temp_dir or ray.get_runtime_context().get_temp_dir()
     lacks = []
     for name, required in needs.packages.items():
@@ -465,7 +466,7 @@ def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
 
 
 def _decoder_problems() -> list[str]:
-    """Return what PyAV here cannot decode."""
+    """Return the codecs that PyAV cannot decode here, as problems."""
     try:
         from av import codecs_available
     except ImportError as error:
@@ -478,8 +479,8 @@ def _decoder_problems() -> list[str]:
 
 
 def _cuda_problem(built_for: str) -> str | None:
-    """Why the NVIDIA driver here cannot serve a torch that was built for CUDA `built_for`; None when it can."""
-    # Not by torch: Ray hides the GPUs from a task that holds none. Within a major version every driver will do.
+    """Describe why the NVIDIA driver cannot run a torch built for CUDA `built_for`, or return None."""
+    # torch sees no GPUs in a task without any. All drivers of a major version are compatible.
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -499,7 +500,7 @@ def _cuda_problem(built_for: str) -> str | None:
 
 
 def _gpu_bytes() -> int | None:
-    """Return what programs may use of the smallest GPU here; None where NVIDIA's library does not say."""
+    """Return the usable memory of the smallest GPU here, or None if NVIDIA's library fails."""
     import ray._private.thirdparty.pynvml as nvml
 
     try:
@@ -514,7 +515,7 @@ def _gpu_bytes() -> int | None:
 
 @contextmanager
 def _marker(folder: Path) -> Iterator[str]:
-    """A file in `folder` while nodes look for it: a folder of the same name elsewhere does not have it."""
+    """Yield the address of a file in `folder` that tells it from a folder of the same name on another disk."""
     marker = folder / f"seen-from-all-nodes-{uuid.uuid4().hex}.txt"
     marker.touch()
     push(marker)
@@ -529,7 +530,7 @@ def _name(node: Node) -> str:
 
 
 def _public(version: str) -> str:
-    """Without the build's own label: 2.11.0+cu130 and 2.11.0 agree about everything that is sent."""
+    """Remove the build label: 2.11.0+cu130 and 2.11.0 are compatible."""
     return version.partition("+")[0]
 
 
@@ -538,13 +539,13 @@ def _public(version: str) -> str:
 
 @dataclass(frozen=True)
 class DataLimits:
-    """How much of the cluster's shared memory the data may fill.
+    """Limits of the data in the cluster's object stores.
 
     Attributes:
-        store_bytes: object stores of the nodes that run tasks. Ray sizes each by its node's memory and /dev/shm.
-        idle_bytes: object stores of nodes without CPUs for tasks, such as a head that only runs the driver. Ray Data
-            must not count them: it would have the others spill.
-        spill_dir: where objects go that do not fit; on the node that this process runs on.
+        store_bytes: object stores of nodes that run tasks. Ray sizes each by its node's memory and /dev/shm.
+        idle_bytes: object stores of nodes without CPUs for tasks, such as a head with the driver alone. If Ray Data
+            counted them, the other stores would spill.
+        spill_dir: folder of spilled objects on this node.
     """
 
     store_bytes: int
@@ -553,11 +554,11 @@ class DataLimits:
 
     @property
     def data_bytes(self) -> int:
-        """Return what Ray Data may hold; above it, read tasks wait (backpressure)."""
+        """Return the bytes that Ray Data may hold; above it, read tasks wait (backpressure)."""
         return round(DATA_SHARE * self.store_bytes)
 
     def execution_options(self) -> ExecutionOptions:
-        """For `ray.train.DataConfig`. A share and not a number, so that nodes which join later add theirs."""
+        """Return options for `ray.train.DataConfig`: a share of the stores, so that later nodes add theirs."""
         from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
         DataContext.get_current().override_object_store_memory_limit_fraction = DATA_SHARE
@@ -567,7 +568,7 @@ class DataLimits:
         return options
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
-        """The cluster, as lines of the plan."""
+        """Return lines of the plan on the cluster."""
         total = {name: sum(node["Resources"].get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory")}
         free = shutil.disk_usage(self.spill_dir).free
         return [
@@ -580,7 +581,7 @@ class DataLimits:
 
 
 def data_limits(nodes: Sequence[Node], spill_dir: str | Path) -> DataLimits:
-    """Limits for a cluster of `nodes` (as `alive_nodes()`)."""
+    """Return the limits of a cluster of `nodes` (as `alive_nodes()`)."""
     stores: dict[bool, float] = {True: 0, False: 0}
     for node in nodes:
         resources = node["Resources"]
