@@ -46,7 +46,7 @@ from vla_finetuning.run.cluster import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = {name: cluster._public(importlib.metadata.version(name)) for name in cluster.PACKAGES}
+VERSIONS = {name: cluster._without_build_label(importlib.metadata.version(name)) for name in cluster.PACKAGES}
 NEEDS = Needs(packages=VERSIONS, paths={}, cuda=None, free_bytes=1)
 
 
@@ -120,7 +120,7 @@ def wanting(use_gpu=True, **changes):
 @pytest.fixture
 def looks_often(monkeypatch):
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(cluster, "_without_capacity", lambda scaling: None)  # asks Ray
+    monkeypatch.setattr(cluster, "_describe_pending", lambda scaling: None)  # asks Ray
 
 
 def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monkeypatch, capsys):
@@ -258,7 +258,7 @@ def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, mo
         assert all(Path(path).is_file() for path in needs.paths)
         return {"n1": ["a", "b"], "n2": ["c"]}
 
-    monkeypatch.setattr(cluster, "_ask", ask)
+    monkeypatch.setattr(cluster, "_probe_nodes", ask)
     for _ in range(2):
         message = "2 of 3 nodes cannot take part:\n  node n1: a\n  node n1: b\n  node n2: c"
         with pytest.raises(ValueError, match=message):
@@ -282,7 +282,7 @@ def test_nodes_look_for_a_file_in_the_bucket(bucket_url, faults, tmp_path, monke
         mirror._mirrors[:] = drivers
         return {}
 
-    monkeypatch.setattr(cluster, "_ask", ask)
+    monkeypatch.setattr(cluster, "_probe_nodes", ask)
     check_nodes(NEEDS, as_path(bucket_url), [{}])
     none, (elsewhere,), (refused,) = lacks
     assert none == [] and bucket.names() == set()
@@ -309,7 +309,7 @@ def test_a_head_that_runs_no_task_lends_no_memory(tmp_path, monkeypatch):
     manager._global_limits_last_update_time = 0
     manager._object_store_memory_limit_fraction = DataContext.get_current().override_object_store_memory_limit_fraction
     assert manager.get_global_limits().object_store_memory == limits.data_bytes
-    text = "\n".join(limits.lines(nodes))
+    text = "\n".join(limits.describe(nodes))
     assert "3 nodes, 80 CPUs, 4 GPUs, 180.0 GB" in text and "80.0 GB; data in flight may fill 40.0 GB" in text
 
 

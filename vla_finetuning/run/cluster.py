@@ -98,9 +98,9 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
             node fails `check_nodes`.
     """
     before = {node["NodeID"] for node in alive_nodes()}
-    largest = _largest()
-    demand = _wanted(scaling)
-    if largest is not None and (problem := demand.beyond(largest)):
+    largest = _largest_cluster()
+    demand = _demand_of(scaling)
+    if largest is not None and (problem := demand.missing_from(largest)):
         raise ValueError(f"{problem}; {FREE_CAPACITY}")
     reserved = placement_group([*[demand.bundle] * demand.count, demand.extra])
     try:
@@ -111,13 +111,13 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
     if before != {node["NodeID"] for node in nodes}:
         check_nodes(needs, output_dir)
     limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
-    print_safe(*limits.lines(nodes))
+    print_safe(*limits.describe(nodes))
     return limits
 
 
 def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
     """Wait for a run's workers, and return their result. Raises ValueError as `wait_for_capacity`."""
-    return _wait_for(work, _wanted(scaling))
+    return _wait_for(work, _demand_of(scaling))
 
 
 def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOptions, **named: Any) -> Any:
@@ -128,37 +128,37 @@ def run_remote(function: Callable[..., Any], *arguments: Any, scaling: WorkerOpt
     try:
         place = PlacementGroupSchedulingStrategy(reserved)
         task = ray.remote(function).options(num_cpus=1, num_gpus=share.get("GPU", 0), scheduling_strategy=place)
-        return _wait_for(task.remote(*arguments, **named).future(), Wanted("a process", 1, share))
+        return _wait_for(task.remote(*arguments, **named).future(), Demand("a process", 1, share))
     finally:
         remove_placement_group(reserved)
 
 
-def _wait_for(work: Future[Any], demand: Wanted) -> Any:
+def _wait_for(work: Future[Any], demand: Demand) -> Any:
     looks = _poll(demand)
     while not wait([work], LOOK_EVERY_S).done:
         next(looks)
     return work.result()
 
 
-def _poll(demand: Wanted) -> Iterator[None]:
+def _poll(demand: Demand) -> Iterator[None]:
     """Check at each step for missing capacity, and print it the first time. Raises ValueError after the timeout."""
     limit_s = Timeouts.from_environment().nodes
     since = None
     while True:
-        lacking = demand.beyond(ray.cluster_resources()) or _without_capacity(demand)
-        if lacking is None:
+        missing = demand.missing_from(ray.cluster_resources()) or _describe_pending(demand)
+        if missing is None:
             since = None
         elif since is None:
             since = time.monotonic()
-            print_safe(f"waiting      for capacity, at most {limit_s:g} s: {lacking}", file=sys.stderr)
+            print_safe(f"waiting      for capacity, at most {limit_s:g} s: {missing}", file=sys.stderr)
         elif time.monotonic() - since > limit_s:
             raise ValueError(
-                f"{lacking}; none came for {limit_s:g} s (VLA_NODES_TIMEOUT_S); {FREE_CAPACITY}; --resume goes on"
+                f"{missing}; none came for {limit_s:g} s (VLA_NODES_TIMEOUT_S); {FREE_CAPACITY}; --resume goes on"
             )
         yield
 
 
-def _largest() -> dict[str, float] | None:
+def _largest_cluster() -> dict[str, float] | None:
     """Return the resources of the cluster at its largest size, or None if unknown."""
     resources = ray.cluster_resources()
     if _started_here():  # it cannot grow
@@ -170,7 +170,7 @@ def _largest() -> dict[str, float] | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Demand:
     """Resources that a run needs at the same time: `count` times `bundle`, and `extra`; `text` describes them."""
 
     text: str
@@ -178,16 +178,16 @@ class Wanted:
     bundle: Mapping[str, float]
     extra: Mapping[str, float] = field(default_factory=dict)
 
-    def beyond(self, cluster: Mapping[str, float]) -> str | None:
+    def missing_from(self, cluster: Mapping[str, float]) -> str | None:
         """Describe the resources that a cluster lacks in total, or return None if it has enough."""
         totals = {name: self.count * n + self.extra.get(name, 0) for name, n in self.bundle.items()}
-        lacking = [
-            f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in totals.items() if cluster.get(k, 0) < n
+        missing = [
+            f"{_describe_amount(k, n)}, {cluster.get(k, 0):g} found" for k, n in totals.items() if cluster.get(k, 0) < n
         ]
-        return f"the cluster is too small for {self.text}: needs {'; '.join(lacking)}" if lacking else None
+        return f"the cluster is too small for {self.text}: needs {'; '.join(missing)}" if missing else None
 
 
-def _wanted(scaling: ScalingOptions) -> Wanted:
+def _demand_of(scaling: ScalingOptions) -> Demand:
     """Return the demand of a run's fewest workers and a read task."""
     per_worker = {"CPU": scaling.cpus_per_worker}
     if scaling.use_gpu:
@@ -195,18 +195,18 @@ def _wanted(scaling: ScalingOptions) -> Wanted:
     if scaling.accelerator_type:
         per_worker[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train requests it
     workers = scaling.min_workers or scaling.num_workers
-    share = " and ".join(_in_words(name, n) for name, n in per_worker.items())
-    text = f"{_in_words('worker', workers)} with {share} each and one read task"
-    return Wanted(text, workers, per_worker, {"CPU": scaling.cpus_per_read_task})
+    share = " and ".join(_describe_amount(name, n) for name, n in per_worker.items())
+    text = f"{_describe_amount('worker', workers)} with {share} each and one read task"
+    return Demand(text, workers, per_worker, {"CPU": scaling.cpus_per_read_task})
 
 
-def _in_words(unit: str, n: float) -> str:
+def _describe_amount(unit: str, n: float) -> str:
     if unit.startswith(RESOURCE_CONSTRAINT_PREFIX):
         return unit.removeprefix(RESOURCE_CONSTRAINT_PREFIX)
     return f"{n:g} {unit}{'s' * (n != 1)}"
 
 
-def _without_capacity(demand: Wanted) -> str | None:
+def _describe_pending(demand: Demand) -> str | None:
     """Describe the capacity that this process's placement groups wait for in a large enough cluster, or return None."""
     job = ray.get_runtime_context().get_job_id()  # the end of the ids of its placement groups
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
@@ -364,7 +364,7 @@ def node_needs(scaling: WorkerOptions, roots: Iterable[str], policy_folder: Path
     if policy_folder is not None:
         paths[str(policy_folder)] = f"the policy (--policy.path{hub})"
     return Needs(
-        packages={name: _public(importlib.metadata.version(name)) for name in PACKAGES},
+        packages={name: _without_build_label(importlib.metadata.version(name)) for name in PACKAGES},
         paths=paths,
         cuda=torch.version.cuda if scaling.use_gpu else None,
         free_bytes=FREE_DISK_BYTES,
@@ -385,24 +385,24 @@ def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = N
     nodes = alive_nodes() if nodes is None else nodes
     with _marker(output_dir) as marker:
         seen = replace(needs, paths={**needs.paths, marker: f"{address(output_dir)} (--output_dir)"})
-        lacks = _ask(nodes, seen)
-    if lacks:
+        problems = _probe_nodes(nodes, seen)
+    if problems:
         raise ValueError(
-            f"{len(lacks)} of {len(nodes)} nodes cannot take part:\n"
-            + "\n".join(f"  node {node}: {fault}" for node, faults in lacks.items() for fault in faults)
+            f"{len(problems)} of {len(nodes)} nodes cannot take part:\n"
+            + "\n".join(f"  node {node}: {fault}" for node, faults in problems.items() for fault in faults)
         )
 
 
-def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
+def _probe_nodes(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
     """Run `probe` on each node, and return the problems of nodes that have any, by the node's name."""
     if len(nodes) == 1:
         # The driver's own machine needs no task.
         faults = probe(needs, needs.gpus(nodes[0]))
-        return {_name(nodes[0]): faults} if faults else {}
-    names = {node["NodeID"]: _name(node) for node in nodes}
+        return {_node_name(nodes[0]): faults} if faults else {}
+    names = {node["NodeID"]: _node_name(node) for node in nodes}
     answers = _call_on_nodes({node["NodeID"]: partial(probe, needs, needs.gpus(node)) for node in nodes})
     ray.wait(list(answers.values()), num_returns=len(answers), timeout=ANSWER_S)
-    lacks = {}
+    problems = {}
     for node, answer in answers.items():
         try:
             faults = ray.get(answer, timeout=0)
@@ -411,8 +411,8 @@ def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
         except RayError as error:
             faults = [f"cannot run this project's code: {str(error).strip().splitlines()[-1]}"]
         if faults:
-            lacks[names[node]] = faults
-    return lacks
+            problems[names[node]] = faults
+    return problems
 
 
 def on_nodes[T](functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
@@ -434,20 +434,20 @@ def _call_on_nodes(functions: Mapping[str, Callable[[], Any]]) -> dict[str, ray.
 def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
     """Return the problems of this machine. `gpus`: GPUs that the run may use; `temp_dir`: Ray's when None."""
     temp_dir = temp_dir or ray.get_runtime_context().get_temp_dir()
-    lacks = []
+    problems = []
     for name, required in needs.packages.items():
         try:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            lacks.append(f"{name} is not installed, the driver has {required}; install requirements.lock there")
+            problems.append(f"{name} is not installed, the driver has {required}; install requirements.lock there")
             continue
-        if _public(installed) != required:
-            lacks.append(f"{name} is {installed}, the driver has {required}; install requirements.lock on both")
-    lacks += _decoder_problems()
+        if _without_build_label(installed) != required:
+            problems.append(f"{name} is {installed}, the driver has {required}; install requirements.lock on both")
+    problems += _decoder_problems()
     if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
-        lacks.append(problem)
+        problems.append(problem)
     if needs.gpu_bytes and gpus and (smallest := _gpu_bytes()) is not None and smallest < needs.gpu_bytes:
-        lacks.append(
+        problems.append(
             f"a GPU has {smallest / 2**30:.1f} GiB, a worker needs {needs.gpu_bytes / 2**30:.1f} (planned); choose "
             "nodes with larger ones by --scaling.accelerator_type, or ask --dry_run with this type which flags fit"
         )
@@ -455,14 +455,18 @@ def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
         try:
             pull(path := as_file(name))
         except OSError as error:
-            lacks.append(f"cannot read {whose}: {error}")
+            problems.append(f"cannot read {whose}: {error}")
             continue
         if not path.exists():
-            lacks.append(f"does not see {whose}: no {name}; put it on storage that all nodes share, at the same path")
+            problems.append(
+                f"does not see {whose}: no {name}; put it on storage that all nodes share, at the same path"
+            )
     free = shutil.disk_usage(temp_dir).free
     if free < needs.free_bytes:
-        lacks.append(f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB; free some there")
-    return lacks
+        problems.append(
+            f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB; free some there"
+        )
+    return problems
 
 
 def _decoder_problems() -> list[str]:
@@ -525,11 +529,11 @@ def _marker(folder: Path) -> Iterator[str]:
         remove(marker)
 
 
-def _name(node: Node) -> str:
+def _node_name(node: Node) -> str:
     return f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
 
 
-def _public(version: str) -> str:
+def _without_build_label(version: str) -> str:
     """Remove the build label: 2.11.0+cu130 and 2.11.0 are compatible."""
     return version.partition("+")[0]
 
@@ -567,7 +571,7 @@ class DataLimits:
             options.exclude_resources = ExecutionResources(object_store_memory=DATA_SHARE * self.idle_bytes)
         return options
 
-    def lines(self, nodes: Sequence[Node]) -> list[str]:
+    def describe(self, nodes: Sequence[Node]) -> list[str]:
         """Return lines of the plan on the cluster."""
         total = {name: sum(node["Resources"].get(name, 0) for node in nodes) for name in ("CPU", "GPU", "memory")}
         free = shutil.disk_usage(self.spill_dir).free

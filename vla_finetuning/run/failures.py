@@ -37,19 +37,19 @@ class StopRetrying(ray.train.UserCallback):
     def __init__(self, output_dir: Path):
         self._output_dir = output_dir
         self._last: tuple[Any, ...] | None = None
-        self._hurries = False
+        self._shutdown_shortened = False
 
     def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
-        if self._hurries:  # the group has recovered
+        if self._shutdown_shortened:  # the group has recovered
             del os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S]
-            self._hurries = False
+            self._shutdown_shortened = False
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
         # Ray Train waits 30 s for ranks to leave their process group before it kills them, but frozen ranks, or ranks
         # that wait for a failed one, never leave. It reads this variable in the controller, where this callback runs.
         if TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S not in os.environ:
             os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S] = "1"
-            self._hurries = True
+            self._shutdown_shortened = True
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
         resumed_from: list[int] = []

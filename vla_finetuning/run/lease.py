@@ -93,7 +93,7 @@ class _Lease:
         if not state or state.get("released"):
             return tag
         print_safe(
-            f"Waiting      the driver of this run ({_named(state)}) did not say that it ended; {LEASE_S:.0f} s show"
+            f"Waiting      the driver of this run ({_holder_of(state)}) did not say that it ended; {LEASE_S:.0f} s show"
         )
         deadline = time.monotonic() + LEASE_S
         while time.monotonic() < deadline:
@@ -125,7 +125,7 @@ class _Lease:
 
     def holder(self) -> str:
         with contextlib.suppress(OSError, ValueError):
-            return _named(self._read()[0])
+            return _holder_of(self._read()[0])
         return "unknown"
 
     def _busy(self) -> FileExistsError:
@@ -153,5 +153,5 @@ class _Lease:
         return {"host": "unknown"}, tag
 
 
-def _named(state: dict[str, object]) -> str:
+def _holder_of(state: dict[str, object]) -> str:
     return f"process {state.get('process')} on {state.get('host')}"

@@ -57,7 +57,7 @@ class MetricsLog:
     ):
         self._batch, self._epoch, self._per_sample = global_batch_size, rows_per_epoch, dict(per_sample)
         self.path = keep_metrics(output_dir, resumed_step)
-        self._told = {json.loads(line).get("success_step") for line in read_lines(self.path)}
+        self._reported = {json.loads(line).get("success_step") for line in read_lines(self.path)}
 
     def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
         """Append a line for the window of steps that ends with `step`."""
@@ -76,10 +76,10 @@ class MetricsLog:
 
     def _success(self) -> dict[str, float]:
         """Return the success of the oldest evaluation that no line has reported, or {}."""
-        line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._told), None)
+        line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._reported), None)
         if line is None:
             return {}
-        self._told.add(line["step"])
+        self._reported.add(line["step"])
         return success_of(line)
 
 

@@ -207,7 +207,7 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         versions=facts["versions"],
         on_robot=_on_robot(read_json(output_dir / POLICY_DIR / robot / ROBOT_NAME)),
         insulated=(output_dir / POLICY_DIR / robot / "action_tokenizer").is_dir(),
-        options=json.dumps(_public(config), indent=2),
+        options=json.dumps(_publishable(config), indent=2),
     )
     return str(card)
 
@@ -236,18 +236,18 @@ def _on_robot(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, _as_code(text) or "") for label, text in rows.items() if text]
 
 
-def _public(options: Mapping[str, Any]) -> dict[str, Any]:
+def _publishable(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` without private ones and without values that name a path or an address."""
     return {
-        key: _public(value) if isinstance(value, Mapping) else value
+        key: _publishable(value) if isinstance(value, Mapping) else value
         for key, value in options.items()
-        if not (key in PRIVATE or _names_place(key) or _names_place(value))
+        if not (key in PRIVATE or _is_location(key) or _is_location(value))
     }
 
 
-def _names_place(value: Any) -> bool:
+def _is_location(value: Any) -> bool:
     if isinstance(value, list):
-        return any(map(_names_place, value))
+        return any(map(_is_location, value))
     return isinstance(value, str) and ("://" in value or value.startswith(("/", "~", "@", "./", "../")))
 
 
