@@ -107,7 +107,6 @@ class Staging:
 
     @staticmethod
     def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
-        """Return the GPU of the tensors, if any."""
         return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
     def _make(self, tensors: Mapping[str, Tensor]) -> None:

@@ -49,7 +49,6 @@ DRIVERS = {12: "525", 13: "580"}
 DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
 # Limit of a node's answer, which includes the start of a worker process.
 ANSWER_S = 120.0
-# Limit of a connection to a head node.
 HEAD_ANSWER_S = 10.0
 # Interval at which a wait for capacity is checked.
 LOOK_EVERY_S = 10.0
@@ -60,9 +59,6 @@ FREE_CAPACITY = "lower --scaling.num_workers, --scaling.cpus_per_worker or --sca
 DATA_SHARE = 0.5
 
 Node = Mapping[str, Any]
-
-
-# ---- connecting ---------------------------------------------------------------------------------------------------
 
 
 def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
@@ -188,7 +184,6 @@ class Demand:
 
 
 def _demand_of(scaling: ScalingOptions) -> Demand:
-    """Return the demand of a run's fewest workers and a read task."""
     per_worker = {"CPU": scaling.cpus_per_worker}
     if scaling.use_gpu:
         per_worker["GPU"] = 1.0
@@ -324,9 +319,6 @@ def _all_but_code() -> list[str]:
     wings = sorted(str(folder) for folder in inner if folder.parts[1:])  # a folder before those in it
     inside = [(f"!/{folder}", f"/{folder}/*", f"!/{folder}/*.py") for folder in ("diagnostics", package.name, *wings)]
     return ["/*", "!/.", "!/*.py", *itertools.chain(*inside), f"!/{package.name}/report/templates"]
-
-
-# ---- every node has what is needed --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -470,7 +462,6 @@ def probe(needs: Needs, gpus: float, temp_dir: str | None = None) -> list[str]:
 
 
 def _decoder_problems() -> list[str]:
-    """Return the codecs that PyAV cannot decode here, as problems."""
     try:
         from av import codecs_available
     except ImportError as error:
@@ -536,9 +527,6 @@ def _node_name(node: Node) -> str:
 def _without_build_label(version: str) -> str:
     """Remove the build label: 2.11.0+cu130 and 2.11.0 are compatible."""
     return version.partition("+")[0]
-
-
-# ---- memory -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,6 @@ class CheckpointWriter:
         }
 
     def _copies(self) -> dict[str, dict[str, Piece]]:
-        """Copy the tensors that this rank writes to host memory."""
         if self._staging is None:
             return {}
         groups = self._shards()

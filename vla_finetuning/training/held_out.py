@@ -190,10 +190,7 @@ class HeldOutLoss:
             ]
         return summary
 
-    # ---- reading ----------------------------------------------------------------------------------------------------
-
     def _host_batches(self) -> Iterator[Batch]:
-        """Yield this rank's prepared chunks in CPU memory."""
         limit_s = self._timeout_s
         for at, number in enumerate(self._assigned):
             for ahead in self._assigned[at : at + LOOK_AHEAD]:

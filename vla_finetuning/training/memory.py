@@ -243,7 +243,6 @@ def _give_storage(module: nn.Module, device: torch.device) -> None:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    """Return the bytes of the storages of `tensors`, each counted once."""
     return sum({id(s): s.nbytes() for s in [tensor.untyped_storage() for tensor in tensors]}.values())
 
 

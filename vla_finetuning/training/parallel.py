@@ -155,7 +155,6 @@ def gathered_bytes(unit: nn.Module, autocast: torch.dtype | None) -> int:
 
 
 def _only_products(unit: nn.Module) -> bool:
-    """Return whether all parameters belong to `nn.Linear` modules."""
     return all(isinstance(m, nn.Linear) for m in unit.modules() if next(m.parameters(recurse=False), None) is not None)
 
 

@@ -129,8 +129,6 @@ class CachedFeatures(Callback):
             assert features.dtype == self._dtype and features.shape[1:] == self._store.shapes[key], (key, features)
         return computed
 
-    # ---- writing ----------------------------------------------------------------------------------------------------
-
     def _keep(
         self, computed: Mapping[str, Tensor], new: Mapping[str, np.ndarray], places: Mapping[str, list[np.ndarray]]
     ) -> None:
