@@ -160,7 +160,6 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
         partial.mkdir(parents=True, exist_ok=True)
         for group_name, group in pieces.items():
             path = partial / _file_name(group_name, number, count)
-            # A shard is empty if the tensor has fewer rows than there are processes.
             nonempty = {name: piece for name, piece in group.items() if piece.values.numel()}
             offsets = {name: {"saved_offsets": piece.offsets} for name, piece in nonempty.items()}
             save_file(
@@ -327,10 +326,7 @@ def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextM
 
 
 def checkpoint_names(folder: Path, group_name: str) -> set[str]:
-    """Return the names of a checkpoint's tensors of a kind: TRAINABLE, OPTIMIZER or AVERAGE. Reads no weights.
-
-    Raises ValueError: the checkpoint is damaged.
-    """
+    """Return the names of tensors under TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError for a damaged checkpoint."""
     state = _state(folder)
     inside = folder / state.get("folder", "")
     try:

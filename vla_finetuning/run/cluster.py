@@ -47,10 +47,8 @@ PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
 DRIVERS = {12: "525", 13: "580"}
 # Codecs of LeRobot's videos, and PyAV's decoders (FFmpeg's names) for each; any of them suffices.
 DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
-# Limit of a node's answer, which includes the start of a worker process.
 ANSWER_S = 120.0
 HEAD_ANSWER_S = 10.0
-# Interval at which a wait for capacity is checked.
 LOOK_EVERY_S = 10.0
 # Free space in Ray's temporary directory of every node, for logs and spilled objects.
 FREE_DISK_BYTES = 5 * 10**9
@@ -222,7 +220,6 @@ def connect() -> None:
         ray.init(
             address=address or "local",
             runtime_env=runtime_env() if address else None,
-            # Workers log to the run's folder, which `follow_progress` shows.
             logging_level=logging.WARNING,
             log_to_driver=False,
             include_dashboard=False,
@@ -388,7 +385,6 @@ def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = N
 def _probe_nodes(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
     """Run `probe` on each node, and return the problems of nodes that have any, by the node's name."""
     if len(nodes) == 1:
-        # The driver's own machine needs no task.
         faults = probe(needs, needs.gpus(nodes[0]))
         return {_node_name(nodes[0]): faults} if faults else {}
     names = {node["NodeID"]: _node_name(node) for node in nodes}

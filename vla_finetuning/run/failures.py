@@ -66,7 +66,6 @@ class StopRetrying(ray.train.UserCallback):
             final, self._last = isinstance(error, FINAL) or failure == self._last, failure
         ranks = ", ".join(str(rank) for rank, cause in causes.items() if cause is error)
         message = root_cause(error).strip().splitlines()[0]
-        # The disk may be full.
         with within(patience_s), contextlib.suppress(OSError):
             failed = f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(message)}"
             log = file_of_process(self._output_dir / LOG_NAME)

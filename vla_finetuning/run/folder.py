@@ -82,14 +82,11 @@ STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
 FINISHED_NAME, LAST_CHECKPOINT_NAME = "finished.json", "last_checkpoint.json"
 STATISTICS_NAME, ATTENTION_NAME = "statistics.json", "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
-# Images of episodes, and their captions in the folder of an evaluation.
 FILMS, FILMS_INDEX = "films", "films.json"
 VALUES_NAME = "values.json"
-# Results of checkpoints in an environment, and the folder of their episodes.
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
 # Options that determine the learning rate of every step.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
-# Ray Train's own list of checkpoints, in the same folder.
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
@@ -102,7 +99,6 @@ def check_folder(config: JobOptions) -> None:
     check_place(folder)
     pull(folder)
     if (folder / LOCK_NAME).is_file():
-        # `claim_folder` reports storage without locks.
         try:
             _lock(folder).release()
         except FileExistsError:
@@ -350,7 +346,6 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
 def _check_free(config: JobOptions) -> None:
     if not _contents(config.folder) or config.resume:
         return
-    # Each demo of a program replaces the one before.
     presets = {Config: PRESETS, GrpoConfig: GRPO_PRESETS}.get(type(config))
     if presets and config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute():
         for name, value in leaves(config.to_json(), ()):
@@ -405,10 +400,7 @@ def prune_checkpoints(config: Config, steps: int) -> None:
 
 
 def _success_bounds(line: Mapping[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the bounds of success over all episodes of an evaluation, where episodes with errors may be either.
-
-    Each bound is the share at any time, and at the end.
-    """
+    """Return the bounds of success, at any time and at the end, where episodes with errors may be either."""
     errors = line.get("errors", 0)
     listed = max(line["episodes"] + errors, 1)
     once, at_end = line["successes"], line["successes_at_end"]

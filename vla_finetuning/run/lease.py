@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 LEASE_S, RENEW_S, LOOK_S = 60.0, 15.0, 1.0
-# Timeout of a renewal.
 ANSWER_S = 15.0
 
 _lost: set[Path] = set()

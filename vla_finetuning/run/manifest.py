@@ -13,7 +13,6 @@ from typing import Any
 TRAINABLE, OPTIMIZER, AVERAGE, STATE = "trainable", "optimizer", "average", "state.json"
 FORMAT = 2
 PREFIX = "step_"
-# Prefix of the folder of a checkpoint that is being written.
 PARTIAL = ".partial_"
 FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
 # In a bucket, the folder of an attempt's files of a checkpoint, next to `state.json`.
@@ -56,7 +55,6 @@ class Progress:
         return losses[0], losses[1]
 
 
-# Types in JSON.
 LOSS = (float, int, type(None))
 PROGRESS_TYPES = {
     **dict.fromkeys(("step", "rows", "global_batch_size"), (int,)),

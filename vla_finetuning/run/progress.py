@@ -28,7 +28,6 @@ from vla_finetuning.run.folder import (
 from vla_finetuning.run.polling import polling
 from vla_finetuning.terminal import LogFormatter, print_safe
 
-# Interval at which the driver reads the folder.
 POLL_S = 0.5
 # A log step, and with it all ranks, waits this long for nodes that do not answer.
 SPILLED_TIMEOUT_S = 2.0
@@ -40,7 +39,6 @@ class MetricsLog:
     """Write `metrics.jsonl` on rank 0, a line per log step. After a restart, remove lines after the checkpoint.
 
     Args:
-        output_dir: the run's folder.
         global_batch_size: rows of a step.
         rows_per_epoch: rows of an epoch.
         resumed_step: step of the checkpoint; later lines are removed.
@@ -68,7 +66,6 @@ class MetricsLog:
             "lr": lr,
             **metrics,
             "samples": samples,
-            # Rates over the whole step, including waits for data.
             **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             **self._success(),
         }

@@ -40,7 +40,6 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
     progress, checkpoint = saved_progress(job, worker)
     is_first = worker.rank == 0
     number = worker.broadcast(start_attempt(job.output_dir, progress.step, worker.world) if is_first else None)
-    # Rank 0 alone reads requests to stop and results of evaluations.
     keep_synced(job.output_dir, partial(is_newest, job.output_dir, number), pulls="top" if is_first else None)
     return Attempt(number, progress, checkpoint)
 

@@ -120,7 +120,7 @@ def check_capacity(
     Args:
         planned: function that returned `needed` for these options.
         found_gib: memory of a GPU of this machine; None without a GPU.
-        optimizer: type of the run's optimizer, as in `--optimizer.type`.
+        optimizer: `--optimizer.type` of the run.
     Raises:
         ValueError: the run does not fit; the message names flags with which a step on the same rows fits.
     """

@@ -30,7 +30,6 @@ from vla_finetuning.training.stream import Columns, LazyPickle
 FITTED_ROWS = 20_000
 # Rows of the sample in the plan, and episodes of each dataset.
 LOOK_ROWS, LOOK_EPISODES = 2_000, 25
-# Rough size of a row without cameras.
 ROW_BYTES = 16_384
 
 

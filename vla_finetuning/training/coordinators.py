@@ -69,7 +69,6 @@ class GroupedRanks(ray.train.DataConfig):
         splits: list[dict[str, Any]] = []
         for first, last, options in groups:
             for dataset in datasets.values():
-                # Sent to the coordinator with the dataset.
                 dataset.context.set_config(SHARE, BlockShare(first, last, world_size))
             handles = worker_handles and worker_handles[first:last]
             group_config = ray.train.DataConfig(execution_options=options)

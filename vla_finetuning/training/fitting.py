@@ -27,7 +27,6 @@ from vla_finetuning.run.recovery import recover_local_checkpoints
 from vla_finetuning.terminal import print_safe
 from vla_finetuning.training.chunks import fit_to_rows
 
-# Interval of checks whether an elastic group can grow.
 RESIZE_INTERVAL_S = 60.0
 
 

@@ -34,7 +34,6 @@ from vla_finetuning.training.state import Callback, TrainState
 from vla_finetuning.training.stream import Columns, LazyPickle
 from vla_finetuning.training.worker import Worker
 
-# Chunks that a rank requests in advance.
 LOOK_AHEAD = 4
 # Share of the cluster's object stores that held-out rows may fill between evaluations.
 STORE_SHARE = 0.1
@@ -159,7 +158,6 @@ class HeldOutLoss:
         first = number * self._size if number < self._chunks else (self._chunks - 1) * self._size
         groups = range(first // DRAWN_TOGETHER, -(-(first + self._size) // DRAWN_TOGETHER))
         config, seed, many = self._spec.config, self._spec.seed, DRAWN_TOGETHER * self._per_row
-        # Negative steps never occur in training.
         pairs = [self._family.draw(config, many, seed, -1 - group, self._device) for group in groups]
         skip = (first - groups.start * DRAWN_TOGETHER) * self._per_row
         row_slice = slice(skip, skip + self._size * self._per_row)

@@ -87,11 +87,10 @@ def step_memory(
     frames: Sequence[tuple[int, int]] = (),
     shard_workers: int | None = None,
 ) -> StepMemory:
-    """Run a step without storage, with Adam's moments in place, and return the memory that it would take.
+    """Run a step of a run without storage, with Adam's moments in place, and return the memory that it would take.
 
     Args:
         policy: configuration, with prompts of the longest length, of a family that is built `from_config`.
-        options: options of the run.
         cameras: number of cameras in a batch.
         frames: (height, width) of each camera's uint8 frames, if they differ from the policy's.
         shard_workers: for hsdp, number of workers that share a replica; all when None.

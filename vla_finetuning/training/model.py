@@ -42,7 +42,6 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     policy, train = spec.start(), spec.train
     autocast = autocast_dtype(train.precision, device)
     preprocessor, _ = spec.processors()
-    # Converts uint8 images on the device.
     cameras = list(spec.config.image_features)
     augmentation = make_augmentation(train.augmentation, spec.image_transforms, spec.seed, cameras)
     images = DeviceHalf(preprocessor, spec.config, augmentation)

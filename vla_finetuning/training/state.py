@@ -245,7 +245,6 @@ def noise_for(spec: PolicySpec, step: int, schedule: RankSchedule, device: torch
     rows = schedule.rows_per_step * per_row
     noise, time = family_of(spec.config).draw(spec.config, rows, seed, step, device)
     if noise is None or time is None:
-        # The policy draws its own from the default generators.
         torch.manual_seed(seed * 1_000_003 + step * schedule.world + schedule.rank)
         return lambda micro: (None, None)
 

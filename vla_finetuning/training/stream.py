@@ -103,11 +103,9 @@ class WithAdvantage:
     Training rows lack the words at random, by seed and stream position; held-out rows always have them.
 
     Args:
-        prepare: function that prepares rows.
         positive: label of each frame.
         words: end of an instruction, by the label.
         dropout: share of training rows without a label.
-        seed: seed of the dropout.
     """
 
     prepare: Callable[[Columns], Columns]
@@ -214,7 +212,6 @@ def stream_batches(
             raise RuntimeError(f"rank {rank}: a batch could not be made of its rows") from error
 
     while micro < count:
-        # A long stream takes several executions of the dataset (LeRobotDatasource).
         executed = micro
         for batch in shard.iter_torch_batches(
             batch_size=schedule.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
