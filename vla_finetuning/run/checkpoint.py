@@ -13,7 +13,7 @@ storage writes a pickle.)
 
 A folder gets its name in one rename, after its files have reached the disk. In a bucket, nodes upload files to a folder
 of the attempt, `step_00000200/attempt-00003/`; `state.json` names that folder and is written last. It never replaces
-that of a later attempt. A checkpoint is void if a later attempt has resumed from an earlier step.
+the file of a later attempt. A checkpoint is void if a later attempt has resumed from an earlier step.
 
 torch is imported where tensors are read or written, because processes of Ray that only read progress need not load it.
 Random generators have no state: noise, times and row order are functions of (seed, step) or of (seed, position).

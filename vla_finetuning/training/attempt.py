@@ -18,7 +18,7 @@ from vla_finetuning.training.worker import Worker
 
 @dataclass(frozen=True)
 class Attempt:
-    """A start of the worker group.
+    """Start of the worker group.
 
     Attributes:
         number: number of earlier starts.

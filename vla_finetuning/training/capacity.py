@@ -56,7 +56,7 @@ def planned_shards(config: Config) -> int | None:
 
 
 def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None:
-    """The GPU that the run is for and its GiB: the one requested, else the one found here, else the preset's."""
+    """Return the name and GiB of the run's GPU: the requested one, else one of this machine, else the preset's."""
     if not config.scaling.use_gpu:
         return None
     accelerator, card = config.scaling.accelerator_type, OF_PRESET.get(config.preset or "")

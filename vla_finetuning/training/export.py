@@ -190,7 +190,7 @@ def exported_checkpoint(job: Job, best: bool) -> Path:
 
 
 def describe_exported(config: Config, job: Job) -> str:
-    """Return words on the exported weights, or "" for those of the last step."""
+    """Describe the exported weights, or return "" for the last step's."""
     average = ", averaged weights (--ema.enable)" if config.ema.enable else ""
     if config.export == "last":
         return average

@@ -246,7 +246,7 @@ def _bytes(tensors: list[Any]) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Count the bytes of live storages: those of `tensors`, and those made while the mode is active."""
+    """Count the bytes of live storages: of `tensors`, and of tensors made while the mode is active."""
 
     def __init__(self, tensors: list[Tensor]):
         super().__init__()

@@ -237,7 +237,7 @@ class TrainState(LoopState):
 
 
 def noise_for(spec: PolicySpec, step: int, schedule: RankSchedule, device: torch.device) -> Callable[[int], Draws]:
-    """Draw noise and times of a step, and return a function from a micro-step to those of this rank's rows.
+    """Draw noise and times of a step, and return a function that selects this rank's rows of a micro-step.
 
     They are drawn for the whole global batch, so that a run does not depend on the number of workers.
     """

@@ -132,7 +132,7 @@ class CachedFeatures(Callback):
     def _keep(
         self, computed: Mapping[str, Tensor], new: Mapping[str, np.ndarray], places: Mapping[str, list[np.ndarray]]
     ) -> None:
-        """Queue features to be written, by camera: those of rows where `new` is True, with their `places`."""
+        """Queue features of rows where `new` is True to be written, by camera, with their `places`."""
         self._check_writer()
         computed = {key: features for key, features in computed.items() if new[key].any()}
         size = sum(features.nbytes for features in computed.values())

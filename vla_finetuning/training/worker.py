@@ -32,7 +32,7 @@ class Worker:
 
     @property
     def storage(self) -> Path:
-        """Return the folder that Ray Train takes for that of checkpoints."""
+        """Return Ray Train's storage folder of the run."""
         return Path()
 
     def broadcast(self, value: Any) -> Any:
