@@ -14,7 +14,7 @@ import torch
 from tests.evaluation import several
 from vla_finetuning.envs.configs import env_config, initial_state_counts
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
-from vla_finetuning.envs.libero import DrawnOnDemand
+from vla_finetuning.envs.libero import RenderedOnDemand
 from vla_finetuning.envs.protocol import choose_initial_state
 
 COUNT = 50
@@ -98,7 +98,7 @@ def test_liberos_states_are_those_that_lerobot_resets_to(libero):
     counts = initial_state_counts(config)
     assert counts == {"libero_10/0": 50, "libero_10/1": 30}
     states = reserve_last(counts, 10)["libero_10/0"]
-    env = DrawnOnDemand(config.create_envs(n_envs=1)["libero_10"][0].envs[0])
+    env = RenderedOnDemand(config.create_envs(n_envs=1)["libero_10"][0].envs[0])
     assert isinstance(env.unwrapped, libero.LiberoEnv) and env.initial_states == 50
     numbers = [*map(states.train_number, range(90)), *map(states.eval_number, range(25))]
     for number in numbers:

@@ -14,7 +14,7 @@ import torch
 from lerobot.envs.configs import EnvConfig
 
 from vla_finetuning.envs.configs import env_config, task_makers
-from vla_finetuning.envs.libero import DrawnOnDemand
+from vla_finetuning.envs.libero import RenderedOnDemand
 from vla_finetuning.envs.protocol import choose_gl
 from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts.episodes import Condition, episode_list
@@ -77,7 +77,7 @@ def state_of(env):
 def test_what_is_seen_is_what_lerobot_sees():
     """In three episodes, the last from the state that the first began in: a reset makes new cameras."""
     rng = np.random.default_rng(0)
-    with lerobots(3) as theirs, DrawnOnDemand(lerobots(3)) as ours:
+    with lerobots(3) as theirs, RenderedOnDemand(lerobots(3)) as ours:
         begun = []
         for number in (0, 1, 0):
             ours.rendering = True

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from tests.rollouts.test_player import act_config
-from vla_finetuning.evaluation.demo_success import LABELS, _to_show, is_demo, success_table
+from vla_finetuning.evaluation.demo_success import LABELS, _select_films, is_demo, success_table
 from vla_finetuning.evaluation.intervals import score
 
 
@@ -38,7 +38,7 @@ def test_shown_are_a_scene_of_each_instruction_under_every_condition_and_failure
         return {**named, "error": None, "success_once": success}
 
     lines = [line(name, seed, name == "a" and seed != 4) for seed in (4, 2, 3, 1) for name in ("trained", "untrained")]
-    shown = [(found["condition"], found["seed"]) for found in _to_show(lines, ["trained", "untrained"])]
+    shown = [(found["condition"], found["seed"]) for found in _select_films(lines, ["trained", "untrained"])]
     assert shown == [("trained", 1), ("untrained", 1), ("trained", 3), ("untrained", 3), ("trained", 2), ("trained", 4)]
 
 

@@ -6,7 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from vla_finetuning.evaluation.episodes import ACTIONS_NAME, EPISODES_NAME, Book, read_actions, read_evaluation
+from vla_finetuning.evaluation.episodes import (
+    ACTIONS_NAME,
+    EPISODES_NAME,
+    EvaluationFolder,
+    read_actions,
+    read_evaluation,
+)
 from vla_finetuning.rollouts.episodes import Ended, episode_list, line_of, noise
 
 ABOUT = {"policy": "a"}
@@ -41,7 +47,7 @@ def test_noise_is_a_function_of_its_four_names_and_of_nothing_else():
 
 
 def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
-    book = Book(tmp_path, ABOUT, episodes)
+    book = EvaluationFolder(tmp_path, ABOUT, episodes)
     for number in (4, 0, 5, 2, 1):
         book.write(line_of(episodes[number], ended(number, number != 5), None, 3))
     with pytest.raises(ValueError, match="1 of 6 episodes are not done.*same flags"):
@@ -58,14 +64,14 @@ def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
 
 def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
     """A line that was cut off does not count, nor one of an error; neither is left in the file."""
-    book = Book(tmp_path, ABOUT, episodes)
+    book = EvaluationFolder(tmp_path, ABOUT, episodes)
     book.write(line_of(episodes[0], ended(0), None, 3))
     book.write(line_of(episodes[1], None, "its process died", 0))
     with (tmp_path / EPISODES_NAME).open("a") as file:
         file.write('{"condition": "pl')
     with (tmp_path / ACTIONS_NAME).open("a") as file:
         file.write('{"condition": "pl')
-    book = Book(tmp_path, ABOUT, episodes)
+    book = EvaluationFolder(tmp_path, ABOUT, episodes)
     assert [book.is_done(episode) for episode in episodes] == [True] + [False] * 5
     for number in range(1, 6):
         book.write(line_of(episodes[number], ended(number), None, 3), np.full((7, 2), number, np.float32))
@@ -75,16 +81,16 @@ def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
 
 
 def test_another_evaluation_in_the_folder_is_left_alone(tmp_path, episodes):
-    Book(tmp_path, ABOUT, episodes).write(line_of(episodes[0], ended(0), None, 3))
+    EvaluationFolder(tmp_path, ABOUT, episodes).write(line_of(episodes[0], ended(0), None, 3))
     before = (tmp_path / EPISODES_NAME).read_text()
     with pytest.raises(ValueError, match="differs in policy.*--output_dir"):
-        Book(tmp_path, {"policy": "b"}, episodes)
+        EvaluationFolder(tmp_path, {"policy": "b"}, episodes)
     with pytest.raises(ValueError, match="differs in episodes"):
-        Book(tmp_path, ABOUT, episodes[:4])
+        EvaluationFolder(tmp_path, ABOUT, episodes[:4])
     assert (tmp_path / EPISODES_NAME).read_text() == before
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / EPISODES_NAME).write_text(json.dumps({}) + "\n")
     with pytest.raises(ValueError, match="is there without evaluated.json"):
-        Book(tmp_path / "strange", ABOUT, episodes)
+        EvaluationFolder(tmp_path / "strange", ABOUT, episodes)
     with pytest.raises(FileNotFoundError, match="holds no evaluation"):
         read_evaluation(tmp_path / "nowhere")

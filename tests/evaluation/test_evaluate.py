@@ -61,7 +61,7 @@ def evaluated(ray_cluster, flags, tmp_path_factory):
     """A folder of six episodes, and what was printed."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(trial, "TELL_EVERY_S", 0.0)
+        patch.setattr(trial, "PROGRESS_EVERY_S", 0.0)
         assert evaluate.main([*flags, f"--output_dir={out}"]) == 0
     return out, printed.getvalue()
 
@@ -366,9 +366,9 @@ def test_failures_are_shown_first_and_of_every_task_some():
         for task in ("a", "b", "c") for seed in range(4)
     ]  # fmt: skip
     lines[3] |= {"error": "its process died", "success_once": None}
-    shown = [(line["task"], line["seed"]) for line in trial.to_show(lines, 4)]
+    shown = [(line["task"], line["seed"]) for line in trial.select_films(lines, 4)]
     assert shown == [("a", 1), ("b", 1), ("c", 1), ("b", 3), ("a", 0), ("b", 0)]
-    assert trial.to_show(lines, 0) == []
+    assert trial.select_films(lines, 0) == []
 
 
 def test_a_page_counts_each_task_and_all():

@@ -125,7 +125,7 @@ def test_one_that_fails_always_is_an_error_and_its_companions_are_not(undisturbe
 
 
 def test_no_room_for_environments_is_said(monkeypatch):
-    monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(scheduler, "CAPACITY_TIMEOUT_S", 1.0)
     monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 0.5)
     rollouts = make_scheduler(stages=1, slots=1, cpus=1000.0)
     with pytest.raises(NoCapacityError, match="no process that simulates .* needs 1000 CPUs, .* --grpo.env_actors"):

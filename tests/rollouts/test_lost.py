@@ -61,8 +61,8 @@ def waiting():
 
 
 def policy_of(actors):
-    cast = servers.Cast(servers=1, stages=1, threads=1, slots=1)
-    policy = servers.PolicyServers({"plain": Condition()}, {}, EvalOptions(), cast, seed=0, use_gpu=False)
+    counts = servers.Processes(servers=1, stages=1, threads=1, slots=1)
+    policy = servers.PolicyServers({"plain": Condition()}, {}, EvalOptions(), counts, seed=0, use_gpu=False)
     assert len(actors.all) == 1
     return policy
 

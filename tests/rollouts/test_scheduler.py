@@ -13,7 +13,7 @@ from vla_finetuning.options.environment import EvalOptions
 from vla_finetuning.rollouts import scheduler
 from vla_finetuning.rollouts.episodes import Condition, episode_list
 from vla_finetuning.rollouts.scheduler import NoCapacityError
-from vla_finetuning.rollouts.servers import Cast, PolicyServer, Row, play
+from vla_finetuning.rollouts.servers import PolicyServer, Processes, Row, play
 
 pytestmark = pytest.mark.ray
 OTHER = dict(zip(INSTRUCTIONS.values(), reversed(INSTRUCTIONS.values()), strict=True))
@@ -172,7 +172,7 @@ def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episo
 
 
 def test_a_policy_without_capacity_ends_the_wait_and_says_what_lacks(ray_cluster, episodes, monkeypatch):
-    monkeypatch.setattr(scheduler, "ROOM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(scheduler, "CAPACITY_TIMEOUT_S", 1.0)
     monkeypatch.setattr(scheduler, "LOOK_EVERY_S", 0.5)
     with pytest.raises(NoCapacityError, match="decides .* needs 1 GPU, 0 of the cluster's 0 free"):
         played(episodes[:2], use_gpu=True)
@@ -194,5 +194,7 @@ def test_a_policy_without_capacity_ends_the_wait_and_says_what_lacks(ray_cluster
 )
 def test_as_many_play_as_the_cluster_and_the_list_have_use_for(cpus, options, episodes, gigabytes, use_gpu, expected):
     """(servers, stages, threads of a server, episodes at once in a stage)"""
-    cast = Cast.of(EvalOptions(**options), cpus, episodes=episodes, weights_bytes=int(gigabytes * 1e9), use_gpu=use_gpu)
-    assert (cast.servers, cast.stages, cast.threads, cast.slots) == expected
+    counts = Processes.of(
+        EvalOptions(**options), cpus, episodes=episodes, weights_bytes=int(gigabytes * 1e9), use_gpu=use_gpu
+    )
+    assert (counts.servers, counts.stages, counts.threads, counts.slots) == expected

@@ -27,7 +27,7 @@ from lerobot.utils.import_utils import register_third_party_plugins
 
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.contract import checked
-from vla_finetuning.envs.libero import DrawnOnDemand
+from vla_finetuning.envs.libero import RenderedOnDemand
 from vla_finetuning.envs.protocol import Maker, attribute, choose_gl, load_package
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, EPISODE_LENGTH, FPS
 from vla_finetuning.files import read_json
@@ -379,7 +379,7 @@ def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[A
 
 def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     """Wrap LeRobot's environment to render on demand, if it is LIBERO."""
-    return DrawnOnDemand(env) if isinstance(config, LiberoEnv) else env
+    return RenderedOnDemand(env) if isinstance(config, LiberoEnv) else env
 
 
 def env_config(env_type: str, options: Sequence[str] = ()) -> EnvConfig:

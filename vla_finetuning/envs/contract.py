@@ -42,7 +42,7 @@ class Contract(gymnasium.Wrapper):
 
     def __init__(self, env: gymnasium.Env[Any, Any], shapes: Mapping[str, Sequence[int]], is_own: bool) -> None:
         super().__init__(env)
-        self._shapes, self._is_own, self._steps, self._has_said = shapes, is_own, 0, False
+        self._shapes, self._is_own, self._steps, self._has_told_success = shapes, is_own, 0, False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if self._is_own and not any(isinstance(env, gymnasium.wrappers.TimeLimit) for env in _layers(self.env)):
@@ -63,17 +63,17 @@ class Contract(gymnasium.Wrapper):
                     "super().reset(seed=seed)"
                 )
             Contract._repeats = True
-        self._steps, self._has_said = 0, False
-        self._look(seen, info)
+        self._steps, self._has_told_success = 0, False
+        self._check(seen, info)
         return seen, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         seen, reward, terminated, truncated, info = self.env.step(action)
         self._steps += 1
-        self._look(seen, info)
+        self._check(seen, info)
         if not _is_number(reward):
             raise ContractError(f"{self._name} gave the reward {reward!r:.80} {self._when}: expected a number")
-        if (terminated or truncated) and not self._has_said:
+        if (terminated or truncated) and not self._has_told_success:
             raise ContractError(
                 f"{self._name} never said whether it succeeded: no info of an episode has 'is_success' (the last one "
                 f"has {', '.join(map(str, info)) or 'nothing'}); give info['is_success'] = True or False in every step"
@@ -88,7 +88,7 @@ class Contract(gymnasium.Wrapper):
     def _when(self) -> str:
         return f"after step {self._steps}" if self._steps else "at its reset"
 
-    def _look(self, seen: Observation, info: Mapping[str, Any]) -> None:
+    def _check(self, seen: Observation, info: Mapping[str, Any]) -> None:
         found = {key: array for key, array in leaves(seen) if array.dtype != object}
         for key, shape in self._shapes.items():
             if key not in found:
@@ -108,7 +108,7 @@ class Contract(gymnasium.Wrapper):
                 numbers = np.array2string(array.ravel(), threshold=8, precision=4)
                 raise ValueError(f"{self._name}: '{key}' is not finite {self._when}: {numbers}")
         if "is_success" in info:
-            self._has_said, success = True, info["is_success"]
+            self._has_told_success, success = True, info["is_success"]
             if not _is_number(success) or float(success) not in (0.0, 1.0):
                 raise ContractError(
                     f"{self._name} gave info['is_success'] = {success!r:.80} {self._when}: expected True or False"

@@ -16,7 +16,7 @@ import numpy as np
 Sensor = Callable[[Any], np.ndarray]
 
 
-class DrawnOnDemand(gymnasium.Wrapper):
+class RenderedOnDemand(gymnasium.Wrapper):
     """A wrapper of LeRobot's LIBERO with equal states, rewards and images that can be switched off.
 
     Attributes:
@@ -57,13 +57,13 @@ class DrawnOnDemand(gymnasium.Wrapper):
 class _Camera:
     """A robosuite sensor that returns the last image while rendering is off."""
 
-    def __init__(self, env: DrawnOnDemand, draw: Sensor, last: np.ndarray) -> None:
-        self._asked, self._draw, self._last = env, draw, last
+    def __init__(self, env: RenderedOnDemand, draw: Sensor, last: np.ndarray) -> None:
+        self._env, self._draw, self._last = env, draw, last
         self.__modality__ = "image"  # attribute that robosuite's decorator adds
 
     def __call__(self, cache: Any) -> np.ndarray:
-        if self._asked.rendering:
+        if self._env.rendering:
             started = time.perf_counter()
             self._last = self._draw(cache)
-            self._asked.rendering_s += time.perf_counter() - started
+            self._env.rendering_s += time.perf_counter() - started
         return self._last

@@ -55,7 +55,7 @@ def look_on_demand(env: gymnasium.Env[Any, Any], look: bool) -> None:
     env.set_wrapper_attr("rendering", look, force=False)
 
 
-def looked(env: gymnasium.Env[Any, Any]) -> bool:
+def shows_state(env: gymnasium.Env[Any, Any]) -> bool:
     """Return whether the last images show the current state."""
     return bool(attribute(env, "rendering", True))
 

@@ -87,11 +87,11 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     went = [line for line in reached["other_instruction"] if not line["success_once"]]
     scores["other_instruction"]["went_where_told"] = len(went)
     scores["blindfolded"]["went_to_a_bin"] = len(reached["blindfolded"])
-    chosen = _to_show([line for name in names for line in comparison.played(name)], names)
+    chosen = _select_films([line for name in names for line in comparison.played(name)], names)
     return scores, comparison.films(job.output_dir, [(LABELS[line["condition"]], line) for line in chosen])
 
 
-def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+def _select_films(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
     """Select the first scene of each instruction under every condition, then failures of the trained policy."""
     played = sorted(lines, key=lambda line: (line["seed"], names.index(line["condition"])))
     first = {line["instruction"]: line["seed"] for line in reversed(played)}

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from vla_finetuning.buckets.mirror import address, remove
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
-from vla_finetuning.evaluation.episodes import Book, OtherEvaluationError, read_evaluation
+from vla_finetuning.evaluation.episodes import EvaluationFolder, OtherEvaluationError, read_evaluation
 from vla_finetuning.evaluation.intervals import score, share
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import append_line, drop_half_line, read_lines, write_whole
@@ -87,10 +87,10 @@ class Evaluator:
             data: execution options of the run's data, from which the resources of the evaluation are excluded.
         """
         self._run = self._select_robot(run)
-        stages, lacks = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
-        if lacks is not None:
+        stages, missing = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
+        if missing is not None:
             if run.config.env_eval_freq:
-                print_safe(f"Evaluation   at the end of the run: beside the training it {lacks}")
+                print_safe(f"Evaluation   at the end of the run: beside the training it {missing}")
             yield
             return
         gpus = 1 if run.job.use_gpu else 0
@@ -121,10 +121,10 @@ class Evaluator:
         if self._thread is not None:
             self._thread.join()
         self._failed.clear()
-        while (step := self._next(run.job.steps)) is not None:
-            self._try(step, run.config.eval)
+        while (step := self._next_due(run.job.steps)) is not None:
+            self._try_evaluate(step, run.config.eval)
         prune_checkpoints(run.config, run.job.steps)
-        _tell_last(run.job.output_dir)
+        _add_last_success(run.job.output_dir)
         done = {line["step"]: line for line in evaluations(run.job.output_dir)}
         print_safe(*(f"Success      step {step}: {share(line)}" for step, line in done.items()))
         freq = run.config.env_eval_freq
@@ -138,13 +138,13 @@ class Evaluator:
     def _follow(self, options: EvalOptions) -> None:
         """Evaluate due checkpoints until the training ends; leave the last one to `finish`, when capacity is free."""
         while self._training.is_set() and not self._stop.is_set():
-            step = self._next(self._run.job.steps - 1)
+            step = self._next_due(self._run.job.steps - 1)
             if step is None:
                 self._stop.wait(POLL_S)
-            elif not self._try(step, options):
+            elif not self._try_evaluate(step, options):
                 return
 
-    def _next(self, most: int) -> int | None:
+    def _next_due(self, most: int) -> int | None:
         """Return the step of the oldest due checkpoint up to step `most`, or None."""
         run = self._run
         played = {line["step"] for line in evaluations(run.job.output_dir)} | self._failed.keys()
@@ -152,13 +152,13 @@ class Evaluator:
         due = (step for step in saved_steps if step <= most and run.config.is_evaluated(step, run.job.steps))
         return min((step for step in due if step not in played), default=None)
 
-    def _try(self, step: int, options: EvalOptions) -> bool:
+    def _try_evaluate(self, step: int, options: EvalOptions) -> bool:
         """Evaluate a checkpoint and print the result or the error; return whether to go on beside the training."""
         try:
             self._evaluate(step, options)
         except NoCapacityError as error:
             if self._training.is_set():
-                _say(f"evaluation   at the end of the run: {error}")
+                _print(f"evaluation   at the end of the run: {error}")
                 return False
             self._failed[step] = str(error)
         except Exception as error:  # an environment may raise anything, and the training goes on
@@ -178,11 +178,11 @@ class Evaluator:
         about = {"policy": policy, "environment": environment, "seed": run.policy.seed}
         folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         try:
-            book = Book(folder, about, episodes)
+            stored = EvaluationFolder(folder, about, episodes)
         except OtherEvaluationError:  # the run was resumed with other options meanwhile
             remove(folder)
-            book = Book(folder, about, episodes)
-        pending = [episode for episode in episodes if not book.is_done(episode)]
+            stored = EvaluationFolder(folder, about, episodes)
+        pending = [episode for episode in episodes if not stored.is_done(episode)]
         if pending:
             play(
                 pending,
@@ -192,7 +192,7 @@ class Evaluator:
                 options,
                 seed=run.policy.seed,
                 use_gpu=run.job.use_gpu,
-                on_end=lambda line, _: book.write(line),
+                on_end=lambda line, _: stored.write(line),
                 stopped=self._stop.is_set,
             )
         if self._stop.is_set():
@@ -204,7 +204,7 @@ class Evaluator:
         drop_half_line(run.job.output_dir / EVALUATIONS_NAME)
         append_line(run.job.output_dir / EVALUATIONS_NAME, json.dumps(line))
         if self._training.is_set():
-            _say(f"evaluated    step {step}: {share(line)}")
+            _print(f"evaluated    step {step}: {share(line)}")
 
     def _source(self, checkpoint: Path) -> PolicySource:
         """Return the policy of a checkpoint; a Ray task puts its weights into the object store."""
@@ -233,15 +233,15 @@ def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict
     gpus = cluster.get("GPU", 0) - scaling.num_workers
     stages = options.env_actors or max(2, int(cpus * SPARE_SHARE / STAGE_CPUS))
     stages = min(stages, int((cpus - SERVER_CPUS) / STAGE_CPUS))
-    lacking = []
+    missing_parts = []
     if stages < 1:
-        lacking.append(f"{SERVER_CPUS + STAGE_CPUS:g} CPU, {max(0, cpus):g} of the cluster's are to spare")
+        missing_parts.append(f"{SERVER_CPUS + STAGE_CPUS:g} CPU, {max(0, cpus):g} of the cluster's are to spare")
     if scaling.use_gpu and gpus < 1:
-        lacking.append(f"1 GPU, {max(0, gpus):g} of the cluster's are to spare")
-    return stages, f"needs {'; '.join(lacking)}" if lacking else None
+        missing_parts.append(f"1 GPU, {max(0, gpus):g} of the cluster's are to spare")
+    return stages, f"needs {'; '.join(missing_parts)}" if missing_parts else None
 
 
-def _tell_last(output_dir: Path) -> None:
+def _add_last_success(output_dir: Path) -> None:
     """Add the last evaluation to the last line of `metrics.jsonl`; only after training, which appends to it."""
     path, played = output_dir / METRICS_NAME, evaluations(output_dir)
     lines = [json.loads(line) for line in read_lines(path)]
@@ -250,6 +250,6 @@ def _tell_last(output_dir: Path) -> None:
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with tqdm.external_write_mode():
         print_safe(text)

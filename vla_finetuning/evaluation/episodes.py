@@ -15,7 +15,7 @@ import numpy as np
 
 from vla_finetuning.buckets.mirror import address, pull
 from vla_finetuning.files import append_line, drop_half_line, read_json, read_lines, write_json, write_whole
-from vla_finetuning.rollouts.episodes import Episode, name_of, pack_actions, unpack_actions
+from vla_finetuning.rollouts.episodes import Episode, episode_key, pack_actions, unpack_actions
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
 
@@ -24,7 +24,7 @@ class OtherEvaluationError(ValueError):
     """The folder holds an evaluation with another `about`."""
 
 
-class Book:
+class EvaluationFolder:
     """The writer of an evaluation's folder; resumes an evaluation with equal `about` and `episodes`.
 
     Args:
@@ -32,7 +32,7 @@ class Book:
         about: policy, environment and all else that decides results, as JSON.
         episodes: list of all episodes.
     Attributes:
-        done: lines of episodes that ended without an error, by `name_of`.
+        done: lines of episodes that ended without an error, by `episode_key`.
     Raises:
         OtherEvaluationError: the folder holds another evaluation.
     """
@@ -53,7 +53,7 @@ class Book:
             raise ValueError(f"{address(self._path)} is there without {EVALUATED_NAME}: choose another --output_dir")
         write_json(folder / EVALUATED_NAME, about)
         lines = [json.loads(line) for line in read_lines(self._path)]
-        self.done = {name_of(line): line for line in lines if line["error"] is None}
+        self.done = {episode_key(line): line for line in lines if line["error"] is None}
         drop_half_line(folder / ACTIONS_NAME)
         # Drop an incomplete last line, and failed episodes, which are played again.
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
@@ -66,7 +66,7 @@ class Book:
         append_line(self._path, json.dumps(line))
 
     def is_done(self, episode: Episode) -> bool:
-        return name_of(asdict(episode)) in self.done
+        return episode_key(asdict(episode)) in self.done
 
 
 def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
@@ -89,11 +89,11 @@ def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]
         raise FileNotFoundError(
             f"{address(folder)} holds no evaluation: no {EVALUATED_NAME} (evaluate.py --output_dir writes it)"
         )
-    lines = {name_of(line): line for line in map(json.loads, read_lines(folder / EPISODES_NAME))}
-    missing = [episode for episode in about["episodes"] if name_of(episode) not in lines]
+    lines = {episode_key(line): line for line in map(json.loads, read_lines(folder / EPISODES_NAME))}
+    missing = [episode for episode in about["episodes"] if episode_key(episode) not in lines]
     if missing:
         raise ValueError(
             f"{address(folder)}: {len(missing)} of {len(about['episodes'])} episodes are not done; give evaluate.py "
             "the same flags again to go on"
         )
-    return about, [lines[name_of(episode)] for episode in about["episodes"]]
+    return about, [lines[episode_key(episode)] for episode in about["episodes"]]

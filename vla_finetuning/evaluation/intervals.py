@@ -14,7 +14,7 @@ from typing import Any
 
 from scipy import stats
 
-from vla_finetuning.rollouts.episodes import name_of
+from vla_finetuning.rollouts.episodes import episode_key
 
 CONFIDENCE = 0.95
 # Fields of episodes.jsonl: success at any time, and in the last step.
@@ -55,34 +55,34 @@ def score(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         intervals cover both outcomes of failed episodes.
     """
     played = [line for line in lines if line["error"] is None]
-    found: dict[str, Any] = {"episodes": len(played)}
+    result: dict[str, Any] = {"episodes": len(played)}
     for outcome, suffix in ((ONCE, ""), (AT_END, "_at_end")):
         bounds = []
-        for of_error in (0.0, 1.0):
-            means = _scene_means((scene_of(x), float(x[outcome]) if x["error"] is None else of_error) for x in lines)
+        for assumed in (0.0, 1.0):
+            means = _scene_means((scene_of(x), float(x[outcome]) if x["error"] is None else assumed) for x in lines)
             bounds.append(wilson(sum(means), len(means)))
-        found[f"successes{suffix}"] = sum(bool(line[outcome]) for line in played)
-        found[f"interval{suffix}"] = [bounds[0][0], bounds[1][1]]
+        result[f"successes{suffix}"] = sum(bool(line[outcome]) for line in played)
+        result[f"interval{suffix}"] = [bounds[0][0], bounds[1][1]]
     if (scenes := len({scene_of(line) for line in played})) < len(played):
-        found["scenes"] = scenes
-    return found | ({"errors": len(lines) - len(played)} if len(played) < len(lines) else {})
+        result["scenes"] = scenes
+    return result | ({"errors": len(lines) - len(played)} if len(played) < len(lines) else {})
 
 
-def share(found: Mapping[str, Any]) -> str:
+def share(result: Mapping[str, Any]) -> str:
     """Format a `score`: `57 of 60, 95.0 % (86.3 to 98.3); at the end 55 of 60, 91.7 % (81.9 to 96.4)`."""
-    episodes, errors = found["episodes"], found.get("errors", 0)
-    besides = f"; {found['successes']} of {episodes + errors} asked for: {errors} ended in an error" if errors else ""
+    episodes, errors = result["episodes"], result.get("errors", 0)
+    besides = f"; {result['successes']} of {episodes + errors} asked for: {errors} ended in an error" if errors else ""
     if not episodes:
         return f"none played{besides}"
-    if "scenes" in found:
-        scenes = found["scenes"]
+    if "scenes" in result:
+        scenes = result["scenes"]
         besides = f"; {episodes} episodes of {scenes} distinct scene{'s' * (scenes != 1)}{besides}"
 
     def words(successes: int, interval: Sequence[float]) -> str:
         low, high = interval
         return f"{successes} of {episodes}, {100 * successes / episodes:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
-    once, at_end = ((found[f"successes{name}"], found[f"interval{name}"]) for name in ("", "_at_end"))
+    once, at_end = ((result[f"successes{name}"], result[f"interval{name}"]) for name in ("", "_at_end"))
     end = "; the same at the end" if at_end[0] == once[0] else f"; at the end {words(*at_end)}"
     return f"{words(*once)}{end if once[0] else ''}{besides}"
 
@@ -132,7 +132,7 @@ def paired(
     Raises:
         ValueError: the lists differ, or an episode's initial states differ.
     """
-    if list(map(name_of, a)) != list(map(name_of, b)):
+    if list(map(episode_key, a)) != list(map(episode_key, b)):
         raise ValueError(
             f"the evaluations are not over the same list of episodes ({len(a)} and {len(b)}): evaluate both with the "
             "same --env.*, --eval.n_episodes and --seed"
@@ -164,12 +164,12 @@ def comparison_text(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any
         why = f"{errors[0]} ended in an error with A, {errors[1]} with B"
         lines.append(f"{left_out} of {len(a)} episodes asked for are left out: {why}")
     for outcome, title in ((ONCE, "At any time"), (AT_END, "At the end")):
-        found = compare(pairs, outcome)
-        (only_a, only_b), (estimate, low, high) = found.better, found.difference
+        result = compare(pairs, outcome)
+        (only_a, only_b), (estimate, low, high) = result.better, result.difference
         lines += [
-            f"{title}: of {len(found.pairs)} distinct scenes that both played, A succeeded more often in {only_a} and "
-            f"B in {only_b}; exact McNemar p = {found.p_value:.3g}",
+            f"{title}: of {len(result.pairs)} distinct scenes that both played, A succeeded more often in {only_a} and "
+            f"B in {only_b}; exact McNemar p = {result.p_value:.3g}",
             f"  B - A    {100 * estimate:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})",
-            f"  Verdict  {found.verdict}",
+            f"  Verdict  {result.verdict}",
         ]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import numpy as np
 from vla_finetuning.envs.protocol import Maker
 from vla_finetuning.evaluation.intervals import score
 from vla_finetuning.options.environment import EvalOptions
-from vla_finetuning.rollouts.episodes import Condition, Line, episode_list, name_of
+from vla_finetuning.rollouts.episodes import Condition, Line, episode_key, episode_list
 from vla_finetuning.rollouts.player import PolicySource
 from vla_finetuning.rollouts.replay import make_films
 from vla_finetuning.rollouts.servers import play
@@ -52,9 +52,9 @@ class SideBySide:
         self._actions: dict[tuple[Any, ...], np.ndarray] = {}
 
         def on_end(line: Line, actions: np.ndarray | None) -> None:
-            self._lines[name_of(line)] = line
+            self._lines[episode_key(line)] = line
             if actions is not None:
-                self._actions[name_of(line)] = actions
+                self._actions[episode_key(line)] = actions
 
         play(
             episode_list(conditions, makers, count, first_seed, number),
@@ -78,4 +78,6 @@ class SideBySide:
 
     def films(self, folder: Path, chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
         """Make films of the chosen (label, line) pairs, as `make_films`."""
-        return make_films(folder, self._makers, [(label, line, self._actions[name_of(line)]) for label, line in chosen])
+        return make_films(
+            folder, self._makers, [(label, line, self._actions[episode_key(line)]) for label, line in chosen]
+        )

@@ -18,7 +18,7 @@ from lerobot.policies.rtc import RTCConfig
 from vla_finetuning.buckets.mirror import address, as_path, pull
 from vla_finetuning.envs.configs import DISCOVER, check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.protocol import Maker
-from vla_finetuning.evaluation.episodes import Book, read_actions, read_evaluation
+from vla_finetuning.evaluation.episodes import EvaluationFolder, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import comparison_text, score, share
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.options.environment import EvalOptions
@@ -29,7 +29,7 @@ from vla_finetuning.plan.statistics import relative_actions
 from vla_finetuning.policies.family import MAX_DELAY
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
-from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_list, name_of
+from vla_finetuning.rollouts.episodes import Condition, Episode, Line, episode_key, episode_list
 from vla_finetuning.rollouts.player import (
     Eyes,
     PolicySource,
@@ -48,7 +48,7 @@ from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, print_safe
 
 # Interval of progress lines.
-TELL_EVERY_S = 10.0
+PROGRESS_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,14 @@ class Outcome:
 
 def run_trial(trial: Trial) -> Outcome:
     """Play all remaining episodes and make films, on the cluster that this process has joined."""
-    book = Book(trial.output_dir, trial.about, trial.episodes)
-    pending = [episode for episode in trial.episodes if not book.is_done(episode)]
-    progress = _Progress(len(trial.episodes), len(book.done))
+    stored = EvaluationFolder(trial.output_dir, trial.about, trial.episodes)
+    pending = [episode for episode in trial.episodes if not stored.is_done(episode)]
+    progress = _Progress(len(trial.episodes), len(stored.done))
 
     def on_end(line: Line, actions: np.ndarray | None) -> None:
         if trial.latencies:
             line = {**line, "latency_s": trial.latencies[line["condition"]]}
-        book.write(line, actions if trial.videos or trial.dataset else None)
+        stored.write(line, actions if trial.videos or trial.dataset else None)
         progress.add(bool(line["success_once"]))
 
     if pending:
@@ -262,11 +262,11 @@ def flags_of_rtc(config: Any) -> str:
 
 
 class _Progress:
-    """Prints progress and remaining time every TELL_EVERY_S seconds."""
+    """Prints progress and remaining time every PROGRESS_EVERY_S seconds."""
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._played, self._successes = total, done, 0, 0
-        self._since = self._told = time.monotonic()
+        self._since = self._reported = time.monotonic()
 
     def add(self, success: bool) -> None:
         """Count a finished episode."""
@@ -274,8 +274,8 @@ class _Progress:
         self._played += 1
         self._successes += success
         now = time.monotonic()
-        if now - self._told >= TELL_EVERY_S:
-            self._told = now
+        if now - self._reported >= PROGRESS_EVERY_S:
+            self._reported = now
             left_s = (self._total - self._done) * (now - self._since) / self._played
             successes = f"{self._successes} of {self._played} succeeded"
             print_safe(f"{self._done} of {self._total} episodes, {successes}, {left_s:.0f} s left")
@@ -291,31 +291,31 @@ def record_trial(trial: Trial) -> None:
     if root is None or is_recorded(root, trial.recorded):
         return
     _, lines = read_evaluation(trial.output_dir)
-    actions = {name_of(named): executed for named, executed in read_actions(trial.output_dir)}
+    actions = {episode_key(named): executed for named, executed in read_actions(trial.output_dir)}
     played = [line for line in lines if line["error"] is None]
-    if missing := sum(name_of(line) not in actions for line in played):
+    if missing := sum(episode_key(line) not in actions for line in played):
         raise ValueError(
             f"{address(trial.output_dir)} has not the actions of {missing} episodes, which were played without "
             "--eval.record_dataset: give another --output_dir"
         )
     eyes = Eyes(trial.env, trial.source.config)
-    record_played(root, trial.makers, eyes, [(line, actions[name_of(line)]) for line in played], trial.recorded)
+    record_played(root, trial.makers, eyes, [(line, actions[episode_key(line)]) for line in played], trial.recorded)
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Make films of the episodes of `to_show` with stored actions, and write films.json."""
-    shown = {name_of(line): line for line in to_show(lines, trial.videos)}
-    recorded = {name_of(named): actions for named, actions in read_actions(trial.output_dir) if name_of(named) in shown}
+    """Make films of the episodes of `select_films` with stored actions, and write films.json."""
+    shown = {episode_key(line): line for line in select_films(lines, trial.videos)}
+    actions_of = {episode_key(fields): actions for fields, actions in read_actions(trial.output_dir)}
     chosen = []
     for name, line in shown.items():
-        if name in recorded:
+        if name in actions_of:
             title = line["task"] if len(trial.conditions) == 1 else f"{line['task']}, {line['condition']}"
-            chosen.append((title, line, recorded[name]))
+            chosen.append((title, line, actions_of[name]))
     films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
     write_json(trial.output_dir / FILMS_INDEX, {"videos": trial.videos, "films": films})
 
 
-def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+def select_films(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
     """Select at most `most` failures, then half as many successes, cycling through the tasks."""
     chosen = []
     for success, limit in ((False, most), (True, math.ceil(most / 2))):

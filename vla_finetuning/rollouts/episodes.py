@@ -182,7 +182,7 @@ def line_of(
     return {**asdict(episode), **outcome, "decisions": decisions, **written, "error": error}
 
 
-def name_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
+def episode_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the key that identifies an episode's line in its list."""
     return tuple(line[name] for name in Episode.__dataclass_fields__)
 

@@ -174,7 +174,7 @@ class Player:
         config: Any = policy.config
         family = family_of(config)
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
-        self._acting, self._draws_itself = acting, family.chunk_draws == "its own"
+        self._acting, self._has_own_draws = acting, family.chunk_draws == "its own"
         self._device = next(policy.parameters()).device
         # Current chunk of each episode, for select_action.
         self._chunks: dict[tuple[int, str, int], torch.Tensor] = {}
@@ -207,7 +207,7 @@ class Player:
             instructions: instruction of each row.
             keys: key of each row's random numbers.
         """
-        if self._draws_itself and len(keys) > 1:
+        if self._has_own_draws and len(keys) > 1:
             # The policy has one generator for a whole batch, so predict each row alone, preprocessing included:
             # processors of language models pack the images of a batch, and others keep the states of the last batch.
             alone = [self(select_rows(observation, [row]), [instructions[row]], [key]) for row, key in enumerate(keys)]
@@ -237,7 +237,7 @@ class Player:
         Returns:
             Actions in the environment's units, float32 (n_action_steps, A) per row, and the rest of each row's chunk.
         """
-        if self._draws_itself and len(keys) > 1:  # as for a call
+        if self._has_own_draws and len(keys) > 1:  # as for a call
             alone = [
                 self.act_late(select_rows(observation, [row]), [instructions[row]], [key], delay, left and [left[row]])
                 for row, key in enumerate(keys)

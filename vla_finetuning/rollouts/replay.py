@@ -45,10 +45,10 @@ def film(make: Maker, line: Mapping[str, Any], actions: np.ndarray) -> bytes:
     frames = []
     with make() as env:
         for moment in play_again(env, line, actions, lambda number: number % every == 0 or number == len(actions)):
-            if moment.looked:
-                frames.append(_seen(env, moment.observation))
+            if moment.rendered:
+                frames.append(_view(env, moment.observation))
         fps = env.metadata.get("render_fps") or 10
-    pictures = [_small(frame) for frame in frames]
+    pictures = [_shrink(frame) for frame in frames]
     milliseconds = [round(1000 * every / fps)] * (len(frames) - 1) + [PAUSE_MS]
     buffer = io.BytesIO()
     pictures[0].save(
@@ -63,10 +63,10 @@ class NotRepeatedError(ValueError):
 
 @dataclass(frozen=True)
 class Moment:
-    """An environment after its reset or after an action; `looked`: whether this step was rendered."""
+    """An environment after its reset or after an action; `rendered`: whether this step was rendered."""
 
     observation: Observation
-    looked: bool
+    rendered: bool
     reward: float = 0.0
     over: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def play_again(
     env: gymnasium.Env[Any, Any],
     line: Mapping[str, Any],
     actions: np.ndarray,
-    look: Callable[[int], bool] = lambda number: True,
+    renders: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[Moment]:
     """Replay an episode; yield the moment after the reset and after each action.
 
@@ -84,7 +84,7 @@ def play_again(
         env: environment of the episode's task.
         line: the episode's line.
         actions: all executed actions, (steps, A).
-        look: function from a number of actions to whether to render after them.
+        renders: function from a number of actions to whether to render after them.
     Raises:
         NotRepeatedError: the replay starts or ends in another state than the line says, or the environment raises.
     """
@@ -95,7 +95,7 @@ def play_again(
     _check("began", env, observation, line["initial_state"])
     yield Moment(observation, True, info=info)
     for number, action in enumerate(actions, 1):
-        look_on_demand(env, looked := look(number))
+        look_on_demand(env, rendered := renders(number))
         with _repeating():
             observation, reward, terminated, truncated, info = env.step(action)
         over = bool(terminated or truncated)
@@ -103,7 +103,7 @@ def play_again(
             _check("ended", env, observation, line["final_state"])
             if not over or bool(info.get("is_success", False)) != line["success_at_end"]:
                 raise NotRepeatedError("played again it ended otherwise: the environment does not repeat")
-        yield Moment(observation, looked, float(reward), over, info)
+        yield Moment(observation, rendered, float(reward), over, info)
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _check(when: str, env: gymnasium.Env[Any, Any], observation: Any, expected: 
         )
 
 
-def _seen(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
+def _view(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
     """Return the environment's own view, uint8 (H, W, 3), or else the policy's cameras side by side."""
     if env.render_mode == "rgb_array":
         return np.asarray(env.render())
@@ -132,7 +132,7 @@ def _seen(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
     return np.hstack([np.pad(image, ((0, height - len(image)), (0, 0), (0, 0))) for image in images])
 
 
-def _small(frame: np.ndarray) -> Image.Image:
+def _shrink(frame: np.ndarray) -> Image.Image:
     picture, width = Image.fromarray(frame), min(frame.shape[1], MAX_WIDTH)
     return picture.resize((width, max(1, round(frame.shape[0] * width / frame.shape[1]))), Image.Resampling.LANCZOS)
 

@@ -28,9 +28,9 @@ from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import print_safe
 
 # Failures of stages before any episode has ended, after which `play` gives up: the cause is not a single episode.
-IN_VAIN = 20
+MAX_FAILURES = 20
 # Interval of checks for capacity, delay of the message about missing capacity, and limit of the wait for it.
-LOOK_EVERY_S, TELL_AFTER_S, ROOM_TIMEOUT_S = 10.0, 30.0, 600.0
+LOOK_EVERY_S, TELL_AFTER_S, CAPACITY_TIMEOUT_S = 10.0, 30.0, 600.0
 # Groups of stages that take turns with a local policy.
 HALVES = 2
 
@@ -56,7 +56,7 @@ class Seat:
         worked: whether the stage has had an episode since the last `take_seconds`.
         queue: episodes that the stage may begin; shared by all seats unless the policy is local.
         playing: episodes that the stage is running.
-        handed: episodes that the stage may begin in the pending call.
+        assigned: episodes that the stage may begin in the pending call.
         decisions: pending decisions of `playing`, in the same order.
         seen: observation of the pending decisions, or a reference to it.
         since: time at which the decisions became pending; None if none are.
@@ -68,7 +68,7 @@ class Seat:
     worked: bool = False
     queue: deque[Playing] = field(default_factory=deque)
     playing: list[Playing] = field(default_factory=list)
-    handed: list[Playing] = field(default_factory=list)
+    assigned: list[Playing] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     seen: Any = None
     since: float | None = None
@@ -81,11 +81,11 @@ class Policy:
         is_local: whether the policy decides in this process, where `Seat.seen` is an observation and not a reference.
             Each seat then has its own episodes, so that batches depend on the episodes alone.
         pending: seats of each pending remote call.
-        lacks: CPUs and GPUs that the policy waits for; None if it can decide.
+        missing_resources: CPUs and GPUs that the policy waits for; None if it can decide.
     """
 
     is_local = False
-    lacks: tuple[float, int] | None = None
+    missing_resources: tuple[float, int] | None = None
 
     def __init__(self) -> None:
         self.pending: dict[ray.ObjectRef[Any], list[Seat]] = {}
@@ -109,7 +109,7 @@ class InTurn(Policy):
 
     def decide(self, seats: Sequence[Seat]) -> Iterator[tuple[list[Seat], Sequence[np.ndarray]]]:
         for _ in range(HALVES):
-            half = [seat for seat in seats[self._turn :: HALVES] if seat.queue or seat.playing or seat.handed]
+            half = [seat for seat in seats[self._turn :: HALVES] if seat.queue or seat.playing or seat.assigned]
             if any(seat.since is None for seat in half):
                 return
             self._turn = (self._turn + 1) % HALVES
@@ -133,7 +133,7 @@ class Scheduler:
         self, makers: Mapping[str, Maker], *, stages: int, slots: int, cpus: float, step_limit_s: float
     ) -> None:
         self._makers, self._slots, self._cpus, self._step_limit_s = dict(makers), slots, cpus, step_limit_s
-        self._in_vain, self._works = 0, False
+        self._failures, self._any_ended = 0, False
         self.seats = [Seat() for _ in range(stages)]
         for seat in self.seats:
             self._make_stage(seat)
@@ -169,14 +169,14 @@ class Scheduler:
             stopped: function that is polled about every second; True abandons all running episodes.
             bootstraps: as `Playing.bootstraps`.
         Raises:
-            NoCapacityError: no policy server, or no stage, has started for ROOM_TIMEOUT_S.
+            NoCapacityError: no policy server, or no stage, has started for CAPACITY_TIMEOUT_S.
             RuntimeError: stages fail, and no episode has ever ended.
         """
         self._policy, self._on_end, self._left = policy, on_end, set(episodes)
         queue = deque(Playing(number, episode, bootstraps=bootstraps) for number, episode in episodes.items())
         for place, seat in enumerate(self.seats):
             seat.queue = deque(list(queue)[place :: len(self.seats)]) if policy.is_local else queue
-        self._moved_s, self._told = time.monotonic(), False
+        self._last_progress_s, self._reported = time.monotonic(), False
         while self._left and not (stopped is not None and stopped()):
             for seat in self.seats:
                 if seat.started and seat.call is None and not seat.playing:
@@ -186,13 +186,13 @@ class Scheduler:
                     for seat in batch:
                         self._replace(seat, chunks)
                 else:
-                    self._give(batch, chunks)
+                    self._send_chunks(batch, chunks)
             self._check_capacity()
             calls = {seat.call[0]: seat for seat in self.seats if seat.call is not None}
             timeout = LOOK_EVERY_S if stopped is None else 1.0
             for ref in ray.wait([*calls, *policy.pending], num_returns=1, timeout=timeout)[0]:
                 if ref in calls:
-                    self._take(calls[ref])
+                    self._receive(calls[ref])
 
     def take_seconds(self) -> tuple[float, float]:
         """Return the seconds that stages have spent simulating and rendering since the last call.
@@ -221,11 +221,11 @@ class Scheduler:
         seat.call = seat.stage.advance.options(num_returns=2).remote(())  # returns when the stage has started
 
     def _advance(self, seat: Seat, chunks: Sequence[np.ndarray] | None = None) -> None:
-        seat.handed, seat.since = self._hand_out(seat), None
-        if seat.handed or chunks is not None:
-            seat.call, seat.worked = seat.stage.advance.options(num_returns=2).remote(seat.handed, chunks), True
+        seat.assigned, seat.since = self._assign(seat), None
+        if seat.assigned or chunks is not None:
+            seat.call, seat.worked = seat.stage.advance.options(num_returns=2).remote(seat.assigned, chunks), True
 
-    def _hand_out(self, seat: Seat) -> list[Playing]:
+    def _assign(self, seat: Seat) -> list[Playing]:
         """Pop the episodes that a seat may begin: all restarted ones, and at most one fresh one per environment."""
         queue, selected, fresh = seat.queue, list[Playing](), 0
         while queue and fresh < self._slots and not any(playing.is_suspect for playing in (*seat.playing, *selected)):
@@ -235,7 +235,7 @@ class Scheduler:
             fresh += not selected[-1].chunks
         return selected
 
-    def _give(self, batch: Sequence[Seat], chunks: Sequence[np.ndarray]) -> None:
+    def _send_chunks(self, batch: Sequence[Seat], chunks: Sequence[np.ndarray]) -> None:
         first = 0
         for seat in batch:
             # Copy, because views would keep the object in the store.
@@ -245,7 +245,7 @@ class Scheduler:
             self._advance(seat, seat_chunks)
             first += len(seat_chunks)
 
-    def _take(self, seat: Seat) -> None:
+    def _receive(self, seat: Seat) -> None:
         """Process the answer of a stage."""
         assert seat.call is not None
         (outcome, seen), seat.call = seat.call, None
@@ -257,37 +257,37 @@ class Scheduler:
                 raise  # another stage would fail alike
             self._replace(seat, error)
             return
-        seat.started, self._works = True, self._works or bool(ended)
-        remaining = {playing.number: playing for playing in (*seat.playing, *seat.handed)}
+        seat.started, self._any_ended = True, self._any_ended or bool(ended)
+        remaining = {playing.number: playing for playing in (*seat.playing, *seat.assigned)}
         for over in ended:
             failed = isinstance(over, Failed)
-            self._end(remaining.pop(over.number), None if failed else over, over.error if failed else None)
-        seat.playing, seat.handed = [remaining.pop(decision.number) for decision in seat.decisions], []
+            self._finish(remaining.pop(over.number), None if failed else over, over.error if failed else None)
+        seat.playing, seat.assigned = [remaining.pop(decision.number) for decision in seat.decisions], []
         seat.queue.extendleft(reversed(remaining.values()))
         seat.since = time.monotonic() if seat.playing else None
 
     def _replace(self, seat: Seat, error: RayError) -> None:
         """Replace a stage and queue its episodes again, with their chunks."""
         ray.kill(seat.stage)
-        self._in_vain += not self._works
-        why = _why(error, self._step_limit_s)
-        if self._in_vain > IN_VAIN:
+        self._failures += not self._any_ended
+        why = _describe_failure(error, self._step_limit_s)
+        if self._failures > MAX_FAILURES:
             raise RuntimeError(
-                f"{self._in_vain} processes that simulate failed, and no episode ended: {why}"
+                f"{self._failures} processes that simulate failed, and no episode ended: {why}"
             ) from error
-        lost = [*seat.playing, *seat.handed]
-        seat.playing, seat.handed = [], []
+        lost = [*seat.playing, *seat.assigned]
+        seat.playing, seat.assigned = [], []
         for playing in reversed(lost):
             playing.failures += 1
             if playing.failures == ATTEMPTS:
-                self._end(playing, None, why)
+                self._finish(playing, None, why)
             elif playing.is_suspect:
                 seat.queue.append(playing)
             else:
                 seat.queue.appendleft(playing)
         self._make_stage(seat)
 
-    def _end(self, playing: Playing, ended: Ended | None, error: str | None = None) -> None:
+    def _finish(self, playing: Playing, ended: Ended | None, error: str | None = None) -> None:
         self._left.discard(playing.number)
         line = line_of(playing.episode, ended, error, len(playing.chunks), playing.texts)
         self._on_end(playing.number, line, None if ended is None else np.concatenate(playing.chunks)[: ended.steps])
@@ -296,23 +296,26 @@ class Scheduler:
         """Print the missing resources while nothing but a wait for capacity happens; raise after a limit."""
         policy, now = self._policy, time.monotonic()
         simulates = any(seat.started and seat.call is not None for seat in self.seats)
-        if policy.lacks is None and (simulates or any(policy.pending.values())):
-            self._moved_s = now
-        waited_s = now - self._moved_s
-        if waited_s > ROOM_TIMEOUT_S:
-            role, why = "simulates" if policy.lacks is None else "decides", self._what_lacks() or "it has its CPUs"
-            raise NoCapacityError(f"no process that {role} has started for {ROOM_TIMEOUT_S:g} s: {why}")
-        if waited_s > TELL_AFTER_S and not self._told:
-            self._told = True
+        if policy.missing_resources is None and (simulates or any(policy.pending.values())):
+            self._last_progress_s = now
+        waited_s = now - self._last_progress_s
+        if waited_s > CAPACITY_TIMEOUT_S:
+            role = "simulates" if policy.missing_resources is None else "decides"
+            why = self._describe_missing() or "it has its CPUs"
+            raise NoCapacityError(f"no process that {role} has started for {CAPACITY_TIMEOUT_S:g} s: {why}")
+        if waited_s > TELL_AFTER_S and not self._reported:
+            self._reported = True
             # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
-            if lacks := self._what_lacks():
-                why = f"{lacks}, unless they are held by processes of this program that a busy machine is slow to start"
-                print_safe(f"waiting      for capacity, at most {ROOM_TIMEOUT_S:g} s: {why}", file=sys.stderr)
+            if missing := self._describe_missing():
+                why = (
+                    f"{missing}, unless they are held by processes of this program that a busy machine is slow to start"
+                )
+                print_safe(f"waiting      for capacity, at most {CAPACITY_TIMEOUT_S:g} s: {why}", file=sys.stderr)
 
-    def _what_lacks(self) -> str | None:
+    def _describe_missing(self) -> str | None:
         """Describe the resources that the next process waits for; None if the cluster has them free."""
         free, totals = ray.available_resources(), ray.cluster_resources()
-        needs = zip(("CPU", "GPU"), self._policy.lacks or (self._cpus, 0), strict=True)
+        needs = zip(("CPU", "GPU"), self._policy.missing_resources or (self._cpus, 0), strict=True)
         lacking = [
             f"needs {n:g} {name}{'s' * (n != 1)}, {free.get(name, 0):g} of the cluster's {totals.get(name, 0):g} free"
             for name, n in needs
@@ -322,7 +325,7 @@ class Scheduler:
         return f"{'; '.join(lacking)}; {remedy}" if lacking else None
 
 
-def _why(error: RayError, step_limit_s: float) -> str:
+def _describe_failure(error: RayError, step_limit_s: float) -> str:
     if isinstance(error, RayTaskError):
         return root_cause(error)
     message = str(error).strip().splitlines()[0]

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from vla_finetuning.rollouts.player import Player, PolicySource
 
 # Deaths of policy servers that an evaluation survives.
-SERVER_DEATHS = 3
+MAX_SERVER_DEATHS = 3
 # Two processes share a CPU: one waits for decisions while the other simulates or decides.
 STAGE_CPUS = SERVER_CPUS = 0.5
 # Limits of policy servers on CPUs: their number, the bytes of all weights, and the fewest episodes for each.
-MOST_SERVERS, SERVERS_BYTES, SERVER_EPISODES = 4, 2 * 2**30, 10
+MAX_SERVERS, MAX_SERVERS_BYTES, MIN_SERVER_EPISODES = 4, 2 * 2**30, 10
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PolicyServer:
             Actions (T, A), the rest of a late chunk, and the policy's text, of each row.
         """
         self.load()
-        seen = _blacked_out(concatenate(observations), rows)
+        seen = _blackened(concatenate(observations), rows)
         chunks: dict[int, np.ndarray] = {}
         left: dict[int, LeftOver] = {}
         texts: dict[int, str | None] = {}
@@ -104,7 +104,7 @@ class PolicyServer:
         return [chunks[i] for i in order], [left.get(i) for i in order], [texts.get(i) for i in order]
 
 
-def _blacked_out(observation: Observation, rows: Sequence[Row]) -> Observation:
+def _blackened(observation: Observation, rows: Sequence[Row]) -> Observation:
     """Return an observation with black images for blindfolded rows."""
     sees = np.array([not row.blindfolded for row in rows])
     if sees.all():
@@ -124,29 +124,29 @@ class PolicyServers(Policy):
         conditions: Mapping[str, Condition],
         sources: Mapping[str, PolicySource],
         options: EvalOptions,
-        cast: Cast,
+        counts: Processes,
         *,
         seed: int,
         use_gpu: bool,
     ) -> None:
         super().__init__()
         self._conditions, self._options, self._seed, self._gpus = conditions, options, seed, int(use_gpu)
-        self._arguments = dict(sources), options.batch_size, options.exact, cast.threads
+        self._arguments = dict(sources), options.batch_size, options.exact, counts.threads
         self._free, self._deaths = list[Any](), 0
         self._answer_limit_s = Timeouts.from_environment().worker
         # Server and start time of each pending call.
         self._busy: dict[ray.ObjectRef[Any], tuple[Any, float]] = {}
-        for _ in range(cast.servers):
+        for _ in range(counts.servers):
             self._make_server()
 
     def _make_server(self) -> None:
         server_class: Any = ray.remote(PolicyServer).options(num_cpus=SERVER_CPUS, num_gpus=self._gpus)
         server = server_class.remote(*self._arguments)
-        self.lacks = SERVER_CPUS, self._gpus  # until a server answers
-        self._await(server, server.__ray_ready__.remote(), [])
+        self.missing_resources = SERVER_CPUS, self._gpus  # until a server answers
+        self._track(server, server.__ray_ready__.remote(), [])
         server.load.remote()  # while the stages start
 
-    def _await(self, server: Any, ref: ray.ObjectRef[Any], batch: list[Seat]) -> None:
+    def _track(self, server: Any, ref: ray.ObjectRef[Any], batch: list[Seat]) -> None:
         self._busy[ref], self.pending[ref] = (server, time.monotonic()), batch
 
     def _replace(self, ref: ray.ObjectRef[Any], why: str) -> None:
@@ -154,7 +154,7 @@ class PolicyServers(Policy):
         (server, _), batch = self._busy.pop(ref), self.pending.pop(ref)
         ray.kill(server)
         self._deaths += 1
-        if self._deaths > SERVER_DEATHS:
+        if self._deaths > MAX_SERVER_DEATHS:
             raise RuntimeError(f"policy servers died {self._deaths} times: {why}")
         self._make_server()
         for seat in batch:
@@ -179,7 +179,7 @@ class PolicyServers(Policy):
             if lost is not None:
                 yield batch, lost
                 continue
-            self.lacks = None
+            self.missing_resources = None
             if batch:
                 chunks, left, texts = decided
                 waited = (playing for seat in batch for playing in seat.playing)
@@ -199,7 +199,7 @@ class PolicyServers(Policy):
                 seat.since = None
                 rows += map(self._row, seat.playing, seat.decisions)
             server = self._free.pop(0)
-            self._await(server, server.act.remote(rows, *(seat.seen for seat in batch)), batch)
+            self._track(server, server.act.remote(rows, *(seat.seen for seat in batch)), batch)
 
     def _row(self, playing: Playing, decision: Decision) -> Row:
         episode, condition = playing.episode, self._conditions[playing.episode.condition]
@@ -209,7 +209,7 @@ class PolicyServers(Policy):
 
 
 @dataclass(frozen=True)
-class Cast:
+class Processes:
     """Numbers of processes of an evaluation.
 
     Attributes:
@@ -226,14 +226,16 @@ class Cast:
     slots: int
 
     @classmethod
-    def of(cls, options: EvalOptions, cpus: float, *, episodes: int, weights_bytes: int = 0, use_gpu: bool) -> Cast:
+    def of(
+        cls, options: EvalOptions, cpus: float, *, episodes: int, weights_bytes: int = 0, use_gpu: bool
+    ) -> Processes:
         """Choose the numbers of processes; the default of `options` fills `cpus`.
 
         On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough.
         With `exact` a server has one thread, because the number of threads changes how sums are rounded.
         """
-        fit, worth = SERVERS_BYTES // max(1, weights_bytes), episodes // SERVER_EPISODES
-        servers = options.policy_actors or (1 if use_gpu else max(1, min(int(cpus), MOST_SERVERS, fit, worth)))
+        fit, worth = MAX_SERVERS_BYTES // max(1, weights_bytes), episodes // MIN_SERVER_EPISODES
+        servers = options.policy_actors or (1 if use_gpu else max(1, min(int(cpus), MAX_SERVERS, fit, worth)))
         stages = options.env_actors or max(2, int((cpus - servers * SERVER_CPUS) / STAGE_CPUS))
         stages = max(1, min(stages, episodes))
         threads = 1 if options.exact or use_gpu else max(1, round(stages * STAGE_CPUS / servers + SERVER_CPUS))
@@ -271,11 +273,11 @@ def play(
         RuntimeError: as `Scheduler.play`; or too many policy servers died.
     """
     cpus, weights_bytes = ray.cluster_resources().get("CPU", 1.0), sum(s.weights_bytes for s in sources.values())
-    cast = Cast.of(options, cpus, episodes=len(episodes), weights_bytes=weights_bytes, use_gpu=use_gpu)
+    counts = Processes.of(options, cpus, episodes=len(episodes), weights_bytes=weights_bytes, use_gpu=use_gpu)
     used = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
-    policy = PolicyServers(conditions, sources, options, cast, seed=seed, use_gpu=use_gpu)
+    policy = PolicyServers(conditions, sources, options, counts, seed=seed, use_gpu=use_gpu)
     scheduler = Scheduler(
-        used, stages=cast.stages, slots=cast.slots, cpus=STAGE_CPUS, step_limit_s=Timeouts.from_environment().step
+        used, stages=counts.stages, slots=counts.slots, cpus=STAGE_CPUS, step_limit_s=Timeouts.from_environment().step
     )
     try:
         scheduler.play(dict(enumerate(episodes)), policy, lambda _, *ended: on_end(*ended), stopped)

@@ -25,7 +25,7 @@ from vla_finetuning.envs.protocol import (
     choose_initial_state,
     close_quietly,
     look_on_demand,
-    looked,
+    shows_state,
     stack,
     state_hash,
 )
@@ -85,7 +85,7 @@ class Stage:
         for slot in self._slots:
             while (slot.free or slot.over) and (slot.over or to_begin):
                 if slot.over:
-                    ended.append(slot.take_ended())
+                    ended.append(slot.pop_result())
                 else:
                     slot.begin(to_begin.pop(0))
         self._waiting = [slot for slot in self._slots if not slot.free]
@@ -95,7 +95,7 @@ class Stage:
 
     def take_seconds(self) -> tuple[float, float]:
         """Return the seconds spent simulating and rendering (`rendering_s`) since the last call."""
-        rendered_s = sum(slot.take_rendering_s() for slot in self._slots)
+        rendered_s = sum(slot.pop_rendering_s() for slot in self._slots)
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s - rendered_s, rendered_s
 
@@ -124,27 +124,27 @@ class _Slot:
     def begin(self, playing: Playing) -> None:
         """Reset the environment of the episode's task, and execute the chunks that the episode has already."""
         self._playing, self._chunks = playing, list(playing.chunks)
-        self._try(self._begin)
+        self._with_retries(self._begin)
 
     def execute(self, chunk: np.ndarray) -> None:
         """Step through the actions of a chunk (T, A) until the episode is over."""
         self._chunks.append(chunk)
-        self._try(lambda: self._execute(chunk))
+        self._with_retries(lambda: self._execute(chunk))
 
-    def _try(self, play: Callable[[], None]) -> None:
+    def _with_retries(self, play: Callable[[], None]) -> None:
         for last in (*[False] * (ATTEMPTS - 1), True):
             try:
                 return play()
             except ContractError:
                 raise  # all other episodes would fail alike
             except Exception as error:  # an environment may raise anything, which ends its episode alone
-                self._forget()
+                self._drop_env()
                 if last:
                     self._failed = Failed(self._playing.number, f"{type(error).__name__}: {error}")
                     self.free, self.over = False, True
             play = self._begin
 
-    def _forget(self) -> None:
+    def _drop_env(self) -> None:
         """Drop the environment, so that the next episode makes a new one."""
         if self._task is not None:
             close_quietly(self._env)
@@ -179,7 +179,7 @@ class _Slot:
                 return
             with _limit(self._step_limit_s):
                 self._step(action, look and (number == len(chunk) or self._may_be_last()))
-            if look and self._truncated and self._playing.bootstraps and not looked(self._env):
+            if look and self._truncated and self._playing.bootstraps and not shows_state(self._env):
                 raise ContractError(
                     f"{self._playing.episode.task} ended an episode after {len(self._success) - 1} steps, before its "
                     "step limit, and its last state was not rendered: register it with that limit as "
@@ -208,12 +208,12 @@ class _Slot:
         self._rewards.append(0.0)
         return Decision(self._number, len(self._rewards) - 1, self._instruction)
 
-    def take_ended(self) -> Ended | Failed:
+    def pop_result(self) -> Ended | Failed:
         self.free, self.over = True, False
         if (failed := self._failed) is not None:
             self._failed = None
             return failed
-        can_tell = self._env.has_wrapper_attr("state_hash") or looked(self._env)
+        can_tell = self._env.has_wrapper_attr("state_hash") or shows_state(self._env)
         # The decision after a time limit has no reward.
         rewards = self._rewards[: len(self._rewards) - (self._truncated and self._playing.bootstraps)]
         return Ended(
@@ -232,7 +232,7 @@ class _Slot:
             truncated=self._truncated,
         )
 
-    def take_rendering_s(self) -> float:
+    def pop_rendering_s(self) -> float:
         if self._task is None or not self._env.has_wrapper_attr("rendering_s"):
             return 0.0
         seconds = float(self._env.get_wrapper_attr("rendering_s"))
