@@ -55,7 +55,6 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 
 def resolve(examined: Examined, _: ExitStack) -> ValueRun:
-    """Resolve the run."""
     return resolve_value(examined.config, datasets=examined.datasets)
 
 

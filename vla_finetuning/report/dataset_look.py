@@ -97,10 +97,7 @@ class Look:
     Attributes:
         episodes: the episodes that were read, int64.
         rows: number of rows that were read.
-        shown: the episode of `time_s`, `curves` and `sheet`.
-        time_s: time of each of its frames, float64 (N,).
-        curves: values of its features, `{feature: float (N, D)}`.
-        sheet: moments of it.
+        shown: the episode of `time_s`, float64 (N,), `curves`, `{feature: float (N, D)}`, and `sheet`.
         ranges: range of each dimension, for features in stats.json. Where its quantiles do not describe the rows that
             were read, q01 and q99 are those of the rows.
         findings: warnings, worst first.

@@ -104,7 +104,6 @@ def _styled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _chart(xlabel: str, ylabel: str = "", height: float = HEIGHT) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure of one chart, `height` inches high, and its axes, in the page's style."""
     with _styled():
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
@@ -392,7 +391,6 @@ def _shorten(name: str, limit: int = 22) -> str:
 
 
 def _themed(style: str) -> str:
-    """Replace colours by the page's CSS variables, and remove the font."""
     for colour, variable in CSS_VARIABLES.items():
         style = style.replace(colour, f"var({variable})")
     return re.sub(r"font-family: [^;]*; ?", "", style)

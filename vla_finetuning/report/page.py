@@ -195,7 +195,6 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
 
 
 def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
-    """Return the page of a run as text."""
     config = read_json(output_dir / CONFIG_NAME)
     facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
     lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
@@ -215,7 +214,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         ],
         # The chart of the closed loop shows the intervals of held-out success.
         charts=metric_charts(
-            [_drop_prefix(line, "held_out_interval") for line in lines],
+            [{key: v for key, v in line.items() if not key.startswith("held_out_interval")} for line in lines],
             [attempt["resumed_from_step"] for attempt in starts[1:]],
         ),
         held_out=list(_held_out(evaluation, facts)),
@@ -232,10 +231,6 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     )
 
 
-def _drop_prefix(line: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if not key.startswith(prefix)}
-
-
 def _subtitle(done: int, total: int | None) -> str:
     if not done:
         return "No step has been logged yet."
@@ -247,7 +242,6 @@ def _subtitle(done: int, total: int | None) -> str:
 def _key_figures(
     metrics: Metrics, evaluation: Mapping[str, Any], done: int, total: int | None
 ) -> list[tuple[str, str]]:
-    """Return the figures of the summary as (name, value)."""
     entries = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
     if "loss" in metrics:
         entries.append(("loss", _number(metrics["loss"][-1])))
@@ -378,7 +372,6 @@ def _skipped(output_dir: Path) -> dict[str, Any] | None:
 
 
 def _draw_look(look: Look) -> dict[str, Any]:
-    """Return the template's values for a dataset: the look and its figures."""
     meta = look.meta
     lengths_s = meta.episode_length / meta.fps
     curves = []
@@ -443,7 +436,6 @@ def _duration(seconds: float) -> str:
 
 
 def _bar(value: float, most: float) -> int:
-    """Return the length of a bar in percent."""
     return round(100 * min(value / most, 1)) if most else 0
 
 

@@ -147,7 +147,6 @@ class Follower:
         return lines
 
     def _save(self) -> None:
-        """Write the tracker's run and last logged line to tracking.json."""
         state = {"run_id": self._tracker.run_id, "line": self._logged[-1] if self._logged else None}
         path = self._output_dir / TRACKING_NAME
         write_json(path, {**read_json(path), self._name: state})

@@ -34,7 +34,6 @@ class Actor:
     """A policy with its current weights, and the processors between it and an environment.
 
     Args:
-        loss: the module that trains, which also acts.
         player: the policy's processors before and after the network.
         prompts: lengths to which prompts are cut.
         inference_batch: maximum number of rows per forward pass.
@@ -59,7 +58,7 @@ class Actor:
         self._player, self._prompts, self._inference_batch = player, prompts, inference_batch
         self._checked = False
         self.busy_s = 0.0
-        self.config = config = loss.policy.config
+        config = loss.policy.config
         self.n_action_steps: int = config.n_action_steps
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
@@ -117,7 +116,7 @@ class StochasticActor:
     """
 
     def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int) -> None:
-        self._actor, self._sde, self.seed, self.iteration, self.device = actor, sde, seed, iteration, actor.device
+        self._actor, self._sde, self.seed, self.iteration = actor, sde, seed, iteration
         self._recorded: list[dict[str, Tensor]] = []
         self._rows: dict[tuple[int, int], int] = {}
 

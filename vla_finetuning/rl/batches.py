@@ -92,15 +92,19 @@ class RolloutGroup:
         return self._column("success_once")
 
     @property
+    def ordered(self) -> list[Line]:
+        """Return the E lines in the order of `numbers`."""
+        return [self.lines[number] for number in self.numbers.ravel().tolist()]
+
+    @property
     def played(self) -> list[Line]:
         """Return the lines of the episodes that were played to their end."""
-        lines = (self.lines[number] for number in self.numbers.ravel().tolist())
-        return [line for line in lines if line["error"] is None]
+        return [line for line in self.ordered if line["error"] is None]
 
     @property
     def decisions(self) -> np.ndarray:
         """Return how many decisions each episode had, int64 (E,); 0 if it could not be played."""
-        return np.array([len(self.lines[number]["rewards"] or ()) for number in self.numbers.ravel().tolist()])
+        return np.array([len(line["rewards"] or ()) for line in self.ordered])
 
     def rewards(self, number: int) -> list[float]:
         """Return the reward of each decision of an episode: the environment's, or 1 for the first that succeeds."""
@@ -116,8 +120,7 @@ class RolloutGroup:
         return RolloutGroup(numbers, {**self.lines, **other.lines}, self.reward)
 
     def _column(self, name: str) -> Tensor:
-        lines = [self.lines[number] for number in self.numbers.ravel().tolist()]
-        values = [math.nan if line["error"] is not None else float(line[name]) for line in lines]
+        values = [math.nan if line["error"] is not None else float(line[name]) for line in self.ordered]
         return torch.tensor(values).view(self.numbers.shape)
 
 
@@ -236,7 +239,6 @@ class RolloutBatch:
         return self.rows * self._config.grpo.epochs if self._demonstrations else 0
 
     def computing(self) -> torch.autocast:
-        """Return the context in which the network computes."""
         return self._actor.computing()
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, Batch]]:

@@ -22,7 +22,6 @@ from vla_finetuning.training.worker import Worker
 
 
 def make_rollouts(scene: Scene, options: GrpoOptions, timeouts: Timeouts) -> Scheduler:
-    """Start the processes of this rank's environments."""
     return Scheduler(
         task_makers(scene.env),
         stages=options.env_actors,
@@ -52,7 +51,7 @@ def play_iteration(
             break
         rounds.append(play_groups(options, scene, rollouts, explorer, worker, places.tolist(), replacement))
         group = group.with_groups(rounds[-1], places)
-    check_played([group.lines[number] for number in group.numbers.ravel().tolist()])
+    check_played(group.ordered)
     return group, rounds
 
 

@@ -36,7 +36,7 @@ class Judge:
         loss, self._autocast = build_model(spec, device)
         assert isinstance(loss, ValueLoss)
         check_attention(spec, loss, device, self._autocast, None)
-        load_checkpoint(checkpoint, dict(trained(loss)))
+        load_checkpoint(checkpoint, {name: p for name, p in loss.named_parameters() if p.requires_grad})
         self._loss, self._device, self._rows, self._prompts = loss.eval(), device, rows, spec.prompts[-1:]
         self._collate = NumpyToTorchCollate(use_gpu)
 
@@ -56,11 +56,6 @@ class Judge:
         inputs = {key: value.to(self._device, non_blocking=True) for key, value in self._collate(columns).items()}
         with torch.no_grad(), torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
             return self._loss.value(inputs).float().cpu().numpy()
-
-
-def trained(loss: ValueLoss) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of a value function that train, with their names in a checkpoint."""
-    return [(name, parameter) for name, parameter in loss.named_parameters() if parameter.requires_grad]
 
 
 def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:

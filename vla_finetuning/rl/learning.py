@@ -91,9 +91,7 @@ def metrics_of(
 ) -> dict[str, Any]:
     """Return an iteration's entries of metrics.jsonl, equal on all ranks. Every rank must call it.
 
-    Args:
-        played: the groups that the policy learned from.
-        rounds: the groups of every round, over which success and costs are counted.
+    The policy learned from the groups `played`; success and costs are counted over the groups of all rounds.
     """
     means = sum_means(stack_ranks(objective.sums))
     success, returns = (torch.cat([getattr(group, name) for group in rounds]) for name in ("success", "returns"))

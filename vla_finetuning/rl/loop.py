@@ -110,7 +110,6 @@ class GrpoState(LoopState):
         return self.episodes if self.run.demonstrations is None else self.first_row
 
     def take_step(self, batches: Iterator[Batch]) -> None:
-        """Play an iteration's groups and update the policy."""
         run, worker, options, iteration = self.run, self.worker, self.run.options, self.step
         gc.collect()  # free the images of the previous iteration before this one's are added
         self.times = Times()
@@ -145,7 +144,7 @@ class GrpoState(LoopState):
     def _learn(self, rollouts: RolloutBatch) -> list[StepResult]:
         """Take an iteration's updates; stop when the divergence exceeds --grpo.target_kl."""
         options, results = self.run.options, list[StepResult]()
-        self.objective.clear()
+        self.objective.sums.zero_()
         for epoch in range(options.epochs):
             for rows, count, micros in rollouts.epoch(epoch):
                 before = self.objective.sums.clone()

@@ -69,9 +69,8 @@ class Scene:
     """The environment in which a policy learns.
 
     Attributes:
-        env: LeRobot's configuration of the environment.
         cameras: the cameras that the policy sees, by its own keys.
-        tasks: names of the tasks; groups rotate through them.
+        tasks: the tasks, through which groups rotate.
         longest: maximum number of steps of an episode; None if unknown.
         states: training and held-out initial states of each task that has a list of them. Initial states of the other
             tasks are drawn from seeds, which differ between training and evaluation.
@@ -125,7 +124,6 @@ class GrpoRun:
 
     @property
     def episodes(self) -> int:
-        """Return the number of episodes of an iteration, of all workers."""
         return self.options.groups * self.options.group_size
 
 
@@ -216,7 +214,6 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
 
 
 def describe_grpo(run: GrpoRun) -> str:
-    """Return the plan as text."""
     config, g, job, policy, scene = run.config, run.options, run.job, run.policy, run.scene
     assert policy.parameters is not None
     decisions = scene.most_decisions(policy.config.n_action_steps) + g.bootstrap_time_limit
@@ -257,7 +254,6 @@ def describe_grpo(run: GrpoRun) -> str:
 
 
 def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:
-    """Return the plan's lines about lists of initial states, if a task has one."""
     states = scene.states.values()
     if not states:
         return []

@@ -54,10 +54,8 @@ class ValueRun:
 
     Attributes:
         training: the run of `vla.train`; its policy is the value function, its rows have returns.
-        success: outcome of each episode, bool (E,) for each dataset.
-        corrected: mask of the frames that are corrections, bool (F,) for each dataset.
-        tasks: task number of each episode, int64 (E,) for each dataset.
-        returns: return of each frame, float32 (F,) for each dataset.
+        success, tasks: outcome and task number of each episode, bool and int64 (E,) for each dataset.
+        corrected, returns: mask of corrections and return of each frame, bool and float32 (F,) for each dataset.
     """
 
     config: ValueConfig
@@ -76,7 +74,6 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     """Find, read and check everything that the run needs.
 
     Args:
-        gpus_found: as for `resolve`.
         datasets: the datasets, if `preflight.examine` has found them for these options.
     Raises:
         ValueError, FileNotFoundError: something is missing or wrong; the message names the remedy.
@@ -169,7 +166,6 @@ def _count(policy: PolicySpec, spec: ValueSpec) -> TrainableReport:
 
 
 def describe_value(run: ValueRun) -> str:
-    """Return the plan as text."""
     rows, v = run.training.rows, run.config.value
     used, held_out = (_select_outcomes(run.success, episodes) for episodes in (rows.episodes, rows.eval_episodes))
     corrected = sum(int(frames.sum()) for frames in run.corrected)

@@ -39,9 +39,8 @@ class Gateway:
     """Send the observations of sessions to the replicas as requests.
 
     Args:
-        interfaces: the interface of each robot's policy, by its name.
-        seed: seed of the policy's noise.
-        token: token that clients must send; None to let any client connect.
+        interfaces: the interface of each robot's policy, by the robot's name.
+        token: clients must send it; None to accept all clients.
     """
 
     def __init__(self, interfaces: Mapping[str, Interface], batches: Batches, seed: int, token: str | None) -> None:

@@ -50,7 +50,6 @@ class _Client:
 
     Attributes:
         joints: the robot's names of joints, in the order of the policy's state.
-        cameras: the robot's names of cameras.
         actions: number of actions per chunk that the robot requests.
         newest: the latest observation that has no actions yet.
         answered: steps that have actions.

@@ -34,10 +34,8 @@ class Interface:
 
     Attributes:
         robot: name of the robot; "" if there is only one.
-        policy_type: LeRobot's name of the policy's type.
         cameras: whether the policy needs each camera, by the dataset's names.
         vectors: length of each vector, by the dataset's names.
-        action_width: number of entries of an action.
         chunk_size: number of actions of an answer.
         rename_map: maps clients' names to the dataset's. Vectors with the same target are joined.
         facts: content of robot.json.
@@ -178,7 +176,6 @@ def _instruction(sent: dict[str, Any]) -> str:
 
 
 def _image(name: str, value: Any) -> np.ndarray:
-    """Return an image as uint8 (H, W, 3)."""
     description = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3:
         if value.shape[2] != 3 and value.shape[0] == 3:
@@ -189,7 +186,6 @@ def _image(name: str, value: Any) -> np.ndarray:
 
 
 def _vector(name: str, value: Any) -> np.ndarray:
-    """Return a vector as float32."""
     array = np.atleast_1d(np.asarray(value)) if isinstance(value, (np.ndarray, np.number, float, int, list)) else None
     if array is None or array.dtype.kind not in "fiu" or array.ndim != 1:
         description = type(value).__name__ if array is None else f"{array.dtype} {array.shape}"

@@ -94,7 +94,6 @@ async def listening(
 
 
 async def _answer(gateway: Gateway, session: Session, data: bytes | str) -> bytes | str:
-    """Return the answer to an observation, or an error message as text."""
     started = time.perf_counter()
     try:
         with gateway.reading(session):

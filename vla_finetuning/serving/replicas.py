@@ -91,8 +91,7 @@ class Batches:
     """Send requests to the replicas, one batch per replica at a time.
 
     Args:
-        replicas: Serve's handle of the deployment.
-        count: number of replicas.
+        replicas: Serve's handle of the deployment, which has `count` replicas.
         size: maximum number of rows of a batch.
         wait_s: seconds to wait for more requests, if the last batch had several rows.
         timeout_s: maximum seconds of a batch.
@@ -112,7 +111,6 @@ class Batches:
         return await future
 
     def _start(self) -> None:
-        """Start a batch if a replica is free and requests wait."""
         if self._waiting and self._free:
             self._free -= 1
             task = asyncio.create_task(self._run())  # not awaited: callers may be cancelled

@@ -18,8 +18,6 @@ from vla_finetuning.rl.batches import RolloutBatch, RolloutGroup
 from vla_finetuning.rl.sampler import FlowSDE
 
 EPSILON = 1e-6
-
-
 # Entries of `Objective.sums`: sums over rows, `ratio_off` a maximum. KLs are (r - 1) - log r per executed dimension (of
 # an action, times actions): `kl` of the policy that acted to the policy now, `kl_start` to that of the run's start.
 # `clipped` is the share of steps that the clip left without a gradient, `ratio_off` the largest |r - 1|.
@@ -32,16 +30,11 @@ class Objective(nn.Module):
     A subclass implements `select_episodes`, `prepare`, `forward` and `describe`, and is the METHOD of a module of this
     package.
 
-    Args:
-        loss: the loss of the policy, whose network computes.
-        sde: the random sampler by which the policy acted.
-        seed: seed of parameters that the objective adds.
-
     Attributes:
-        scores: whether decisions are scored once before the first update; the plan counts this.
+        scores: whether decisions are scored before the first update; the plan counts this.
         masks_padding: whether the policy's loss leaves out actions that were not executed.
         critic: a module that trains beside the policy and affects it by advantages only; None if there is none.
-        sums: float32 (len(SUMS),) on the device, over the micro-batches since `clear`.
+        sums: float32 (len(SUMS),) on the device, over the micro-batches of an iteration.
     """
 
     scores: ClassVar[bool] = True
@@ -94,9 +87,6 @@ class Objective(nn.Module):
         for name, value in values.items():
             total = self.sums[SUMS.index(name)]
             total.copy_(torch.maximum(total, value) if name == "ratio_off" else total + value)
-
-    def clear(self) -> None:
-        self.sums.zero_()
 
 
 def sum_means(sums: Tensor) -> dict[str, float]:
