@@ -82,9 +82,7 @@ def resolve(examined: Examined, stack: contextlib.ExitStack) -> GrpoRun | None:
     if config.policy_path is None:
         folder = imitated(stack, config.dry_run)
         if folder is None:
-            print_safe(
-                "Imitation    comes first, and has not run: the plan is that of its policy; run without --dry_run"
-            )
+            print_safe("Imitation    has not run, and the plan depends on its policy: run without --dry_run")
             return None
         config = replace(config, policy_path=str(folder))
     return resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
@@ -144,7 +142,7 @@ def imitated(stack: contextlib.ExitStack, dry_run: bool) -> Path | None:
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
         cluster.connect()  # for `vla.main` and for this run
-        print_safe("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
+        print_safe("Imitation    vla.py trains on demonstrators that go to the wrong bin in 30 % of their episodes")
         flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
         flags += ["--resume", "auto"]  # continues an interrupted run; a run in progress is refused
         if vla.main([*flags, "--dataset.eval_split", "0"]):

@@ -73,7 +73,7 @@ def work(run: ValueRun) -> int:
         trained = steps_done(job) >= job.steps  # a resumed run may only have to label
         if not trained and not fit(job, lambda: vla.make_trainer(training, data_options, train_loop_per_worker)):
             return 3
-        print_safe("Labels       what each frame is worth")
+        print_safe("Labels       computing the value of each frame")
         print_safe_text(label_frames(run, training, exported_checkpoint(job, best=False)))
     print_safe(f"Labels       {address(job.output_dir / LABELS_NAME)}", report_line(job.output_dir))
     finish(job.output_dir, job.steps)

@@ -159,10 +159,10 @@ def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
 def test_iterations_that_were_played_without_it_are_missed(base, tmp_path):
     assert train_as(resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.iterations": 1}))
     late = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
-    with pytest.raises(ValueError, match="has not the episodes of 1 of 1 iterations"):
+    with pytest.raises(ValueError, match="lacks the episodes of 1 of 1 iterations"):
         grpo.plan(late, None)
     assert train_as(late)
-    with pytest.raises(ValueError, match="has not the episodes of 1 of 3 iterations"):
+    with pytest.raises(ValueError, match="lacks the episodes of 1 of 3 iterations"):
         record_rollouts(late)
 
 

@@ -94,7 +94,7 @@ def test_another_robot_is_refused_before_it_moves(addresses, setup, error):
 @pytest.mark.parametrize(
     ("sent", "error"),
     [
-        (observation(top=None), "lacks top, of which the robot spoke"),
+        (observation(top=None), "lacks top, which the robot announced"),
         (observation(x="far"), "observation's x are no numbers"),
         (observation(task=7), "needs an instruction"),
         (observation(step=-1), "timestep -1: expected a whole number"),

@@ -79,7 +79,7 @@ def check_episodes(run: GrpoRun, iterations: int) -> None:
     recorded = {int(name.partition("-")[0]) for name in contents(run.job.output_dir / FOLDER)}
     if missing := len(expected - recorded):
         raise ValueError(
-            f"{address(run.job.output_dir)} has not the episodes of {missing} of {len(expected)} iterations, which "
+            f"{address(run.job.output_dir)} lacks the episodes of {missing} of {len(expected)} iterations, which "
             f"were played without {FLAG}, or with a larger --grpo.record_every: both must be given from the first "
             "iteration on"
         )

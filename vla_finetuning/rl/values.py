@@ -90,8 +90,8 @@ def resolve_value(config: ValueConfig, gpus_found: int | None = None, datasets: 
     policy, rows = run.policy, run.rows
     if not family_of(policy.config).flow:
         raise ValueError(
-            f"policy {policy.base['path']} is of type '{policy.config.type}': a value function stands here on what "
-            f"{types_that(lambda family: family.flow)} compute of images and language; "
+            f"policy {policy.base['path']} is of type '{policy.config.type}': a value function needs the features "
+            f"that {types_that(lambda family: family.flow)} compute of images and language; "
             "give a --policy.path of one of these types"
         )
     _check_both_outcomes(config, _select_outcomes(success, rows.episodes))
@@ -189,7 +189,7 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
     """Compute the values of all frames with a checkpoint, write their labels, and return a summary as text.
 
     Args:
-        training: `run.training` with exact statistics.
+        training: `run.training` with its computed statistics.
     """
     rows, v = training.rows, run.config.value
     length = np.concatenate([meta.episode_length for meta in rows.metas])

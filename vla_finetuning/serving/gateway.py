@@ -51,9 +51,9 @@ class Gateway:
         self._requests = Counter("vla_requests", outcomes, ["robot", "outcome"], registry=registry)
         latency = "From an observation to its actions"
         self._seconds = Histogram("vla_request_seconds", latency, ["robot"], buckets=SECONDS, registry=registry)
-        rows = "Observations computed at once, as each of them saw it"
+        rows = "Rows of the batch in which an observation was computed"
         self._rows = Histogram("vla_batch_rows", rows, buckets=ROWS, registry=registry)
-        sessions = "Sessions that are open; of LeRobot's protocol, which does not tell of an end, that are remembered"
+        sessions = "Open sessions; for LeRobot's protocol, which reports no end of a session, those that are remembered"
         self.sessions = Gauge("vla_sessions", sessions, ["protocol"], registry=registry)
 
     def check_token(self, sent: str | None, remedy: str) -> None:

@@ -86,7 +86,7 @@ class _Client:
     def read(self, raw: Mapping[str, Any]) -> tuple[Observation, str]:
         """Read an observation under the robot's own names, as `Interface.read`."""
         if missing := [name for name in (*self.joints, *self.cameras) if name not in raw]:
-            raise ValueError(f"the observation lacks {', '.join(missing)}, of which the robot spoke when it connected")
+            raise ValueError(f"the observation lacks {', '.join(missing)}, which the robot announced when it connected")
         if wrong := [joint for joint in self.joints if not isinstance(raw[joint], (int, float, np.number))]:
             raise ValueError(f"the observation's {', '.join(wrong)} are no numbers")
         message = {f"{OBS_IMAGES}.{name}": raw[name] for name in self.cameras} | {"task": raw.get("task", "")}
