@@ -70,6 +70,18 @@ def test_what_a_process_writes_others_read(url):
     assert sizes(other) == {"inner/m.jsonl": 4} == sizes(one) and contents(other) == ["inner"]
 
 
+def test_a_file_without_a_suffix_is_removed_and_pulled(url):
+    one, other, bucket = as_path(url), other_process(url), Bucket(url)
+    (one / "stop").touch()
+    push(one / "stop")
+    pull(other / "stop")
+    assert (other / "stop").exists()
+    remove(one / "stop")
+    assert bucket.names() == set()
+    pull(one)
+    assert not (one / "stop").exists()
+
+
 def test_only_what_changed_is_sent_and_fetched(url, faults):
     one, other = as_path(url), other_process(url)
     for name in ("a", "b"):

@@ -155,12 +155,21 @@ class Mirror:
 
     def objects(self, name: str, at_the_top: bool = False) -> dict[str, Content]:
         """Return the objects of this name and below, or only directly below, by their names in the mirror."""
-        if "." in name.rpartition("/")[2]:
-            with contextlib.suppress(FileNotFoundError):
-                return {name: self.store.head(self.key_of(name))}
         key = self.key_of(name)
-        below = self.store.names(key)[1] if at_the_top else self.store.below(key)
-        return {_joined(name, inside): content for inside, content in below.items()}
+
+        def list_folder() -> dict[str, Content]:
+            below = self.store.names(key)[1] if at_the_top else self.store.below(key)
+            return {_joined(name, inside): content for inside, content in below.items()}
+
+        def list_file() -> dict[str, Content]:
+            with contextlib.suppress(FileNotFoundError):
+                return {name: self.store.head(key)} if name else {}
+            return {}
+
+        # The likelier of the two first: it is a request less.
+        if "." in name.rpartition("/")[2]:
+            return list_file() or list_folder()
+        return list_folder() or list_file()
 
     def pull(self, name: str, at_the_top: bool = False) -> None:
         """Fetch what others changed and is not heavy, by its name from here, or only what is directly below.
@@ -291,7 +300,7 @@ class Mirror:
                 data, tag = self.store.get(self.key_of(name), patience_s=patience_s)
                 temporary.write_bytes(data)
             else:
-                self.store.download(self.key_of(name), content, temporary)
+                self.store.download(self.key_of(name), content, temporary, patience_s)
         except (FileNotFoundError, ChangedError):  # deleted or replaced since it was listed: the next pull has it
             temporary.unlink(missing_ok=True)
             return

@@ -136,9 +136,9 @@ class Store:
         """Return bytes [start, end) of an object. Raises ChangedError unless its content still has that tag."""
         return self._call(key, _range, key, start, end, tag, patience_s=patience_s)
 
-    def download(self, key: str, content: Content, file: Path) -> None:
-        """Write an object into a file of this machine, in pieces. Raises ChangedError if it is not that content."""
-        patience_s = self.limited_patience()
+    def download(self, key: str, content: Content, file: Path, patience_s: float | None = None) -> None:
+        """Write an object into a local file, in pieces. Raises ChangedError if the object is not `content`."""
+        patience_s = self.limited_patience(patience_s)  # the threads do not inherit `within`
 
         def receive(start: int) -> bytes:
             end = min(start + PIECE_BYTES, content.size)
@@ -184,19 +184,20 @@ class Store:
                 except FileNotFoundError as error:
                     # The upload is not known: the answer to its last request was lost, which not every store repeats,
                     # or the store has dropped its pieces.
-                    if is_last:
+                    if is_last or not file.exists():
                         raise StorageError(f"{self._url(key)}: the store does not know the upload ({error})") from error
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are not there, too."""
         import obstore
 
-        def one(key: str) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._call(key, obstore.delete, key)
+        patience_s = self.limited_patience()  # the threads do not inherit `within`
 
-        for _ in _pieces().map(one, keys) if len(keys) > 1 else map(one, keys):
-            pass
+        def delete_one(key: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._call(key, obstore.delete, key, patience_s=patience_s)
+
+        list(_pieces().map(delete_one, keys))
 
     def abort_uploads(self, key: str) -> None:
         """Drop objects below that a dead process began in pieces: they cost money, and are not listed.

@@ -529,7 +529,8 @@ def parse_stats(raw: dict[str, Any], location: str, not_read: list[str]) -> dict
     stats: dict[str, dict[str, np.ndarray]] = {}
     for key, values in raw.items():
         if not isinstance(values, dict):
-            not_read.append(f"{location}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
+            if len(not_read) < MAX_NOT_READ:
+                not_read.append(f"{location}: {key!r:.100}, which is {values!r:.50} and no object of statistics")
             continue
         stats[key] = {}
         for name, value in values.items():
