@@ -1,9 +1,8 @@
-"""What a LeRobot dataset says about itself: features, tasks, statistics, which file holds which episode.
+"""Read and check the metadata of a LeRobot dataset: features, tasks, statistics and the location of each episode.
 
-Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: paths are those that
-`paths` allows, and every number is checked before it is used.
-Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`; its tables are read by `metadata_v3`, those of older
-versions by `metadata_v2`.
+`load_metadata` is the entry point; it decodes no frame and starts no Ray. Files are not trusted: `paths` checks every
+path, and every number is checked before use. `metadata_v3` reads the tables of v3.0 (LeRobot 0.6.1,
+`lerobot/datasets/dataset_metadata.py`), and `metadata_v2` reads the tables of older versions.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from vla_finetuning.options.environment import ENVIRONMENT_NAME
 STATS_PATH = "meta/stats.json"
 
 _MAX_FPS = 100_000
-# Lines about what is not read.
+# Most lines about damaged statistics in `not_read`.
 MAX_NOT_READ = 20
 # LeRobot's default (`VideoEncoderConfig.g`).
 KEY_FRAME_ROWS = 2
 
 
 def key_frame_rows(features: Iterable[Feature]) -> int:
-    """Return how many frames the key frames of videos are apart, from an episode's first on.
+    """Return the smallest distance between key frames among the videos, in frames.
 
-    The smallest number that one of them states (where every frame is one, it does not matter), and LeRobot's default
-    where it states none. 1 without videos.
+    Videos in which every frame is a key frame do not count. A video without a stated distance has LeRobot's default.
+    The result is 1 without videos.
     """
     stated = [feature.info.get("video.g") for feature in features if feature.dtype == "video"]
     apart = [n if type(n) is int and n > 0 else KEY_FRAME_ROWS for n in stated]
@@ -65,17 +64,17 @@ def load_metadata(
 ) -> DatasetMetadata:
     """Read and check the metadata of the LeRobot dataset at `root`. Runs on the driver.
 
-    Reads `meta/` only; `dataset_files.check_files` tells whether the files it names are there.
+    Read `meta/` only; `dataset_files.check_files` checks that the data and video files exist.
 
     Args:
-        root: a local folder, or a URL of a store that is read (`s3://`, `gs://`, `az://`).
-        storage_options: obstore's for the store (endpoint, credentials).
-        storage_policy: how long requests to an object store may take, and whether blocks of files are cached.
+        root: a local folder or a URL (`s3://`, `gs://`, `az://`).
+        storage_options: options of obstore (endpoint, credentials).
+        storage_policy: time limit of requests to an object store, and cache of file blocks.
     Raises:
-        FileNotFoundError: no such place, not a LeRobot dataset, or a file of `meta/` is missing.
+        FileNotFoundError: `root` does not exist, is not a LeRobot dataset, or lacks a file of `meta/`.
         ValueError: another version than v3.0, v2.1 or v2.0, or a file of `meta/` that is corrupt, contradicts another,
             or points outside the root.
-        OSError: the place cannot be read (credentials, permissions, network).
+        OSError: `root` cannot be read (credentials, permissions, network).
     """
     fs, base, root = _open_root(root, storage_options, storage_policy or StoragePolicy())
     with _naming_dataset(root):
@@ -152,7 +151,7 @@ def load_metadata(
 
 
 def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
-    """The dataset with the features `{key: name}` under other names; its files are read as before.
+    """Rename the features by `names`, `{key: name}`; the files are read as before.
 
     Raises:
         ValueError: two features would have the same name.
@@ -165,12 +164,12 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
 
 
 def without_features(meta: DatasetMetadata, keys: Collection[str]) -> DatasetMetadata:
-    """The dataset without the features `keys`."""
+    """Return the dataset without the features `keys`."""
     return _called(meta, {key: key for key in (*meta.features, *meta.stats, *meta.broken) if key not in keys})
 
 
 def _called(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
-    """Return the dataset with what is said of the features `{key: name}` under these names, and of no others."""
+    """Return the dataset with the features `{key: name}` renamed, and without all other features."""
     by_key = ("features", "stats", "video_files", "episode_video_file", "episode_video_start_s", "broken")
     tables: dict[str, Any] = {table: getattr(meta, table) for table in by_key}
     for table, values in tables.items():
@@ -179,12 +178,12 @@ def _called(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
 
 
 def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> DatasetMetadata:
-    """The dataset with one float32 vector `name` in place of the vectors `keys`, their entries in that order.
+    """Concatenate the vectors `keys` to one float32 vector `name`, in the order of `keys`.
 
-    Its statistics are theirs, where all have them; an entry without a name is called by its feature.
+    Statistics are concatenated where all vectors have them. A dimension without a name is named after its feature.
 
     Raises:
-        ValueError: a feature is missing, given twice or no vector of numbers; another one is called `name`.
+        ValueError: a feature is missing, repeated or not a numeric vector, or another feature is named `name`.
     """
     label = f"dataset {meta.root}"
     if twice := sorted({key for key in keys if list(keys).count(key) > 1}):
@@ -224,10 +223,11 @@ def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> Data
 def reorder_dimensions(
     meta: DatasetMetadata, orders: Mapping[str, tuple[int, ...]], names_of: DatasetMetadata
 ) -> DatasetMetadata:
-    """The dataset with the entries of vectors in another order in its rows; its files and `stats` are as before.
+    """Reorder the dimensions of vectors in rows; files and `stats` keep their order.
 
-    `orders`: by feature, which entry of the rows so far is now a row's first, second, …; they are then called as in
-    `names_of`.
+    Args:
+        orders: for each feature, the index of each new dimension in the current row.
+        names_of: dataset whose features give the names of the reordered dimensions.
     """
     features = dict(meta.features)
     for key, order in orders.items():
@@ -238,7 +238,7 @@ def reorder_dimensions(
 
 
 def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
-    """The feature's own names; its key with a number where it has none, or not as many as dimensions."""
+    """Return the names of the dimensions of `key`, or `key[i]` if they do not match its number of dimensions."""
     names, width = meta.features[key].names or (), meta.features[key].shape[0]
     return list(names) if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
@@ -246,13 +246,13 @@ def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
 def check_readable(
     meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None, remedy: Callable[[list[int]], str]
 ) -> None:
-    """Refuse a choice with episodes that cannot be read.
+    """Refuse chosen episodes that cannot be read.
 
     Args:
-        camera_keys: the cameras that are read; None: all.
-        remedy: says how such episodes are left out.
+        camera_keys: cameras to read; None for all.
+        remedy: function that words how to leave out the given episodes.
     Raises:
-        ValueError: names the episodes, what is wrong with them, and the remedy.
+        ValueError: an episode cannot be read; the message names the episodes, the reason and the remedy.
     """
     places = ["data", *(meta.video_keys if camera_keys is None else camera_keys)]
     chosen = set(episodes.tolist())
@@ -270,15 +270,14 @@ def check_readable(
 
 
 def episode_ranges(numbers: Sequence[int]) -> str:
-    """Return numbers, ascending, as an option takes them: 3,7,20:30."""
+    """Format ascending episode numbers in the syntax of flags: 3,7,20:30."""
     ends = np.flatnonzero(np.diff(numbers) != 1) + 1
     runs = [run.tolist() for run in np.split(np.asarray(numbers), ends)]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}" for run in runs)
 
 
 def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
-    """Return how the pictures of a dataset recorded in a simulator were drawn (record.py); nothing where it is not
-    known.
+    """Return the rendering settings of a dataset recorded in a simulator (record.py), or {} if unknown.
 
     Raises:
         ValueError, OSError: as `load_metadata`.
@@ -294,9 +293,9 @@ def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
 
 
 def read_modality(meta: DatasetMetadata) -> dict[str, dict[str, str]]:
-    """The columns that GR00T's meta/modality.json names, by "state", "action" and "video" and its names for them.
+    """Read the columns in GR00T's meta/modality.json, `{"state" | "action" | "video": {name: column}}`.
 
-    Empty without that file. Source: `gr00t/data/schema.py`, where `original_key` has these defaults.
+    The columns are empty without that file. Source: `gr00t/data/schema.py`, where `original_key` has these defaults.
 
     Raises:
         ValueError, OSError: as `load_metadata`.
@@ -354,7 +353,7 @@ def unreachable(root: str, error: OSError) -> OSError:
 
 @contextlib.contextmanager
 def _naming_dataset(root: str) -> Iterator[None]:
-    """Put the dataset's name before errors that name a file or a key inside it."""
+    """Prefix errors with the name of the dataset."""
     try:
         yield
     except FileNotFoundError as error:
@@ -399,7 +398,7 @@ def _parse_fps(info: dict[str, Any]) -> int:
 
 
 def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]]:
-    """Return the features that rows have, and lines on what else there is, which is not read."""
+    """Return the features of rows, and a line for each feature that is not read."""
     raw = info.get("features")
     if not isinstance(raw, dict):
         raise ValueError(f"{INFO_PATH}: features is {raw!r:.50}, expected an object of features")
@@ -430,7 +429,7 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], list[str]
 
 
 def _row_bytes(feature: Feature) -> int:
-    """Return how much memory a row of a feature takes: frames as they are decoded, numbers as they are stored."""
+    """Return the bytes of a row of `feature` in memory, frames decoded."""
     if feature.dtype in CAMERA_DTYPES:
         return math.prod(feature.shape) * (4 if feature.is_depth else 1)
     return math.prod(feature.shape) * (np.dtype(feature.dtype).itemsize if feature.dtype in NUMERIC_DTYPES else 1)
@@ -439,7 +438,7 @@ def _row_bytes(feature: Feature) -> int:
 def _subtasks(
     fs: fsspec.AbstractFileSystem, base: str, features: Mapping[str, Feature], not_read: list[str]
 ) -> dict[str, Feature]:
-    """Return the feature SUBTASK of a dataset that has its texts among LeRobot 0.6.1's annotations, or by number."""
+    """Return the feature SUBTASK, with texts from LeRobot 0.6.1's annotations or from `subtask_index`, if any."""
     if SUBTASK in features:
         return {}
     if (annotations := features.get("language_persistent")) is not None:
@@ -459,9 +458,9 @@ def _is_name(key: str) -> bool:
 
 
 def _is_essential(key: str, raw: Any) -> bool:
-    """Return whether a policy may be given the feature without its being named: cameras, LeRobot's own names.
+    """Return whether a policy uses the feature by default: a camera or one of LeRobot's standard names.
 
-    A later LeRobot may write others, of types that are not known here.
+    A later LeRobot may add features with unknown dtypes; these are not essential.
     """
     dtype = raw.get("dtype") if isinstance(raw, dict) else None
     if not _is_name(key) or isinstance(dtype, str) and dtype not in DTYPES:
@@ -482,7 +481,7 @@ def _parse_feature(key: str, raw: Any) -> Feature:
         raise ValueError(f"{label}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
     if dtype in CAMERA_DTYPES and len(shape) != 3:
         raise ValueError(f"{label}: shape is {shape}, expected three numbers for a camera (height, width, 3)")
-    video_info = raw.get("video_info")  # where LeRobot had it before v2.1
+    video_info = raw.get("video_info")  # before LeRobot v2.1
     if not isinstance(info or {}, dict) or not isinstance(video_info or {}, dict):
         raise ValueError(f"{label}: info is {info or video_info!r:.50}, expected an object")
     flags = [(info or {}).get("is_depth_map"), (info or {}).get("video.is_depth_map")]
@@ -512,7 +511,7 @@ def _parse_names(label: str, names: Any) -> tuple[str, ...] | None:
 def _read_stats(
     fs: fsspec.AbstractFileSystem, base: str, version: str, not_read: list[str]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Return the statistics of all rows; empty where the dataset has none. Lines on others go to `not_read`."""
+    """Read the statistics of all rows, or {} without any; append lines on unusable ones to `not_read`."""
     if fs.exists(f"{base}/{STATS_PATH}"):
         raw = _read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)
         return parse_stats(raw, STATS_PATH, not_read)
@@ -522,9 +521,9 @@ def _read_stats(
 
 
 def parse_stats(raw: dict[str, Any], location: str, not_read: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    """Return `{feature: {statistic: array}}` of one dimension or more, as LeRobot's `load_stats`.
+    """Convert JSON statistics to `{feature: {statistic: array}}` of at least one dimension, as LeRobot's `load_stats`.
 
-    What is no number is left out, and counts as missing where it is needed; a line says so.
+    Skip values that are not numbers, and append a line for each to `not_read`.
     """
     stats: dict[str, dict[str, np.ndarray]] = {}
     for key, values in raw.items():
@@ -553,9 +552,9 @@ def _place_broken(
     length: np.ndarray,
     broken: Collection[int],
 ) -> None:
-    """Change the file of episodes whose own is not known to that of their neighbours, which stand after them.
+    """Assign episodes with an unknown data file to the file of their neighbours, in place.
 
-    Between two files it is the one that has rows for them, by its footer.
+    Between two files, the row count in the footer of the first decides.
     """
     for episode in sorted(broken):
         before = data_file[max(0, episode - 1)]
@@ -574,12 +573,12 @@ def _in_order(
     tasks: list[tuple[str, ...]],
     broken: dict[str, dict[int, str]],
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
-    """Return the table of episodes in the order of `episode_index`.
+    """Sort the table of episodes by `episode_index`.
 
-    Where a number is missing, the table has the episode before it without frames, and `broken["data"]` says so.
+    Fill a missing number with a copy of the episode before it, of length 0, and note it in `broken["data"]`.
 
     Raises:
-        ValueError: there is no episode, or one is there twice; info.json has other totals.
+        ValueError: no episode, a repeated episode, or totals that differ from info.json.
     """
     index = columns["episode_index"]
     order = np.argsort(index, kind="stable")

@@ -1,11 +1,11 @@
-"""What LeRobot's formats v2.0 and v2.1 keep otherwise than v3.0: a file per episode, and JSON lines in `meta/`.
+"""Read the tables of LeRobot's formats v2.0 and v2.1: one file per episode, and JSON lines in `meta/`.
 
     meta/tasks.jsonl            {"task_index": 0, "task": "pick up the bottle"}
     meta/episodes.jsonl         {"episode_index": 0, "tasks": ["pick up the bottle"], "length": 393}
     meta/episodes_stats.jsonl   v2.1: {"episode_index": 0, "stats": {"action": {"min": [...], ..., "count": [393]}}}
     meta/stats.json             v2.0: statistics of all rows
 
-Read as they are, into what `metadata` makes of v3.0. Layout: LeRobot 0.3, `lerobot/datasets/utils.py`.
+The results have the form of `metadata_v3`. Layout: LeRobot 0.3, `lerobot/datasets/utils.py`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from vla_finetuning.data.paths import MAX_INDEX, read_lines
 
 VERSIONS = ("v2.0", "v2.1")
 TASKS_PATH, EPISODES_PATH, STATS_PATH = "meta/tasks.jsonl", "meta/episodes.jsonl", "meta/episodes_stats.jsonl"
-# For an info.json that does not state them.
+# Defaults for info.json.
 TEMPLATES = {
     "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
     "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
 }
 Stats = dict[str, dict[str, np.ndarray]]
-# Whose statistics are joined at a time.
+# Episodes whose statistics are joined in one batch.
 JOINED_EPISODES = 64
-# Statistics of all features, joined.
+# Limit of the joined statistics of all features.
 JOINED_STATS_BYTES = 16 * 2**20
 
 
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
-    """Instructions by their numbers. Raises ValueError, FileNotFoundError."""
+    """Read the instructions, by `task_index`. Raises ValueError, FileNotFoundError."""
     tasks: dict[int, str] = {}
     for label, line in _lines(fs, base, TASKS_PATH, MAX_TASKS_BYTES):
         index = _whole_number(label, line, "task_index", 0)
@@ -52,10 +52,10 @@ def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
 
 
 def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence[str]) -> EpisodeTable:
-    """Read `meta/episodes.jsonl`. Every episode has files of its own, in which it begins at 0.
+    """Read `meta/episodes.jsonl`. Every episode has its own files and begins at row 0.
 
     Raises:
-        ValueError, FileNotFoundError: naming the line.
+        ValueError, FileNotFoundError: with the number of the line.
     """
     index, length, tasks = [], [], []
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -77,12 +77,12 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence
 
 
 def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: list[str]) -> Stats:
-    """Read statistics of all rows, joined from those of the episodes as LeRobot's `aggregate_stats` does.
+    """Join the statistics of the episodes to statistics of all rows, as LeRobot's `aggregate_stats` does.
 
-    Those of a feature that some episode lacks, or has in another shape, are left out: a line in `not_read` says so.
+    Skip features that some episode lacks or has in another shape, and append a line for each to `not_read`.
 
     Args:
-        parsed: makes arrays of the JSON of an episode's statistics, given the words for where it is.
+        parsed: function of the JSON of an episode's statistics and its location, which returns arrays.
     """
     joined: Stats = {}
     counts: Counter[str] = Counter()
@@ -94,10 +94,10 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
                 raise ValueError(f"{label}: stats is {stats!r:.50}, expected an object")
             yield parsed(stats, label)
 
-    # A few at a time: a dataset may have a gigabyte of them.
+    # Batches bound memory: a dataset may have a gigabyte of statistics.
     for batch in itertools.batched(by_episode(), JOINED_EPISODES):
         episodes += len(batch)
-        # What is joined is the statistics of so many rows, as an episode's are.
+        # Joined statistics have the form of an episode's, with a larger count.
         group = {key: [values] for key, values in joined.items()}
         for episode_stats in batch:
             for key, values in episode_stats.items():
@@ -124,10 +124,10 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any, not_read: 
 
 
 def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of episodes, int64 (N,), and what `meta/episodes.jsonl` says of each under a name, float64 (N,).
+    """Read the episode numbers, int64 (N,), and the values of the key `name`, float64 (N,), in meta/episodes.jsonl.
 
     Raises:
-        ValueError: it says no number of one of them.
+        ValueError: an episode has no number as `name`.
     """
     index, values = [], []
     for label, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES_BYTES):
@@ -141,7 +141,7 @@ def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np
 
 
 def _joined(key: str, episode_stats: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Mean and variance of all rows by the parallel formula, from those of D dimensions in each episode."""
+    """Combine the statistics of episodes: extremes, and mean and variance by the parallel formula."""
     names = ("min", "max", "mean", "std")
     try:
         low, high, mean, std = (np.stack([stats[name] for stats in episode_stats]) for name in names)
@@ -158,7 +158,7 @@ def _joined(key: str, episode_stats: Sequence[Mapping[str, np.ndarray]]) -> dict
 def _lines(
     fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, each with the words by which errors call it."""
+    """Yield the objects of a file of JSON lines, each with its label for errors."""
     for number, line in enumerate(read_lines(fs, base, path, most_bytes, MAX_LINE_BYTES), 1):
         label = f"{path}, line {number}"
         if not line.strip():

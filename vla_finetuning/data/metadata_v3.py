@@ -1,4 +1,4 @@
-"""The tables of LeRobot's format v3.0: `meta/tasks.parquet`, `meta/subtasks.parquet`, the episodes in `meta/episodes/`.
+"""Read the tables of LeRobot's format v3.0: `meta/tasks.parquet`, `meta/subtasks.parquet`, the episodes in `meta/episodes/`.
 
 Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`. Every value is checked.
 """
@@ -28,12 +28,12 @@ EPISODES_PATH = "meta/episodes"
 
 
 def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
-    """Instructions by their numbers. Raises ValueError, FileNotFoundError."""
+    """Read the instructions, by `task_index`. Raises ValueError, FileNotFoundError."""
     return _read_texts(fs, base, TASKS_PATH, "task")
 
 
 def read_subtasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
-    """Read the texts of `subtask_index` by their numbers. Raises ValueError, FileNotFoundError."""
+    """Read the subtasks, by `subtask_index`. Raises ValueError, FileNotFoundError."""
     texts = _read_texts(fs, base, SUBTASKS_PATH, SUBTASK)
     if not texts:
         raise ValueError(f"{SUBTASKS_PATH} has no text")
@@ -41,7 +41,7 @@ def read_subtasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
 
 
 def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) -> dict[int, str]:
-    """Read a table of texts and their numbers, `kind` and `kind`_index."""
+    """Read a table with the columns `kind` (texts) and `kind`_index, by index."""
     check_inside(fs, base, [path])
     number = f"{kind}_index"
     with open_parquet(fs, f"{base}/{path}", name=path) as file:
@@ -60,7 +60,7 @@ def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) 
     by_number: dict[int, str] = {}
     for index, text in zip(indices, texts.to_pylist(), strict=True):
         if text is None:
-            continue  # a row of this task is refused where it is read
+            continue  # reading a row of this task raises
         if by_number.setdefault(index, text) != text:
             raise ValueError(f"{path}: {number} {index} is both {by_number[index]!r:.100} and {text!r:.100}")
         check_instruction(f"{path}: task {index}", text)
@@ -68,9 +68,9 @@ def _read_texts(fs: fsspec.AbstractFileSystem, base: str, path: str, kind: str) 
 
 
 def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
-    """The parquet files of `meta/episodes`, relative to `base`, in order."""
+    """List the parquet files of `meta/episodes`, relative to `base`, sorted."""
     pattern = re.compile(re.escape(f"{base}/{EPISODES_PATH}/") + r"[^/]+/[^/]+\.parquet")
-    # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
+    # Links in local folders may be cyclic, so search two levels only; stores have no folders.
     depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
     full_paths = sorted(path for path in fs.find(f"{base}/{EPISODES_PATH}", **depth) if pattern.fullmatch(path))
     paths = [path[len(base) + 1 :] for path in full_paths]
@@ -84,13 +84,13 @@ def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
 
 
 def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str]) -> EpisodeTable:
-    """Read what is needed of `meta/episodes`, and check it.
+    """Read and check the needed columns of `meta/episodes`.
 
-    There may be millions: columns take shape file by file, and equal instructions are one object.
+    Millions of episodes must fit: columns are converted file by file, and equal instructions share one object.
 
     Raises:
-        ValueError: names the file and the column, where no row could be placed: of the numbers of episodes and their
-            lengths. FileNotFoundError: there is no such file.
+        ValueError: an invalid `episode_index` or `length`; the message names the file and the column.
+        FileNotFoundError: no file.
     """
     file_columns = []
     for prefix in ["data", *(f"videos/{key}" for key in video_keys)]:
@@ -119,12 +119,12 @@ def read_episodes(fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str
                 broken.setdefault("data", {})[episode] = f"has length 0 in {path}"
             tasks += (same.setdefault(t, t) for t in _episode_tasks(part))
 
-    # A column at a time, so that there are never two of all.
+    # Pop each column, so that two copies of all columns never exist at the same time.
     return EpisodeTable({name: np.concatenate(parts.pop(name)) for name in names}, tasks, broken)
 
 
 def _read_file(fs: fsspec.AbstractFileSystem, base: str, path: str, names: list[str], budget: Budget) -> pa.Table:
-    """Read columns of a file of `meta/episodes`, and that of its tasks, if it has one."""
+    """Read the columns `names` of a file of `meta/episodes`, and `tasks` if present."""
     with open_parquet(fs, f"{base}/{path}", name=path) as file:
         stored = file.schema_arrow.names
         if missing := sorted(set(names) - set(stored)):
@@ -152,9 +152,9 @@ def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 
 def _place_column(
     table: pa.Table, name: str, path: str, index: np.ndarray, broken: dict[str, dict[int, str]]
 ) -> np.ndarray:
-    """Return where the episodes `index` are, by a number of a file or seconds in a video: float64.
+    """Read the file numbers, or the starts in a video in seconds, of the episodes `index`: float64 (E,).
 
-    Episodes without one are noted in `broken`, and have that of the episode before, among whose rows theirs may be.
+    Note invalid values in `broken`, and replace each by the value of the episode before.
     """
     column = table[name]
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_null(column.type)):
@@ -172,7 +172,7 @@ def _place_column(
 
 
 def _episode_tasks(table: pa.Table) -> Iterator[tuple[str, ...]]:
-    """Yield the texts of each episode of a file: of a list of texts, or of one; none of anything else."""
+    """Yield the tasks of each episode of a file, stored as a list of texts or one text; () for other types."""
     column = table["tasks"] if "tasks" in table.column_names else pa.chunked_array([pa.nulls(len(table))])
     in_lists = pa.types.is_list(column.type) and pa.types.is_string(column.type.value_type)
     for chunk in column.chunks:
