@@ -1,4 +1,4 @@
-"""What a dataset's metadata says of its episodes, in either format."""
+"""The table of episodes that `metadata_v2` and `metadata_v3` read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class EpisodeTable:
     Attributes:
         columns: by name, arrays (E,): `episode_index` and `length` int64; `data/` and `videos/KEY/` `chunk_index` and
             `file_index` int32; `videos/KEY/from_timestamp` float64.
-        tasks: texts of each episode; none where the files name none.
-        broken: episodes that cannot be read, by "data" or the video key: what is wrong with each, by its number. Their
-            columns hold a neighbour's values.
+        tasks: texts of each episode; () if the files name none.
+        broken: `{"data" | video key: {episode: reason}}` of unreadable episodes; their columns hold a neighbour's
+            values.
     """
 
     columns: dict[str, np.ndarray]
@@ -27,9 +27,9 @@ class EpisodeTable:
     broken: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def known_tasks(self, listed: Collection[str], path: str, not_read: list[str]) -> list[tuple[str, ...]]:
-        """Return the tasks without texts that the dataset's list of tasks lacks: rows name theirs by number.
+        """Return the tasks of each episode without texts outside `listed`, which no row can refer to.
 
-        Lines on those, and on episodes without any, go to `not_read`.
+        Append lines on these texts, and on episodes without tasks, to `not_read`.
         """
         replaced = {texts: tuple(text for text in texts if text in listed) for texts in set(self.tasks)}
         unknown = sorted({text for texts in replaced for text in texts if text not in listed})
@@ -42,7 +42,7 @@ class EpisodeTable:
 
 
 def check_instruction(label: str, text: str) -> None:
-    """Raise ValueError for a text that no one would tell a robot: every row of it is tokenised."""
+    """Raise ValueError for a text that is too long or holds NUL: every row of it is tokenised."""
     if "\0" in text:
         raise ValueError(f"{label} holds a NUL character: {text!r:.100}")
     if len(text) > MAX_INSTRUCTION:

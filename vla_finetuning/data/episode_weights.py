@@ -1,4 +1,4 @@
-"""Numbers of episodes: from a column of a dataset's own meta/episodes, or from a file (`--dataset.episode_weights`)."""
+"""Read one number per episode, from a column of meta/episodes or from a file (`--dataset.episode_weights`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vla_finetuning.data.metadata_v3 import episode_files
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
 FLAG = "--dataset.episode_weights"
-# An epoch has each episode so many times at most: only how weights compare decides what a policy sees.
+# Largest weight, the number of times that an epoch repeats an episode. Only the ratios of weights matter.
 MOST = 1000.0
 
 
@@ -33,15 +33,15 @@ def _forms(flag: str, column: str) -> str:
 def episode_weights(
     metas: Sequence[DatasetMetadata], roots: Sequence[str], source: str, named: Callable[[str], str] = str
 ) -> list[np.ndarray]:
-    """Return how often each episode comes in an epoch, on average, by dataset: float64 (E,), of all episodes it has.
+    """Return the weights of all episodes of each dataset, float64 (E,): their mean number of repeats in an epoch.
 
     Args:
-        roots: what the datasets are called. named: brings a root that a file names into that form.
-        source: a column of meta/episodes, numbers or true and false, for every dataset; or @FILE (`episode_values`), in
-            which an episode that is not named has weight 1.
+        roots: names of the datasets.
+        source: a numeric or bool column of meta/episodes, or @FILE (`episode_values`). Weights default to 1 with @FILE.
+        named: function that normalises a root in the file to the form of `roots`.
     Raises:
-        ValueError: no such column or file, or it has no number from 0 to MOST for an episode; names dataset or file,
-            and episode. FileNotFoundError: no such file.
+        ValueError: no such column, or a weight is not a number from 0 to MOST.
+        FileNotFoundError: the file does not exist.
     """
     if not source.startswith("@"):
         return [_checked(_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas]
@@ -63,13 +63,15 @@ def episode_values(
     flag: str,
     named: Callable[[str], str] = str,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return what a file says of episodes, by dataset: their numbers, int64 (N,), and values, float64 (N,).
+    """Read the episode numbers, int64 (N,), and values, float64 (N,), of each dataset from a file.
 
     Args:
-        roots, named: as for `episode_weights`. column: of the values. flag: that names the file.
+        roots, named: as for `episode_weights`.
+        column: name of the column with the values.
+        flag: the flag that names the file, for errors.
     Raises:
-        ValueError: the file is of another form, or names an episode twice, or one that there is not.
-        FileNotFoundError: no such file.
+        ValueError: another file format, a repeated or unknown episode, or a value that is NaN or empty.
+        FileNotFoundError: the file does not exist.
     """
     by_root = _of_file(path, [named(root) for root in roots], named, column, flag)
     by_dataset = []
@@ -132,7 +134,7 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
     return column.cast(pa.float64(), safe=False).to_numpy()
 
 
-# By dataset, or "" where there is but one: episodes, int64 (N,), and their values, float64 (N,).
+# {root: (episode numbers, int64 (N,), and values, float64 (N,))}; the root is "" if the file names no dataset.
 Found = dict[str, tuple[np.ndarray, np.ndarray]]
 
 

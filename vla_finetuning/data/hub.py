@@ -1,7 +1,6 @@
-"""Repositories of the Hugging Face Hub: which commit a revision is, its files, and what its errors mean.
+"""Resolve revisions, download files and explain errors of the Hugging Face Hub.
 
-Runs on the driver. Tokens are found by `huggingface_hub` itself (`HF_TOKEN` or its token file); no error text holds
-one.
+Runs on the driver. `huggingface_hub` finds the token itself (`HF_TOKEN` or its token file); errors never contain it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_commit(repo_id: str, revision: str | None, *, repo_type: str, default_revision: str | None = None) -> str:
-    """Find the commit that a revision names now, so that a run can be repeated exactly.
+    """Return the commit that a revision names now, so that a run can be repeated exactly.
 
     Args:
         repo_id: `user/name`.
@@ -54,10 +53,10 @@ def download_snapshot(
     cache_dir: str | Path | None = None,
     allow_patterns: Sequence[str] | None = None,
 ) -> str:
-    """Download a repository's files at a commit, those in the cache excepted, and return their folder.
+    """Download a repository at a commit, except for cached files, and return its folder.
 
     Args:
-        cache_dir: None is the cache of `huggingface_hub`.
+        cache_dir: None for the cache of `huggingface_hub`.
         allow_patterns: download only files that match one of these (`fnmatch`, `*` also matches `/`).
     Raises:
         ValueError: no such repository or revision, or no access.
@@ -76,9 +75,9 @@ def download_snapshot(
 
 
 def require_model(repo_id: str, file: str) -> None:
-    """Make sure at once that a file of a model is in the cache or may be downloaded.
+    """Check that a file of a model is cached or may be downloaded.
 
-    Libraries that only try to load it ask again and again for a minute, and then say less.
+    Libraries that load it would retry for a minute and then explain less.
 
     Raises:
         ValueError: no such model, or no access.
@@ -96,7 +95,7 @@ def require_model(repo_id: str, file: str) -> None:
 
 @contextlib.contextmanager
 def explaining_errors(repo_id: str, revision: str | None, repo_type: str, *, cached: bool = True) -> Iterator[None]:
-    """Turn the hub client's errors into what the user can do about them."""
+    """Convert errors of the Hub client to errors with a remedy."""
     import httpx
     from huggingface_hub import errors
 

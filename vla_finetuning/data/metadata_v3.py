@@ -1,4 +1,4 @@
-"""Read the tables of LeRobot's format v3.0: `meta/tasks.parquet`, `meta/subtasks.parquet`, the episodes in `meta/episodes/`.
+"""Read the tables of LeRobot's format v3.0: `meta/tasks.parquet`, `meta/subtasks.parquet`, `meta/episodes/`.
 
 Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`. Every value is checked.
 """

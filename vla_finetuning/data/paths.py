@@ -1,7 +1,7 @@
-"""Which file of a LeRobot v3 dataset holds which episode, and that it lies inside the dataset.
+"""Map the episodes of a LeRobot dataset to files, and check that the files lie inside the dataset.
 
-Path templates and links are not trusted: templates are parsed and not `.format`-ted, and every path stays below
-the root. Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
+Path templates and links are not trusted: the fields of templates are checked before formatting, and every path must
+stay below the root. Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vla_finetuning.data.dataset import naming_file
 from vla_finetuning.files import refuse_pointer
 
 INFO_PATH = "meta/info.json"
-MAX_INDEX = 10**9  # of files and their chunks, and therefore the widest number in a path
-# LeRobot's values for an info.json that does not state them.
+MAX_INDEX = 10**9  # of files and chunks; bounds the width of numbers in paths
+# LeRobot's defaults for info.json.
 DEFAULT_TEMPLATES = {
     "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
     "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
@@ -35,17 +35,17 @@ DEFAULT_CHUNKS_SIZE = 1000
 def assign_files(
     info: Mapping[str, Any], episodes: Mapping[str, np.ndarray], video_key: str | None = None
 ) -> tuple[tuple[str, ...], np.ndarray]:
-    """Give every episode its parquet file, or its mp4 file of a camera.
+    """Assign every episode to its parquet file, or to its mp4 file of a camera.
 
     Args:
-        info: what info.json says.
-        episodes: in the order of `episode_index`, that, and of `data/` or `videos/{video_key}/` the `chunk_index` and
-            `file_index`: integers (E,), checked.
-        video_key: the camera; None for the parquet files.
+        info: content of info.json.
+        episodes: columns `episode_index` and, below `data/` or `videos/{video_key}/`, `chunk_index` and `file_index`:
+            checked integers (E,), sorted by episode.
+        video_key: key of the camera; None for the parquet files.
     Returns:
-        The distinct paths in order of first use, and int32 (E,) into them.
+        The distinct paths in order of first use, and the index of each episode's path, int32 (E,).
     Raises:
-        ValueError: the template is none, leads out of the dataset, or gives different files one path.
+        ValueError: the template is invalid, leads out of the dataset, or gives several files the same path.
     """
     name, prefix = ("data_path", "data") if video_key is None else ("video_path", f"videos/{video_key}")
     template = info.get(name, DEFAULT_TEMPLATES[name])
@@ -82,7 +82,7 @@ def assign_files(
 
 
 def first_row_in_file(file: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """First row of each episode in its file, where episodes stand in the order of their index: int64 (E,)."""
+    """Return the first row of each episode in its file, int64 (E,); a file holds episodes in ascending order."""
     order = np.argsort(file, kind="stable")
     before = np.cumsum(length[order]) - length[order]
     first_of_file = np.r_[True, np.diff(file[order]) > 0]
@@ -107,7 +107,7 @@ def check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str])
             allowed.append(str(folder.parent.parent / "blobs"))
     for path in paths:
         real = os.path.realpath(os.path.join(base, path))
-        with contextlib.suppress(OSError):  # what is not there is said where it is read
+        with contextlib.suppress(OSError):  # reading a missing file raises
             if not stat.S_ISREG(os.stat(real).st_mode):
                 raise ValueError(f"{path} is not a regular file; copy the dataset again")
         if not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
@@ -118,10 +118,11 @@ def check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str])
 
 
 def read_whole(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> bytes:
-    """A file of metadata.
+    """Read a file of metadata.
 
     Raises:
-        FileNotFoundError: it is not there. ValueError: it is larger, or a link to outside of the dataset.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is larger than `most_bytes`, or a link to a place outside the dataset.
         StorageError: the object store does not answer.
     """
     with _naming_metadata(fs, base, path):
@@ -135,12 +136,13 @@ def read_whole(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: 
 def read_lines(
     fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int | None, line_bytes: int
 ) -> Iterator[bytes]:
-    """The lines of a file of metadata, read in pieces: no more than a piece and a line is in memory.
+    """Yield the lines of a file of metadata, with at most 1 MiB and one line in memory.
 
     Args:
-        most_bytes: of the file; None: any number. line_bytes: the most that a line may have.
+        most_bytes: limit of the file's size; None for no limit.
+        line_bytes: limit of a line's size.
     Raises:
-        As `read_whole`; ValueError: a line is longer.
+        As `read_whole`; ValueError: a line is longer than `line_bytes`.
     """
     with _naming_metadata(fs, base, path):
         size = fs.size(f"{base}/{path}")
@@ -177,7 +179,7 @@ def _check_bytes(path: str, size: int, most_bytes: int) -> None:
 
 
 def _fields(label: str, template: Any, *, allow_video_key: bool) -> set[str]:
-    """Return the fields of a path template that `str.format` may fill in: numbers with a width, no attributes."""
+    """Return the fields of a path template; only numbers with a width and `video_key` are allowed."""
     numbers = r"(?:chunk_index|file_index|episode_index|episode_chunk)(?::0[1-9]d)?"
     field = rf"{numbers}|video_key" if allow_video_key else numbers
     if not isinstance(template, str) or not re.fullmatch(rf"(?:[^{{}}]|\{{(?:{field})\}})*", template):

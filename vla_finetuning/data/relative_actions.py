@@ -1,7 +1,7 @@
-"""Normalisation statistics of relative actions: what is left of a chunk when the state at its start is taken off.
+"""Compute normalisation statistics of relative actions: action chunks minus the state at their first frame.
 
-The numbers are those of LeRobot's `compute_relative_action_stats`, to the bit: of every chunk that lies within one
-episode, mean, deviation and extremes, and quantiles from histograms of 5000 bins, by its own code.
+The results equal LeRobot's `compute_relative_action_stats` bit for bit. They cover every chunk within one episode;
+quantiles come from histograms of 5000 bins.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from vla_finetuning.data.dataset import DatasetMetadata, Feature, known_episodes
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, stored_as
 
 ACTION, STATE = "action", "observation.state"
-# LeRobot counts so many at a time, and moves what it counted into new bins where a value lies beyond those before.
+# LeRobot's batch size; results depend on it, as a batch with new extremes rebins the histograms.
 BATCH_CHUNKS = 50_000
 
 
 @dataclass(frozen=True)
 class RelativeActions:
-    """What a policy predicts: actions relative to the state they start from.
+    """How a policy makes actions relative to the state at the start of a chunk.
 
     Attributes:
-        chunk_size: actions of a prediction.
-        dimensions: of an action, true for those that the state is taken off.
-        step: frames of the dataset from an action of a prediction to the next.
+        chunk_size: number of actions in a chunk.
+        dimensions: mask of the action dimensions from which the state is subtracted, in the order of rows.
+        step: frames of the dataset between two actions of a chunk.
     """
 
     chunk_size: int
@@ -38,12 +38,12 @@ class RelativeActions:
 
     @property
     def reach(self) -> int:
-        """Frames from a prediction's first action to its last, both of them counted."""
+        """Number of frames that a chunk spans, its first and last included."""
         return (self.chunk_size - 1) * self.step + 1
 
     def described(self) -> dict[str, Any]:
-        """Return what a digest says of them: of consecutive frames, what it said before there were others."""
-        description = asdict(self)
+        """Return the description in cache digests."""
+        description = asdict(self)  # without the default step, so that caches of earlier versions stay valid
         if self.step == 1:
             del description["step"]
         return description
@@ -58,7 +58,7 @@ def relative_action_stats(
 ) -> dict[str, np.ndarray]:
     """Return all statistics of a dataset's relative actions.
 
-    Runs on the driver, without Ray, as long as LeRobot's. `cache_dir`, `episodes` as for `statistics.complete_stats`.
+    Run on the driver, without Ray. `cache_dir` and `episodes` are as for `statistics.complete_stats`.
 
     Raises:
         ValueError: the state has fewer dimensions than are relative; no episode is as long as a chunk; data that
@@ -97,7 +97,10 @@ def check_relative(meta: DatasetMetadata, relative: RelativeActions, episodes: n
 
 
 def relative_chunks(actions: np.ndarray, states: np.ndarray, spec: RelativeActions) -> np.ndarray:
-    """An episode's whole chunks, relative: float32 actions (L, A) and states (L, S >= A) to (chunks * T, A)."""
+    """Return the relative actions of an episode's chunks, (chunks * T, A), for float32 actions (L, A), states (L, S).
+
+    S must be at least A.
+    """
     if len(actions) < spec.reach:
         return np.empty((0, actions.shape[1]), np.float32)
     windows = np.lib.stride_tricks.sliding_window_view(actions, spec.reach, axis=0)[..., :: spec.step].swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""Which episodes of a dataset are used: those named, without those left out, of the tasks that are wanted."""
+"""Select the episodes of a dataset by number, exclusion, task and weight."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from vla_finetuning.data.dataset import DatasetMetadata, select_episodes
 from vla_finetuning.files import read_foreign_json
 
-# Episodes by number; of several datasets, {root: numbers}. None: nothing is said of any.
+# Episode numbers; {root: numbers} with several datasets; None for no choice.
 Choice = Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
 def read_choice(path: str | Path) -> Choice:
-    """Episodes listed in a JSON file: [3, 17], or {"/data/a": [3], "s3://bucket/b": [17]}.
+    """Read episode numbers from a JSON file: [3, 17], or {"/data/a": [3], "s3://bucket/b": [17]}.
 
-    Raises ValueError or FileNotFoundError naming the file.
+    Raises ValueError or FileNotFoundError with the name of the file.
     """
     try:
         choice = read_foreign_json(Path(path).expanduser())
@@ -35,10 +35,10 @@ def read_choice(path: str | Path) -> Choice:
 
 
 def of_each(choice: Choice, roots: Sequence[str], flag: str) -> list[Sequence[int] | None]:
-    """Return what `choice` says of each dataset; None where it says nothing.
+    """Split `choice` by dataset; None for a dataset that it does not name.
 
     Raises:
-        ValueError: names a dataset that is not among `roots`, or names none where there are several.
+        ValueError: `choice` names a dataset outside `roots`, or no dataset although there are several.
     """
     if isinstance(choice, Mapping):
         if unknown := sorted(choice.keys() - set(roots)):
@@ -57,17 +57,17 @@ def choose_episodes(
     tasks: Sequence[str] | None = None,
     weight: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """The episodes of a dataset that are used, and what is to be said of the others.
+    """Select episodes of a dataset, and return notes on the other episodes.
 
     Args:
-        episodes: only these; None for all. exclude: without these; all must be in the dataset.
-        tasks: only episodes with an instruction that one of these patterns fits (*, ? and [...], as a shell's, upper
-            and lower case alike).
-        weight: of all episodes of the dataset; without those that have 0.
+        episodes: candidates; None for all.
+        exclude: episodes to leave out.
+        tasks: shell patterns (*, ?, [...], case ignored); keep episodes with a matching instruction.
+        weight: weights of all episodes of the dataset; leave out episodes with weight 0.
     Returns:
-        int64, ascending; and notes.
+        Episode numbers, int64, ascending, and the notes.
     Raises:
-        ValueError: an episode that the dataset has not, a pattern that fits no task, or nothing is left.
+        ValueError: an episode is not in the dataset, a pattern matches no task, or no episode is left.
     """
     candidates = chosen = select_episodes(meta, episodes)
     if tasks is not None and not any(meta.episode_tasks):
@@ -104,13 +104,13 @@ def choose_episodes(
 
 
 def tasks_of(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray) -> list[str]:
-    """The instructions of these episodes, sorted; all of the dataset's where one of them lists none."""
+    """Return the instructions of `episodes`, sorted, or all of the dataset if one of the episodes lists none."""
     listed = [meta.episode_tasks[int(episode)] for episode in episodes]
     return sorted({task for tasks in listed for task in tasks} if all(listed) else set(meta.tasks.values()))
 
 
 def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarray) -> dict[str, set[str]]:
-    """The instructions of these episodes that each pattern fits; each must fit one."""
+    """Return the instructions that each pattern matches; each must match one of `episodes`."""
     if not patterns:
         raise ValueError(f"{meta.root}: --dataset.tasks names no pattern; leave it out for all tasks")
     all_tasks = sorted({task for tasks in meta.episode_tasks for task in tasks})

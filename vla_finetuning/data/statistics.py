@@ -1,8 +1,8 @@
-"""Normalisation statistics that a dataset's `meta/stats.json` lacks, computed from its parquet files.
+"""Compute the normalisation statistics that `meta/stats.json` lacks, from the parquet files.
 
-The numbers are those that LeRobot's writer would have stored: its `compute_episode_stats` for each episode,
-then its `aggregate_stats` one episode after the other. So quantiles are, as LeRobot's are, frame-weighted
-means of the episodes' quantiles (`lerobot/datasets/compute_stats.py`). Video is never decoded.
+The results equal those of LeRobot's writer: `compute_episode_stats` for each episode, then `aggregate_stats` episode
+by episode (`lerobot/datasets/compute_stats.py`). So quantiles are frame-weighted means of the episodes' quantiles.
+Video is never decoded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vla_finetuning.files import write_json
 Stats = dict[str, dict[str, np.ndarray]]
 
 STATISTICS = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99")
-# Pairs of them that a value is normalised between.
+# Lower and upper statistic of each normalisation range.
 RANGES = (("min", "max"), ("q01", "q99"), ("q10", "q90"))
 _CACHE_FORMAT = 1
 _logger = logging.getLogger(__name__)
@@ -46,15 +46,16 @@ def complete_stats(
     cache_dir: str | Path | None,
     episodes: Sequence[int] | np.ndarray | None = None,
 ) -> Stats:
-    """Return the dataset's statistics with every required one in place.
+    """Return the statistics of stats.json, with the missing ones of `required` computed from the columns.
 
-    Runs on the driver. What stats.json lacks is computed from the columns concerned; what it holds stays as it is.
+    Run on the driver.
 
     Args:
-        required: `{"action": {"q01", "q99"}, ...}`; names out of `STATISTICS`, what is missing of numeric features.
-        cache_dir: folder for what was computed, as JSON; a later call reads it there as long as the dataset's
-            metadata and the sizes and dates of its parquet files are the same. None: no cache.
-        episodes: which episodes the missing statistics describe; None is all, as in stats.json.
+        required: `{"action": {"q01", "q99"}, ...}`, with names in `STATISTICS`. Missing ones must be of numeric
+            features.
+        cache_dir: folder of JSON files with computed statistics, or None. A file is valid while the metadata and the
+            sizes and dates of the parquet files are the same.
+        episodes: episodes that the computed statistics describe; None for all.
     Returns:
         `{feature: {statistic: array}}`.
     Raises:
@@ -78,7 +79,7 @@ def complete_stats(
 
 
 def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None:
-    """Check those of the required statistics that the dataset has; LeRobot would normalise with them as they are.
+    """Check the required statistics that the dataset has; LeRobot would normalise with them unchecked.
 
     Raises:
         ValueError: a statistic that is not finite or of another shape than its feature, or a lower end of a range that
@@ -104,14 +105,18 @@ def episode_arrays(
     first_rows: Sequence[int],
     lengths: Sequence[int],
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield each episode's index and values by feature, of one parquet file; row groups without them are not read.
+    """Yield the index and the values by feature of each episode of one parquet file.
+
+    Read only the row groups that hold the episodes.
 
     Args:
-        path: of the parquet file inside `fs`.
-        features: numeric ones.
-        episodes, first_rows, lengths: of n episodes: index, first row in the file, frames.
+        path: path of the parquet file inside `fs`.
+        features: numeric features.
+        episodes: indices of the episodes.
+        first_rows: first row of each episode in the file.
+        lengths: number of frames of each episode.
     Raises:
-        ValueError: the rows are not those of the episodes, or a value is missing or not finite.
+        ValueError: rows of another episode, or a value that is missing or not finite.
     """
     columns = {column.key: column for feature in features for column in feature.columns}
     spans = [Span(f"episode {e}", a, a + n) for e, a, n in zip(episodes, first_rows, lengths, strict=True)]
@@ -156,7 +161,7 @@ def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray)
 
 
 def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str, compute: Callable[[], Stats]) -> Stats:
-    """Return all statistics of `keys`, from the cache or computed (and then cached), by the `digest` of their rows."""
+    """Return all statistics of `keys` from the cache file of `digest`, or compute and cache them."""
     if cache_dir is None:
         return _to_stats(_to_json(compute()))
     path = Path(cache_dir) / f"stats-{digest}.json"
@@ -174,9 +179,9 @@ def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str,
 
 
 def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray) -> Stats:
-    """Return LeRobot's statistics of some numeric features in some episodes (int64, ascending), computed by its code.
+    """Compute the statistics of numeric features in `episodes` (int64, ascending) by LeRobot's own code.
 
-    Runs on the driver, without Ray.
+    Run on the driver, without Ray.
 
     Raises:
         ValueError, FileNotFoundError: as `complete_stats`.
@@ -199,10 +204,10 @@ def compute_as_lerobot(meta: DatasetMetadata, keys: Sequence[str], episodes: np.
 
 
 def in_threads[T](meta: DatasetMetadata, episodes: np.ndarray, describe: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Return what is computed of each parquet file that has some of the episodes, some at a time.
+    """Call `describe` on each parquet file that holds some of the episodes, in threads, and return the results.
 
     Args:
-        describe: of a file, given as `files_of` does. Its ValueError and OSError get the dataset's name.
+        describe: function of a file as `files_of` returns it. Its ValueError and OSError get the dataset's name.
     """
     with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
         try:
@@ -212,8 +217,8 @@ def in_threads[T](meta: DatasetMetadata, episodes: np.ndarray, describe: Callabl
 
 
 def files_of(meta: DatasetMetadata, episodes: np.ndarray) -> list[dict[str, Any]]:
-    """The parquet files that have some of the episodes (int64, ascending), each as arguments of `episode_arrays`."""
-    # Without a loop over episodes: there may be millions.
+    """List the parquet files that hold some of `episodes` (int64, ascending), each as arguments of `episode_arrays`."""
+    # No loop over episodes: there may be millions.
     order = np.argsort(meta.episode_data_file[episodes], kind="stable")
     files, first = np.unique(meta.episode_data_file[episodes][order], return_index=True)
     return [
@@ -228,9 +233,9 @@ def files_of(meta: DatasetMetadata, episodes: np.ndarray) -> list[dict[str, Any]
 
 
 def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, method: Any = None) -> str:
-    """Identify the dataset's content as far as possible without reading it, and what is computed of it.
+    """Hash the metadata and the file listing that identify the dataset's content, without reading the files.
 
-    `method`, as JSON, where that is not as LeRobot does.
+    `method` describes, as JSON, a computation that differs from LeRobot's.
     """
     import lerobot
 
@@ -250,13 +255,13 @@ def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, met
 
 
 def stored_as(feature: Feature) -> list[Any]:
-    """Return what a digest says of a feature: its columns."""
+    """Return the columns of a feature, as described in digests."""
     columns = [[column.key, column.dtype, column.shape] for column in feature.columns]
     return columns if feature.joined else columns[0]
 
 
 def _listing(meta: DatasetMetadata) -> list[list[str]]:
-    """Size, and date or hash, of each parquet file: a dataset rewritten at the same place is another one."""
+    """Return the size, and date or hash, of each parquet file, to detect a dataset rewritten in place."""
     listing = []
     for folder in sorted({path.rpartition("/")[0] for path in meta.data_files}):
         entries = meta.fs.find(f"{meta.base}/{folder}".rstrip("/"), maxdepth=1, detail=True)
