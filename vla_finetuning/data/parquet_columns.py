@@ -1,8 +1,8 @@
-"""Columns of a dataset's data files: rows of numbers, texts and encoded images.
+"""Read rows of numbers, texts and encoded images from a dataset's data files.
 
-A row group is unpacked as a whole, be it the whole file of 100 MB, and a shuffled window wants a few rows of many. So
-what was unpacked once is copied to the node's own disk, uncompressed and as Arrow has it in memory, and mapped: the
-numbers of a file together, the images of a row group.
+Parquet unpacks whole row groups, up to 100 MB, and a shuffled window needs a few rows of many groups. So unpacked
+columns are cached on the node's disk, uncompressed in Arrow's memory layout, and memory-mapped. A cached copy holds the
+numbers of a file, or the images of a row group.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import RemoteFileSystem
 
-# Copies that a process has mapped, at most: those used last. Linux allows 65,530 mappings.
+# Most copies that a process maps. Linux allows 65,530 mappings.
 _MAPPED = 2**14
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A parquet file of a dataset. `dataset` tells the dataset from others, `name` is what errors call the file."""
+    """A parquet file of a dataset; `dataset` identifies the dataset in caches, `name` names the file in errors."""
 
     fs: fsspec.AbstractFileSystem
     path: str
@@ -42,7 +42,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [first, last) of a data file; `name` says whose they are, for errors."""
+    """Rows [first, last) of a data file; `name` names them in errors."""
 
     name: str
     first: int
@@ -54,7 +54,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: its name in the file, and what it is in a row."""
+    """A column of numbers: its name in the file, and dtype and shape of a row."""
 
     key: str
     dtype: np.dtype
@@ -63,9 +63,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Groups:
-    """Row groups as one table: row `at(row)` of it is row `row` of the file.
+    """Row groups joined to one table; row `row` of the file is row `at(row)` of the table.
 
-    file_row, table_row: where each group begins, int64 (G,), ascending.
+    `file_row` and `table_row` are the first rows of the groups in the file and in the table, int64 (G,), ascending.
     """
 
     table: pa.Table
@@ -78,12 +78,12 @@ class Groups:
 
 
 def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] | None, identity: str | None) -> Groups:
-    """Read columns of the row groups that hold the spans; of all of them for None.
+    """Read columns of the row groups that hold the spans, or of all row groups if `spans` is None.
 
     Args:
-        identity: of the file's content, whose footer is then parsed once.
+        identity: identity of the file's content, to cache its footer; None for no cache.
     Raises:
-        ValueError: columns or rows that are not there, or more bytes than are read at once; as `open_parquet`.
+        ValueError: missing columns or rows, or more bytes than MAX_DATA_BYTES; as `open_parquet`.
     """
     with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
         missing = [column for column in columns if column not in parquet.schema_arrow.names]
@@ -110,12 +110,13 @@ def read_groups(file: DataFile, columns: Collection[str], spans: Sequence[Span] 
 def read_values(
     file: DataFile, key: str, rows: np.ndarray, identity: str | None
 ) -> Iterator[tuple[np.ndarray, pa.ChunkedArray]]:
-    """Read values of one column in some rows of the file, a row group at a time: no more than one is in memory.
+    """Yield values of one column in `rows`, with at most one row group in memory.
 
     Args:
-        rows: int64 (N,), in any order. identity: as of `read_groups`.
+        rows: row numbers in the file, int64 (N,), in any order.
+        identity: as for `read_groups`.
     Returns:
-        For each row group with wanted rows, their positions in `rows`, int64 (n,), and their values.
+        For each row group, positions in `rows`, int64 (n,), and the values there.
     Raises:
         ValueError: as `read_groups`.
     """
@@ -126,7 +127,7 @@ def read_values(
 
 
 def groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[Span]:
-    """The row groups that hold some rows of the file. Raises ValueError: it has fewer rows."""
+    """Return the row groups that hold `rows`. Raises ValueError if the file has fewer rows."""
     first = _group_starts.get(identity or "")
     if first is None:
         with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
@@ -145,7 +146,7 @@ def groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[
 
 # ---- copies on the node's disk ------------------------------------------------------------------------------------
 
-# Of this process: where row groups begin, by the identity of a file; the tables that are mapped, by their place.
+# Caches of this process: first rows of row groups by file identity, and mapped copies by path.
 _group_starts: dict[str, np.ndarray] = {}
 _mapped: dict[Path, pa.RecordBatch | None] = {}
 
@@ -159,10 +160,12 @@ def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
 def _copied(
     cache: DiskCache, file: DataFile, key: str, identity: str, name: str, unpack: Callable[[], pa.RecordBatch] | None
 ) -> pa.RecordBatch | None:
-    """Return the copy of what `unpack` returns, which is called if there is none yet; None if there is no copy.
+    """Return the cached copy, or call `unpack` and cache its result; None if there is no copy.
 
     Args:
-        key: of what is copied. identity: of its content. name: of the copy.
+        key: identifies the copied columns.
+        identity: identity of the file's content.
+        name: file name of the copy.
     Raises:
         Errors of `unpack`.
     """
@@ -175,8 +178,8 @@ def _copied(
         if copy is None:
             if unpack is None or not cache.is_writable:
                 return None
-            # Other readers of this file wait: they would unpack the same.
-            with cache.locked(path):
+            # Other readers of the file wait instead of unpacking it too.
+            with cache.alone(path):
                 copy = cache.map(path)
                 if copy is None:
                     try:
@@ -198,10 +201,10 @@ def _copied(
 def read_numbers(
     file: DataFile, columns: Sequence[Column], spans: Sequence[Span], identity: str | None
 ) -> list[np.ndarray]:
-    """The spans' rows of some columns, one span after the other: arrays (N, *shape), (N,) for shape (1,).
+    """Read the rows of the spans, concatenated: one array (N, *shape) per column, or (N,) for shape (1,).
 
     Args:
-        identity: of the file's content, the key of the cache on this node's disk; None: no cache.
+        identity: identity of the file's content, the key of the node's disk cache; None for no cache.
     Raises:
         ValueError: as `read_groups` and `numbers`, when the rows are unpacked for the first time.
     """
@@ -215,7 +218,7 @@ def read_numbers(
         return _to_arrow(unpacked(read_groups(file, keys, None, identity)))
 
     kinds = [(c.key, c.dtype.str, c.shape) for c in columns]
-    # An error may be of other rows, which nobody wants.
+    # The error may concern rows outside the spans: read only their row groups then.
     with contextlib.nullcontext() if identity is None else contextlib.suppress(ValueError):
         copy = None if identity is None else _copied(numbers_cache(), file, repr(kinds), identity, "numbers", whole)
         if copy is not None and all(span.last <= len(copy) for span in spans):
@@ -227,7 +230,7 @@ def read_numbers(
 
 
 def _to_arrow(arrays: Sequence[np.ndarray]) -> pa.RecordBatch:
-    """Return the bytes of rows, a column for each array."""
+    """Convert each array to a column with the bytes of its rows."""
     columns = []
     for array in arrays:
         rows = np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
@@ -241,14 +244,14 @@ def _from_arrow(rows: pa.Array, column: Column) -> np.ndarray:
 
 
 def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], label: str) -> np.ndarray:
-    """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape).
+    """Convert a column of scalars, lists or nested lists to an array (N, *shape), or (N,) for shape (1,).
 
     Args:
-        dtype: None for what is stored.
-        shape: of a row; (1,) is a scalar.
-        label: how errors begin.
+        dtype: dtype that represents the numbers exactly; None for the stored one.
+        shape: shape of a row; (1,) is a scalar.
+        label: prefix of errors.
     Raises:
-        ValueError: something is missing, or of another shape or type.
+        ValueError: a value is missing or has another shape or type.
     """
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
@@ -278,7 +281,7 @@ def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, 
 
 
 def _as_declared(array: pa.Array, dtype: np.dtype, label: str) -> pa.Array:
-    """Numbers that `dtype` can hold as they are; floats become float32 as in LeRobot, whatever that rounds."""
+    """Check that `dtype` represents the numbers exactly; float32 may round, as in LeRobot."""
     if dtype == np.float32:
         return array
     try:
@@ -299,14 +302,13 @@ def _as_declared(array: pa.Array, dtype: np.dtype, label: str) -> pa.Array:
 def read_images(
     file: DataFile, key: str, rows: np.ndarray, identity: str | None
 ) -> Iterator[tuple[int, bytes | str | None]]:
-    """Read the encoded images of a column in some rows of the file; at most one row group is in memory.
+    """Yield the encoded images of a column in `rows`, with at most one row group in memory.
 
     Args:
-        rows: int64 (N,), in any order.
-        identity: of the file's content, the key of the cache on this node's disk; None: no cache.
+        rows: row numbers in the file, int64 (N,), in any order.
+        identity: identity of the file's content, the key of the node's disk cache; None for no cache.
     Returns:
-        Positions in `rows`, each once, in any order, with the image there, or with the path of its file; None where the
-            file has neither.
+        Each position in `rows` once, in any order, with the image, the path of an image file, or None.
     Raises:
         ValueError: as `read_groups`, when a row group is unpacked; the column holds no images.
     """
@@ -318,7 +320,7 @@ def read_images(
             forms = _stored_forms(table.column(key).combine_chunks(), f"{file.name}: {key}")
             return pa.record_batch(list(forms), names=["bytes", "path"])
 
-        # What is copied is not cached as blocks of a remote file as well.
+        # Do not cache blocks of the remote file in addition to the copy.
         alone = file.fs.uncached() if isinstance(file.fs, RemoteFileSystem) else file.fs
         copy = None
         if identity is not None:
@@ -333,9 +335,9 @@ def read_images(
 
 
 def _stored_forms(column: pa.Array, name: str) -> tuple[pa.Array, pa.Array]:
-    """Return the encoded images and the paths of a column, null where it has none.
+    """Return the encoded images and the paths of a column, with nulls for missing ones.
 
-    The forms are those that `datasets.Image` reads: bytes, paths, or structures of both.
+    Accept the types that `datasets.Image` reads: bytes, paths, or structs of both.
     """
     dtype, nulls = column.type, pa.nulls(len(column), pa.string())
     if pa.types.is_binary(dtype) or pa.types.is_large_binary(dtype):
@@ -354,8 +356,6 @@ def _stored_forms(column: pa.Array, name: str) -> tuple[pa.Array, pa.Array]:
 
 
 def _is_an_end(rows: np.ndarray, group: Span) -> bool:
-    """Return whether the rows are the first of a group, its last, or all: what reads in stored order want of it, and
-    once.
-    """
+    """Return whether the rows are a contiguous start or end of the group, as reads in stored order request once."""
     first, last = rows.min(), rows.max() + 1
     return bool(last - first == len(rows) and (first == group.first or last == group.last))

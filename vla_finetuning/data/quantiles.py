@@ -1,10 +1,10 @@
-"""True statistics of a dataset's columns: quantiles over all chosen frames, exact at any size.
+"""Compute exact statistics of columns: quantiles over all chosen frames, at any size of a dataset.
 
 LeRobot stores frame-weighted means of the episodes' quantiles (`data/statistics.py`), and half of a real dataset's
-values can lie outside of those. Here values are counted: a float32 is an integer in the order of its value, so counts
-of equal ones are merged over files in any order, and the q-quantile is the smallest value that at least a share q of
-the frames does not exceed (NumPy's `inverted_cdf`). Where the values are too many to count each, a first pass counts
-them by their upper 16 bits, and a second one those that share them with a quantile.
+values can lie outside these. This module counts values instead. A float32 maps to an integer that keeps the order, and
+counts of equal values are merged over files. The q-quantile is the smallest value that at least a share q of the frames
+does not exceed (NumPy's `inverted_cdf`). With many values, a first pass counts them by their upper 16 bits, and a
+second pass counts only values in the groups around quantiles.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions,
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, in_threads
 from vla_finetuning.data.storage import check_still_there
 
-# So many values (256 MiB of counts at most) are counted in one pass; more are in two.
+# Most values that are counted in one pass (256 MiB of counts at most).
 ONE_PASS_VALUES = 2**23
 COARSE_BITS = 16
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-# What is looked at of a dataset before anything is started: episodes of a file, and files, both evenly spaced.
+# Files, and episodes of each file, that `sample_rows` reads, both evenly spaced.
 SAMPLE_FILES, SAMPLE_FILE_EPISODES = 4, 16
-# Share of the values beyond its ends that a range may have: 3 % more than it should.
+# Largest share of values outside a range: 3 % more than expected.
 LIMITS = {("min", "max"): 0.03, ("q01", "q99"): 0.05, ("q10", "q90"): 0.23}
 _FORMAT = 1
 _logger = logging.getLogger(__name__)
@@ -40,10 +40,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Episodes (int64, ascending) of a dataset; each of their frames counts for `weight`.
+    """Episodes of a dataset whose frames are counted.
 
-    Frames that are idle by `movement` do not count, nor do relative actions of chunks that begin there; None: all do.
-    Actions of a chunk are `step` frames apart.
+    Attributes:
+        episodes: episode numbers, int64, ascending.
+        weight: weight of each frame.
+        movement: criterion of idle frames, which do not count, nor do chunks that begin with one; None counts all.
+        step: frames between two actions of a chunk.
     """
 
     meta: DatasetMetadata
@@ -53,11 +56,11 @@ class Source:
     step: int = 1
 
     def described(self) -> dict[str, Any]:
-        """Return what a digest says of the frames that count."""
+        """Return the description of the counted frames in cache digests."""
         return {} if self.movement is None else {"idle": self.movement.described()}
 
     def relative(self, relative: RelativeActions | None) -> RelativeActions | None:
-        """Relative actions of these chunks."""
+        """Return `relative` with the step of this source."""
         return None if relative is None else replace(relative, step=self.step)
 
 
@@ -69,18 +72,18 @@ def exact_stats(
     relative: RelativeActions | None = None,
     skip_unreadable: bool = False,
 ) -> tuple[Stats, list[Stats]]:
-    """Return all statistics of some features: of the sources together by their weights, and of each by itself.
+    """Return all statistics of the features `keys`: weighted over all sources, and of each source alone.
 
-    Runs on the driver, in a pass over the parquet files of each source, or two, as many at a time as there are CPUs.
-    Entries of vectors are in the order of rows (`reorder_dimensions`), values are those of float32.
+    Run on the driver, in one or two passes over the parquet files, with a thread per CPU. Dimensions are in the order
+    of rows (`reorder_dimensions`), values are float32.
 
     Args:
         keys: numeric features that all sources have.
         cache_dir: as for `statistics.complete_stats`.
-        relative: the statistics of `action` are those of relative actions, of every chunk within an episode.
-        skip_unreadable: files that cannot be read do not count, with a warning; else they are errors.
+        relative: compute the statistics of `action` from the relative actions of every chunk within an episode.
+        skip_unreadable: warn about unreadable files instead of raising.
     Raises:
-        ValueError: no chunk to describe; data that contradicts the metadata or holds NaN.
+        ValueError: no chunk, data that contradicts the metadata, or NaN.
         FileNotFoundError: a parquet file is missing.
     """
     names = sorted(keys)
@@ -100,7 +103,7 @@ def exact_stats(
         }
         digests.append(digest(source.meta, columns, source.episodes, method | source.described()))
     name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
-    # A cache of statistics is flat: those of each source have its number before the feature.
+    # The cache is flat: keys of a single source begin with its number.
     source_keys = [[f"{number} {key}" for key in names] for number in range(len(sources))]
     stats = cached_stats(
         [*names, *sum(source_keys, [])],
@@ -115,11 +118,10 @@ def exact_stats(
 def sample_rows(
     meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], movement: Movement | None = None
 ) -> tuple[dict[str, np.ndarray], int]:
-    """A few episodes' values, float64 (N, D) by feature, and how many episodes; a pure function of the dataset.
+    """Sample the values of a few episodes: float64 (N, D) by feature, and the number of episodes read.
 
-    Without frames that are idle by `movement`. Runs on the driver and reads the row groups of at most
-    SAMPLE_FILE_EPISODES episodes in each of SAMPLE_FILES files. A file that is damaged or missing is left out: training
-    reads it again, and tells.
+    Deterministic. Run on the driver; read at most SAMPLE_FILE_EPISODES episodes in each of SAMPLE_FILES files, without
+    the frames that are idle by `movement`. Skip a damaged or missing file with a warning: training reports it.
     """
     features = {key: meta.features[key] for key in keys}
     by_key = features | {feature.key: feature for feature in (() if movement is None else movement.features)}
@@ -143,9 +145,9 @@ def sample_rows(
 
 
 def outside(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """The share of values (N, D) that lie outside [low, high] (D,) by more than rounding, float64 (D,)."""
+    """Return the share of values (N, D) outside [low, high] (D,) by more than rounding, float64 (D,)."""
     low, high = np.ravel(low), np.ravel(high)
-    # A thousandth of the range: quantiles of LeRobot come from histograms.
+    # Tolerate a thousandth of the range: LeRobot's quantiles come from histograms.
     spare = 1e-3 * (high - low) + 1e-6 * np.maximum(abs(low), abs(high))
     return ((values < low - spare) | (values > high + spare)).mean(0)
 
@@ -155,13 +157,13 @@ def _width(feature: Feature) -> int:
 
 
 def _vectors(values: np.ndarray, feature: Feature) -> np.ndarray:
-    """Values (N, *shape) as (N, D), in the order of rows."""
+    """Reshape values (N, *shape) to (N, D), in the order of rows."""
     values = values.reshape(len(values), _width(feature))
     return values if feature.order is None else values[:, list(feature.order)]
 
 
 def _columns(keys: Sequence[str], relative: RelativeActions | None) -> list[str]:
-    """The features that are read for those of `keys`."""
+    """Return the features to read: `keys`, and the state for relative actions."""
     return sorted({*keys, STATE}) if relative else list(keys)
 
 
@@ -169,10 +171,13 @@ def _columns(keys: Sequence[str], relative: RelativeActions | None) -> list[str]
 
 
 class Tally(NamedTuple):
-    """Values that were counted, K groups of equal or nearly equal ones, ascending.
+    """Counts of K groups of equal or nearly equal values, ascending.
 
-    code: uint64, the column and the lowest value of the group (`_encode`); number, sum and sum of squares of the
-    values: float64.
+    Attributes:
+        code: column and lowest value of each group (`_encode`), uint64 (K,).
+        number: number of values, float64 (K,).
+        sum: sum of the values, float64 (K,).
+        squares: sum of the squared values, float64 (K,).
     """
 
     code: np.ndarray
@@ -194,8 +199,8 @@ class Tally(NamedTuple):
 
 
 def _encode(values: np.ndarray, column: int) -> np.ndarray:
-    """Float32 (N, D) to uint64 (N * D,): the column's number in the upper half, below it the order of the values."""
-    bits = (values + np.float32(0)).view(np.uint32)  # the one zero that there then is
+    """Encode float32 (N, D) as uint64 (N * D,): the column in the upper 32 bits, the ordered value in the lower."""
+    bits = (values + np.float32(0)).view(np.uint32)  # -0.0 becomes 0.0
     ordered = np.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
     return (ordered | np.arange(column, column + values.shape[1], dtype=np.uint64) << np.uint64(32)).ravel()
 
@@ -218,11 +223,12 @@ def _firsts(code: np.ndarray) -> np.ndarray:
 def count_values(
     values: np.ndarray, column: int = 0, *, coarse: bool = False, within: np.ndarray | None = None
 ) -> Tally:
-    """Count float32 values (N, D), of columns from `column` on.
+    """Count float32 values (N, D) of D columns.
 
     Args:
-        coarse: those together that share their upper bits.
-        within: only those that share them with one of these groups.
+        column: number of the first column.
+        coarse: group values by their upper bits.
+        within: coarse codes of groups; count only values in one of these groups.
     """
     code = _encode(values, column)
     if within is not None:
@@ -238,7 +244,7 @@ def count_values(
 
 
 def _ranks(tally: Tally) -> list[np.ndarray]:
-    """By column, which groups hold the smallest value, the quantiles and the largest: int64 (7,)."""
+    """Return, for each column, the indices of the groups of the minimum, the quantiles and the maximum: int64 (7,)."""
     columns = (tally.code >> np.uint64(32)).astype(np.int64)
     bounds = np.searchsorted(columns, np.arange(columns.max(initial=-1) + 2))
     positions = []
@@ -250,7 +256,7 @@ def _ranks(tally: Tally) -> list[np.ndarray]:
 
 
 def summary(tally: Tally) -> dict[str, np.ndarray]:
-    """The statistics of D columns, float64 (D,) each; `count` is int64."""
+    """Return the statistics of D columns, float64 (D,) each; `count` is int64."""
     first = _firsts(tally.code >> np.uint64(32))
     count, total, squares = (np.add.reduceat(column, first) for column in tally[1:])
     values = _decode(tally.code)[np.array(_ranks(tally))]
@@ -301,7 +307,7 @@ def _compute(
 
 
 def _around_quantiles(tallies: Sequence[Tally]) -> np.ndarray:
-    """The groups that hold quantiles of any of these, ascending, and those beside them: sums of weights are rounded."""
+    """Return the codes of the groups of quantiles and of their neighbours, ascending: sums of weights are rounded."""
     codes = []
     for tally in tallies:
         ranks = np.concatenate([np.empty(0, np.int64), *_ranks(tally)])
@@ -350,7 +356,7 @@ def _pass(
                     count_values(rows[key], start, coarse=coarse, within=within)
                     for key, start in zip(names, starts, strict=False)
                 ]
-        except (ValueError, FileNotFoundError) as error:  # a disk or a store that does not answer damages nothing
+        except (ValueError, FileNotFoundError) as error:  # StorageError passes: the file may be intact
             if not skip_unreadable:
                 raise
             check_still_there(fs, root, [file["path"]])
