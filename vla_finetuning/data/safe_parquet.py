@@ -1,4 +1,4 @@
-"""Opening parquet files that are not trusted. Runs on the driver and in read tasks."""
+"""Open and read untrusted parquet files safely. Runs on the driver and in read tasks."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from vla_finetuning.data.dataset import naming_file
 from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES
 from vla_finetuning.files import refuse_pointer
 
-# The entry of a footer that Arrow makes a schema of, with its extension types; one as long, that it ignores.
+# The footer's key of Arrow's schema, with extension types, and a key of the same length that Arrow ignores.
 _ARROW_SCHEMA, _NO_SCHEMA = b"ARROW:schema", b"no-one:reads"
-# Bytes of a value in memory; of a text, where it ends.
+# Bytes of a value in memory; of a text, those of its offset.
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
-
-
-# Rows that are unpacked at once, of numbers; of texts fewer, where one may be long.
+# Most rows that are unpacked in one batch; fewer with long texts.
 BATCH_ROWS = 2**16
 
 
 @dataclass
 class Budget:
-    """The bytes that may be unpacked of a table, in one file or several; `noun` is what errors call it ("episodes")."""
+    """Limit of the bytes unpacked from one or several files; `noun` names the content in errors ("episodes")."""
 
     noun: str
     bytes: int
     taken: int = 0
 
     def check(self, name: str, size: int) -> None:
-        """Refuse a file `name` that has, or claims, so many bytes beyond what was taken before."""
+        """Refuse `size` more bytes of the file `name` if they exceed the budget."""
         if self.taken + size > self.bytes:
             raise ValueError(
                 f"{name}: {self.noun} that unpack to {(self.taken + size) / 2**20:,.0f} MiB or more, and "
@@ -54,19 +52,19 @@ class Budget:
 
 
 class OpenedParquet(pq.ParquetFile):
-    """A parquet file that is safe to read; of one in a store, what will be read can be requested beforehand."""
+    """A parquet file opened by `open_parquet`; `prefetch` requests the chunks of a file in an object store early."""
 
     def __init__(self, file: Any, **options: Any):
         super().__init__(file, **options)
         self._file = file
 
     def with_dictionaries(self, leaves: Sequence[str]) -> pq.ParquetFile:
-        """Return the same file, texts of some columns as dictionaries."""
+        """Return the same file with the texts of `leaves` as dictionaries."""
         options = {"read_dictionary": leaves, "arrow_extensions_enabled": False}
         return pq.ParquetFile(self._file, metadata=self.metadata, **options)
 
     def prefetch(self, groups: Sequence[int], leaves: Sequence[int]) -> None:
-        """Fetch the chunks of some columns in some row groups side by side, in the background."""
+        """Fetch the chunks of columns in row groups in parallel, in the background."""
         if hasattr(self._file, "ask"):
             chunks = [self.metadata.row_group(group).column(leaf) for group in groups for leaf in leaves]
             starts = [min(filter(None, (c.dictionary_page_offset, c.data_page_offset))) for c in chunks]
@@ -77,37 +75,36 @@ class OpenedParquet(pq.ParquetFile):
 def open_parquet(
     fs: fsspec.AbstractFileSystem, path: str, *, name: str | None = None, identity: str | None = None
 ) -> Iterator[OpenedParquet]:
-    """Open a dataset's parquet file; the one way to do so.
+    """Open a parquet file of a dataset; all parquet files of datasets are opened here.
 
-    Arrow deserialises registered extension types the moment it opens a file, and Ray's have run pickled code from there
-    (CVE-2026-41486, closed in Ray 2.55; an environment variable opens it again). So Arrow never gets to see the schema
-    that names them: columns have the types that parquet itself gives them, extension arrays those they are stored as.
+    Arrow deserialises registered extension types when it opens a file, and Ray's types have run pickled code there
+    (CVE-2026-41486, closed in Ray 2.55; an environment variable reopens it). So Arrow's schema is hidden from Arrow:
+    columns have their parquet types, and extension arrays have their storage types.
 
-    Read it with `read_columns`, which unpacks no more than its budget.
+    Read the file with `read_columns`, which unpacks no more than its budget.
 
     Args:
-        path: inside `fs`.
-        name: what errors call the file; None is `path`.
-        identity: of its content (`storage.file_identity`). This process then checks and parses its footer once, and
-            remembers it: some are as large as what is read of the file.
+        path: path inside `fs`.
+        name: name of the file in errors; None for `path`.
+        identity: identity of the content (`storage.file_identity`), to cache the parsed footer in this process. Some
+            footers are as large as the data that is read.
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         StorageError: the object store or the disk refused or did not answer.
-        ValueError: not a parquet file, or corrupt (also when that is found while reading inside the `with`).
+        ValueError: the file is not parquet or is corrupt (also raised while reading inside the `with`).
     """
     name = name or path
     try:
         with naming_file(name), fs.open(path, "rb") as file:
             metadata = _footer_of(file, identity)
             file.seek(0)
-            # With its extension types Arrow would read LeRobot's JSON texts as plain ones.
             yield OpenedParquet(file, metadata=metadata, arrow_extensions_enabled=False)
     except StorageError:
         raise
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{name} is missing; copy it again") from error
     except (pa.ArrowException, OSError) as error:
-        # With a number it is the disk's (a network drive that is gone), and says nothing of what is on it.
+        # An errno comes from the disk (e.g. a lost network drive), not from the file's content.
         if isinstance(error, OSError) and error.errno is not None:
             raise StorageError(f"{name}: {error}") from error
         with contextlib.suppress(OSError), fs.open(path, "rb") as begin:
@@ -120,7 +117,7 @@ def open_parquet(
 
 
 def _parsed_footer(file: Any) -> pq.FileMetaData:
-    """The footer without its Arrow schema, parsed by itself: as of a parquet file that holds nothing else."""
+    """Parse the footer without its Arrow schema, as an otherwise empty parquet file."""
     footer = _read_footer(file).replace(_ARROW_SCHEMA, _NO_SCHEMA)
     alone = b"PAR1" + footer + struct.pack("<I4s", len(footer), b"PAR1")
     return pq.ParquetFile(pa.BufferReader(alone), arrow_extensions_enabled=False).metadata
@@ -128,11 +125,10 @@ def _parsed_footer(file: Any) -> pq.FileMetaData:
 
 @contextlib.contextmanager
 def freeing_footers() -> Iterator[Callable[[], object]]:
-    """A function that frees the footers of files that were opened inside, and are closed.
+    """Yield a function that frees the footers of files opened and closed inside the block.
 
-    In pyarrow 26, a footer and its `schema` refer to each other, so a footer stays in memory until the garbage
-    collector runs: 200 MB for one of LeRobot's files in `meta/episodes`. The collector looks only at objects that
-    were made inside, which takes milliseconds.
+    In pyarrow 26, a footer and its `schema` form a cycle, so a footer of 200 MB (LeRobot's `meta/episodes`) stays in
+    memory until the garbage collector runs. Older objects are frozen, so a collection takes milliseconds.
     """
     gc.freeze()
     try:
@@ -141,12 +137,12 @@ def freeing_footers() -> Iterator[Callable[[], object]]:
         gc.unfreeze()
 
 
-# Footers of this process, by the identity of the file, the one used last at the end.
+# Footers of this process by file identity, least recently used first.
 _footers: dict[str, pq.FileMetaData] = {}
 
 
 def _footer_of(file: Any, identity: str | None) -> pq.FileMetaData:
-    """Return a file's footer, parsed once in a process: of those used last, as many as KEPT_FOOTER_BYTES hold."""
+    """Return a file's footer; cache the most recently used footers, up to KEPT_FOOTER_BYTES."""
     if identity is None:
         return _parsed_footer(file)
     metadata = _footers.pop(identity, None) or _parsed_footer(file)
@@ -161,24 +157,25 @@ def _footer_of(file: Any, identity: str | None) -> pq.FileMetaData:
 def read_columns(
     file: OpenedParquet, columns: Collection[str], budget: Budget, *, name: str, groups: Sequence[int] | None = None
 ) -> pa.Table:
-    """Read columns of a file that `open_parquet` opened. Call it inside.
+    """Read columns of a file inside the block of `open_parquet`.
 
-    A page can repeat one value millions of times in a few bytes. So the footer's numbers of values count, and texts are
-    unpacked a few rows at a time, until they exceed the budget. Where a row may list texts beyond it, they come as
-    dictionaries, and are unpacked when it is known how long they are together.
+    A page can repeat one value millions of times in a few bytes. So check the footer's counts first, and unpack texts
+    a few rows at a time until they exceed the budget. Read lists of texts that may exceed it as dictionaries, and
+    unpack them when their total length is known.
 
     Args:
-        columns: their names in the schema. budget: is taken from.
-        name: what errors call the file.
+        columns: names of the columns.
+        budget: budget to charge.
+        name: name of the file in errors.
         groups: numbers of the row groups to read; None for all.
     Raises:
-        ValueError: a column is missing or there twice; more than the budget.
+        ValueError: a column is missing or repeated, or the budget is exceeded.
     """
     names = file.schema_arrow.names
     if doubled := [column for column in columns if names.count(column) != 1]:
         raise ValueError(f"{name}: columns {doubled} must be there once; {len(names)} columns found")
     groups = range(file.metadata.num_row_groups) if groups is None else groups
-    # A path's first part is the column's name, dots and all: DROID has `action` beside `action.joint_position`.
+    # Compare whole names: DROID has `action` beside `action.joint_position`.
     leaves = [i for i, (column, *_) in enumerate(file.reader.column_paths) if column in columns]
     budget.check(name, sum(_declared_bytes(file.metadata, group, leaves) for group in groups))
     file.prefetch(groups, leaves)
@@ -204,7 +201,7 @@ def read_columns(
 
 
 def _listed_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int], rows: int) -> int:
-    """Return the most bytes of texts that `rows` rows list, were each as long as the pages of a row group."""
+    """Return an upper bound of the bytes of listed texts in `rows` rows, from the sizes of the pages."""
     group = metadata.row_group(number)
     chunks = [group.column(i) for i in leaves]
     longest = sum(chunk.num_values * chunk.total_uncompressed_size for chunk in chunks)
@@ -216,7 +213,7 @@ def _is_nested_text(leaf: Any) -> bool:
 
 
 def _repeated_bytes(array: pa.Array) -> int:
-    """Return the bytes of the texts that dictionaries in an array refer to, as often as they do."""
+    """Return the bytes of the dictionary-encoded texts in an array when unpacked."""
     dtype = array.type
     if pa.types.is_dictionary(dtype):
         lengths = pc.binary_length(array.dictionary).cast(pa.int64())
@@ -227,7 +224,7 @@ def _repeated_bytes(array: pa.Array) -> int:
 
 
 def _declared_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int]) -> int:
-    """Return the bytes of a row group's columns in memory, texts packed, by what the footer says."""
+    """Return the bytes of a row group's columns in memory, with texts packed, as the footer declares."""
     group, size = metadata.row_group(number), 0
     if group.num_columns != metadata.num_columns:
         raise OSError(f"its row group {number} has {group.num_columns} columns, its schema {metadata.num_columns}")
@@ -241,7 +238,7 @@ def _declared_bytes(metadata: pq.FileMetaData, number: int, leaves: Sequence[int
 
 
 def _batch_rows(metadata: pq.FileMetaData, groups: Sequence[int], leaves: Sequence[int], budget: Budget) -> int:
-    """Return how many rows are unpacked at once: of texts a quarter of the budget, were each as long as its pages."""
+    """Return the rows per batch, so that texts fill at most a quarter of the budget in the worst case."""
     texts = [i for i in leaves if metadata.schema.column(i).physical_type == "BYTE_ARRAY"]
     longest = max(
         (sum(metadata.row_group(group).column(i).total_uncompressed_size for i in texts) for group in groups),

@@ -1,9 +1,8 @@
-"""Datasets in object stores: files read in ranges, with read-ahead, retries, and limits on how long all of it may take.
+"""Read datasets in object stores by byte ranges, with read-ahead, retries, time limits and a disk cache.
 
-`connect` gives a file system that the rest of the program uses as it uses the local one. Behind it is store.py, with
-`StoragePolicy.timeout_s` for each request, so that a store that fails for good is reported in that time, and one that
-stalls never hangs a run. What is known to be wanted is requested beforehand, many requests side by side; what an object
-is was learned from a listing, and every request is for that content alone. Blocks may be cached on a local disk.
+`connect` returns a file system with the interface of the local one. Requests go through `buckets/store.py`, with
+`StoragePolicy.timeout_s` as the limit of each, so a store that fails or stalls never hangs a run. `RemoteFile.ask`
+prefetches ranges in parallel. Every request is conditional on the content that was listed.
 """
 
 from __future__ import annotations
@@ -25,27 +24,28 @@ from vla_finetuning.buckets.store import PROTOCOLS, ChangedError, Content, Stora
 from vla_finetuning.data.disk_cache import DiskCache, disk_cache
 from vla_finetuning.environment import CACHE_GB, Timeouts
 
-# Objects are fetched and cached in blocks of so many bytes. A segment of a shuffled window is less.
+# Size of the blocks that are fetched and cached. A segment of a shuffled window is smaller.
 BLOCK_BYTES = 2**17
-# Read around what was not requested beforehand: a smaller one costs round trips, one after the other.
+# Read-ahead of reads that were not prefetched; a smaller one costs sequential round trips.
 AHEAD_BYTES = 2**20
-# Blocks that an open file remembers.
+# Most blocks that an open file keeps in memory.
 KEPT_BLOCKS = 256
-# What lies between two blocks that are wanted is fetched with them, in one request, up to so many bytes.
+# Largest gap between two blocks that one request fetches.
 GAP_BYTES = 2**19
-# Requests that a process makes side by side.
+# Parallel requests of a process.
 MAX_REQUESTS = 16
-# A longer read is several requests, so that a slow line has time for each.
+# Largest request, so that a slow connection finishes it within the time limit.
 MAX_REQUEST_BYTES = 16 * 2**20
 
 
 def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[str]) -> None:
-    """Tell a dataset that went away from one that lacks a file: after something of it could not be read.
+    """Check, after a failed read, that the dataset is still present and only lacks files.
 
     Args:
-        root: how errors call the dataset. paths: files of it that were there when the job started.
+        root: name of the dataset in errors.
+        paths: files of the dataset that existed when the job started.
     Raises:
-        StorageError: the folder of one of them is gone, or empty, as the place of a mount is.
+        StorageError: the folder of a path is gone, or empty like an unmounted drive.
     """
     for path in paths:
         folder = path.rpartition("/")[0]
@@ -63,14 +63,12 @@ def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[
 
 @dataclass(frozen=True)
 class StoragePolicy:
-    """How files in object stores are read.
+    """Time limit and cache of reads from object stores.
 
     Attributes:
-        timeout_s: the longest that one request may take, with all its retries, in seconds.
-        cache_dir: a local folder that keeps blocks of files between reads and runs; None for no cache. Any number of
-            processes may share it.
-        cache_size_gb: the most it holds, in 10^9 bytes. What is cached of a dataset that is read stays; other datasets
-            are dropped for space.
+        timeout_s: time limit of one request with all its retries, in seconds.
+        cache_dir: local folder that caches blocks of files across runs and processes; None for no cache.
+        cache_size_gb: capacity of the cache, in 10^9 bytes. Only datasets that are not being read are evicted.
     """
 
     timeout_s: float = Timeouts.read
@@ -81,12 +79,12 @@ class StoragePolicy:
 def connect(
     url: str, policy: StoragePolicy, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system of a path or URL, and the place inside it. Nothing is read yet.
+    """Return the file system of a path or URL, and the path inside it, without any request.
 
     Args:
-        storage_options: obstore's for the store (`endpoint`, `access_key_id`, …); they override the environment.
+        storage_options: options of obstore (`endpoint`, `access_key_id`, …); they override the environment.
     Raises:
-        ValueError: a store that is not read.
+        ValueError: the protocol is not supported.
     """
     protocol = fsspec.utils.get_protocol(url)
     if protocol in ("file", "local"):
@@ -102,15 +100,14 @@ def connect(
 
 
 class RemoteFileSystem(fsspec.AbstractFileSystem):
-    """A bucket, for reading. Paths are ``bucket/key``.
+    """A read-only file system of a bucket. Paths are ``bucket/key``.
 
-    All methods raise FileNotFoundError for what is not there, and `StorageError` for everything else that goes wrong
-    in the store or on the way to it.
+    All methods raise FileNotFoundError for a missing object, and `StorageError` for every other failure.
 
     Attributes:
-        root: what is read, which tells it from other datasets in the cache.
-        listed: what `find` last said of each file. It travels along in the pickle, so that a dataset is listed once, on
-            the driver, and no file is asked what it is when it is opened.
+        root: name of the dataset in the cache.
+        listed: result of the last `find` for each file. It is pickled, so that only the driver lists a dataset, and
+            opening a file needs no request.
     """
 
     cachable = False
@@ -145,7 +142,7 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         return list(entries.values()) if detail else sorted(entries)
 
     def find(self, path: str, maxdepth: int | None = None, detail: bool = False, **_: Any) -> Any:
-        """Return the files below, or with `maxdepth` 1 those directly below."""
+        """List the files below `path`, or directly below it with `maxdepth` 1."""
         key = self._key(path)
         objects = self.store.below(key) if maxdepth is None else self.store.names(key)[1]
         files = {f"{path}/{name}": content for name, content in sorted(objects.items())}
@@ -153,14 +150,14 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         return {name: _info(name, content) for name, content in files.items()} if detail else list(files)
 
     def content(self, path: str) -> Content:
-        """Return what was listed of a file; the store's answer where it was not."""
+        """Return the listed content of a file, or request it from the store."""
         return self.listed.get(path) or self.store.head(self._key(path))
 
     def cat_file(self, path: str, **_: Any) -> bytes:
         return self.store.get(self._key(path))[0]
 
     def read_range(self, path: str, start: int, end: int, content: Content) -> bytes:
-        """Return bytes [start, end) of a file that is still `content`."""
+        """Read bytes [start, end) of a file, on the condition that it is still `content`."""
         try:
             return self.store.range(self._key(path), start, end, content.tag)
         except ChangedError as error:
@@ -184,7 +181,7 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         return RemoteFileSystem(self.store.with_patience(timeout_s), self.policy, self.listed, self.root)
 
     def uncached(self) -> RemoteFileSystem:
-        """Return the same store for what is cached in another form: its blocks stay off this node's disk."""
+        """Return the same store without the cache of blocks, for data that is cached in another form."""
         return RemoteFileSystem(self.store, replace(self.policy, cache_dir=None), self.listed, self.root)
 
     def _key(self, path: str) -> str:
@@ -196,8 +193,7 @@ def _info(path: str, content: Content) -> dict[str, Any]:
 
 
 def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
-    """Return what tells a file's content from another at the same place; None where that is not known, or there is no
-    file.
+    """Return a string that changes with the file's content; None if it is unknown or the file does not exist.
 
     Raises:
         StorageError: the object store does not answer.
@@ -207,7 +203,7 @@ def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
             status = os.stat(path)
         except OSError:
             return None  # opening it raises the error
-        # A copy may have the old one's size and time of writing; when it came here only the system sets.
+        # A copy may keep size and mtime; only the system sets ctime.
         return f"file\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
     if not isinstance(fs, RemoteFileSystem):
         return None
@@ -221,22 +217,22 @@ def _identity(fs: RemoteFileSystem, path: str, content: Content) -> str | None:
     return f"{fs.protocol}\0{path}\0{content.size}\0{content.tag}" if content.tag else None
 
 
-# A cache, and the folder in it that has the blocks of a file's content, each under its number.
+# A cache, and its folder of a file's blocks, named by number.
 CachedBlocks = tuple[DiskCache, Path]
 
 
 @functools.cache
 def _requests() -> ThreadPoolExecutor:
-    """Return the threads of this process that make requests."""
+    """Return the thread pool for requests of this process."""
     return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="object-store")
 
 
 class RemoteFile(io.RawIOBase):
-    """A file in a store, for reading, in blocks: those that were asked for beforehand, or else what is around.
+    """A read-only file in a store. Reads use prefetched blocks (`ask`), or fetch blocks with read-ahead.
 
-    `cached_blocks`: where those are stored that are fetched from now on; None for nowhere. It is looked in first.
+    `cached_blocks` is the disk cache of later fetches, or None.
 
-    Raises FileNotFoundError when opened, or at the first read where it had been listed; `StorageError` from then on.
+    Raises FileNotFoundError when opened, or at the first read of a listed file; `StorageError` afterwards.
     """
 
     def __init__(self, fs: RemoteFileSystem, path: str):
@@ -245,10 +241,10 @@ class RemoteFile(io.RawIOBase):
         identity = _identity(fs, path, self._content)
         self.cached_blocks = None if identity is None else _blocks_cache(fs, path, identity)
         self._blocks: dict[int, bytes] = {}
-        self._coming: dict[int, tuple[int, Future[list[bytes]]]] = {}  # a request, and the first block of it
+        self._coming: dict[int, tuple[int, Future[list[bytes]]]] = {}  # first block of a request, and the request
         self._at = 0
         self._found = False
-        # FFmpeg reads again and again where a read has failed, and each would wait out the whole time of its retries.
+        # FFmpeg repeats failed reads, and each would wait for all retries.
         self._failed: OSError | None = None
 
     def readable(self) -> bool:
@@ -262,7 +258,7 @@ class RemoteFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        # Never more memory than there are bytes: lengths may come from a damaged file.
+        # Lengths may come from a damaged file: never allocate more than the file holds.
         rest = max(0, self.size - self._at)
         return super().read(rest if size is None or size < 0 else min(size, rest)) or b""
 
@@ -271,7 +267,7 @@ class RemoteFile(io.RawIOBase):
         first, last = self._at // BLOCK_BYTES, -(-min(self._at + len(view), self.size) // BLOCK_BYTES)
         done = 0
         for number in range(first, last):
-            # Requested one by one: a long read holds no more in memory than is cached anyway.
+            # Block by block, so that a long read needs no more memory than KEPT_BLOCKS.
             block = self._block(number, last)
             part = memoryview(block)[self._at - number * BLOCK_BYTES :][: len(view) - done]
             view[done : done + len(part)] = part
@@ -280,9 +276,9 @@ class RemoteFile(io.RawIOBase):
         return done
 
     def ask(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetch the bytes of some [start, end) in the background; errors are raised when they are read.
+        """Prefetch the byte ranges [start, end) in the background; reading them raises any errors.
 
-        What lies near together comes in one request. All of it is in memory until it is read.
+        Merge nearby ranges to one request. Prefetched blocks stay in memory until they are read.
         """
         missing = self._numbers(ranges) - self._blocks.keys() - self._coming.keys()
         for first, last in _runs(sorted(missing)):
@@ -303,7 +299,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _block(self, number: int, until: int) -> bytes:
-        """Block `number`; if it was not requested, with what is around, and those up to block `until`."""
+        """Return block `number`; if it was not prefetched, fetch it with read-ahead, at least up to block `until`."""
         block = self._blocks.pop(number, None)
         if block is None and number in self._coming:
             first, request = self._coming.pop(number)
@@ -317,7 +313,7 @@ class RemoteFile(io.RawIOBase):
         return block
 
     def _around(self, number: int, until: int) -> tuple[int, int]:
-        """Blocks [first, last) that are not here, with `number`."""
+        """Return the range of blocks [first, last) to fetch around `number`, without blocks that are present."""
         most = max(1, min(KEPT_BLOCKS, MAX_REQUEST_BYTES // BLOCK_BYTES))
         ahead = max(1, min(most, AHEAD_BYTES // BLOCK_BYTES))
         lowest = number - number % ahead
@@ -329,10 +325,10 @@ class RemoteFile(io.RawIOBase):
     def _keep(self, number: int, block: bytes) -> None:
         self._blocks[number] = block
         while len(self._blocks) > KEPT_BLOCKS:
-            del self._blocks[next(iter(self._blocks))]  # the one used longest ago
+            del self._blocks[next(iter(self._blocks))]  # least recently used
 
     def _get(self, first: int, last: int, cache: CachedBlocks | None) -> list[bytes]:
-        """Blocks [first, last), from the disk those that it has; the others in one request. In any thread."""
+        """Get blocks [first, last) from the disk cache, and the missing ones in one request. Thread-safe."""
         blocks: dict[int, bytes | None] = dict.fromkeys(range(first, last))
         if cache is not None:
             for n in blocks:
@@ -374,7 +370,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> CachedBlocks | None:
-    """Return where a file's blocks are cached on this node's disk, by number; None for nowhere."""
+    """Return the disk cache of a file's blocks, or None."""
     if fs.policy.cache_dir is None:
         return None
     cache = disk_cache(
@@ -388,7 +384,7 @@ def _blocks_cache(fs: RemoteFileSystem, path: str, identity: str) -> CachedBlock
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Blocks (ascending) as runs [first, last) that are fetched together: of some length, with small gaps in them."""
+    """Merge ascending block numbers to runs [first, last), with small gaps and a limited length."""
     gap, longest = GAP_BYTES // BLOCK_BYTES, max(1, MAX_REQUEST_BYTES // BLOCK_BYTES)
     first = last = -1
     for number in blocks:
