@@ -1,11 +1,10 @@
-"""Object stores, by obstore: Amazon S3, Google Cloud Storage, Azure, and what speaks as they do.
+"""Requests to object stores by obstore: Amazon S3, Google Cloud Storage, Azure and compatible stores.
 
-A request that may succeed a little later is made again, until the caller's patience ends. A reader sees an object as it
-was or as it is, never half of it: a range is of the content that was listed, and what must not exist yet, or must still
-be what was read, is written under that condition.
+`Store` retries a request until the caller's time limit. Reads and writes are atomic: a range is conditional on the
+listed content, and a write may be conditional on the object's absence or its tag.
 
-Credentials, region and endpoint come from where the store's own tools look for them: environment, profiles, the
-machine's role. Nothing here holds or prints them.
+Credentials, region and endpoint come from the standard places: environment, profiles, the machine's role. This module
+neither stores nor prints them.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-# What an address may begin with, and how errors call it.
+# Store of each protocol, and the forms of an address for errors.
 PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az"}
 FORMS = "s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER"
-# The longest that a call tries, in seconds, unless it says otherwise.
+# Default time limit of a call with its retries, in seconds.
 PATIENCE_S = 60.0
-# A connection that is silent for so long, or for this share of a call's patience, is given up and made anew.
+# Timeout of a silent connection: in seconds, and at most this share of the call's time limit.
 STALL_S, STALL_SHARE = 15.0, 1 / 4
 # Pauses between attempts: at random, up to 0.5, 1, 2, 4, 8 s and then always 10 s.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-# Large files travel in pieces of this size, so many at a time: what a process holds of them in memory.
+# Large files are sent and fetched in pieces of this size, with so many in memory at a time.
 PIECE_BYTES, PIECES = 32 * 2**20, 8
 # The largest object that is read into memory.
 MOST_BYTES = 2**30
@@ -45,19 +44,19 @@ GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 class StorageError(OSError):
-    """A store refused or did not answer. Says nothing about what the file holds; the message tells what to do."""
+    """A store refused or did not answer; the file itself may be intact. The message contains a remedy."""
 
 
 class StoreAwayError(StorageError):
-    """A store has failed for longer than a run waits."""
+    """A store has failed for longer than the run's time limit."""
 
 
 class ChangedError(StorageError):
-    """An object exists already, or is not the one that was read: another process wrote it."""
+    """Another process wrote the object: it exists already, or differs from the one that was read."""
 
 
 class Content(NamedTuple):
-    """What a store says of an object: its size in bytes, the tag of its content (an ETag), its UNIX time."""
+    """Properties of an object: size in bytes, ETag of its content, UNIX time of its last write."""
 
     size: int
     tag: str
@@ -65,7 +64,7 @@ class Content(NamedTuple):
 
 
 def split_address(url: str) -> tuple[str, str, str]:
-    """Split ``s3://bucket/a/b`` into protocol, bucket and ``a/b``. Raises ValueError where no store is known."""
+    """Split ``s3://bucket/a/b`` into protocol, bucket and ``a/b``. Raises ValueError for another protocol."""
     protocol, _, rest = url.partition("://")
     bucket, _, key = rest.strip("/").partition("/")
     if protocol not in PROTOCOLS or not bucket:
@@ -74,13 +73,13 @@ def split_address(url: str) -> tuple[str, str, str]:
 
 
 class Store:
-    """A bucket. Keys are names in it; any thread may call; a pickle holds the address and the options.
+    """A client of a bucket. Thread-safe; a pickle holds the address and the options.
 
-    All methods raise FileNotFoundError for what is not there, and `StorageError`, which says what to do.
+    All methods raise FileNotFoundError for a missing object, and `StorageError` for other failures.
 
     Args:
-        options: obstore's for this store (endpoint, credentials); they override what the environment says.
-        patience_s: the longest that a call tries, in seconds, unless the thread is `within` another limit.
+        options: options of obstore (endpoint, credentials); they override the environment.
+        patience_s: time limit of a call with its retries, in seconds; `within` overrides it.
     """
 
     def __init__(
@@ -102,38 +101,38 @@ class Store:
         return _restored, (self.protocol, self.bucket, tuple(self.options.items()), self.patience_s, self._region)
 
     def with_patience(self, patience_s: float) -> Store:
-        """Return the same bucket with less time for each call."""
+        """Return a client of the same bucket with a lower time limit."""
         return Store(self.protocol, self.bucket, self.options, min(patience_s, self.patience_s), self._region)
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
     def head(self, key: str) -> Content:
-        """Return what the store says of an object."""
+        """Return the properties of an object."""
         import obstore
 
         return self._content(self._call(key, obstore.head, key))
 
     def is_folder(self, key: str) -> bool:
-        """Return whether there are objects below."""
+        """Return whether the folder `key` has objects."""
         return bool(self._listed(_first_page, f"{key}/" if key else ""))
 
     def names(self, key: str) -> tuple[list[str], dict[str, Content]]:
-        """Return folders and objects directly below, by their names."""
+        """List the folders and the objects directly below `key`, by name."""
         folders, objects = self._listed(_directly_below, key)
         return sorted(folders), {name: self._content(meta) for name, meta in objects.items()}
 
     def below(self, key: str) -> dict[str, Content]:
-        """Return all objects below, by their names from there."""
+        """List all objects below `key`, by name relative to `key`."""
         objects = self._listed(_all_below, key)
         return {name: self._content(meta) for name, meta in objects.items()}
 
     def get(self, key: str, most_bytes: int = MOST_BYTES, patience_s: float | None = None) -> tuple[bytes, str]:
-        """Return an object's bytes, and the tag that `put` takes. Raises ValueError if there are more than that."""
+        """Return an object's bytes and its tag for `put`. Raises ValueError above `most_bytes`."""
         data, meta = self._call(key, _whole, key, most_bytes, patience_s=patience_s)
         return data, self._put_tag(meta)
 
     def range(self, key: str, start: int, end: int, tag: str = "", patience_s: float | None = None) -> bytes:
-        """Return bytes [start, end) of an object. Raises ChangedError unless its content still has that tag."""
+        """Return bytes [start, end) of an object. Raises ChangedError if its content no longer has `tag`."""
         return self._call(key, _range, key, start, end, tag, patience_s=patience_s)
 
     def download(self, key: str, content: Content, file: Path, patience_s: float | None = None) -> None:
@@ -155,18 +154,18 @@ class Store:
     # ---- writing --------------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes, tag: str | None = None) -> str:
-        """Write an object; returns its tag.
+        """Write an object, and return its tag.
 
         Args:
-            tag: of what must still be there, from `get` or `put`; "" where nothing may be.
+            tag: tag of the object to replace, from `get` or `put`; "" to create it; None for no condition.
         Raises:
-            ChangedError: something else is there.
+            ChangedError: the condition is not met.
         """
         mode: Any = "overwrite" if tag is None else self._condition(tag) if tag else "create"
         try:
             return self._put_tag(self._call(key, _put, key, data, mode))
         except ChangedError:
-            # An answer may have been lost, and the request repeated: then this process's own data is there.
+            # A retry after a lost answer finds this process's own data.
             with contextlib.suppress(FileNotFoundError):
                 stored, its_tag = self.get(key)
                 if stored == data:
@@ -174,7 +173,7 @@ class Store:
             raise
 
     def upload(self, file: Path, key: str) -> None:
-        """Write a file of this machine, however large. It appears when all of it is there."""
+        """Write a local file of any size to an object, atomically."""
         if file.stat().st_size <= PIECE_BYTES:
             self.put(key, file.read_bytes())
         else:
@@ -182,13 +181,12 @@ class Store:
                 try:
                     return self._call(key, _put_pieces, key, file, in_pieces=True)
                 except FileNotFoundError as error:
-                    # The upload is not known: the answer to its last request was lost, which not every store repeats,
-                    # or the store has dropped its pieces.
+                    # The store lost the upload's pieces, or completed it and lost the answer: try once more.
                     if is_last or not file.exists():
                         raise StorageError(f"{self._url(key)}: the store does not know the upload ({error})") from error
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that are not there, too."""
+        """Delete objects; ignore missing ones."""
         import obstore
 
         patience_s = self.limited_patience()  # the threads do not inherit `within`
@@ -200,11 +198,11 @@ class Store:
         list(_pieces().map(delete_one, keys))
 
     def abort_uploads(self, key: str) -> None:
-        """Drop objects below that a dead process began in pieces: they cost money, and are not listed.
+        """Abort uploads below `key` that dead processes left incomplete: they cost money and are not listed.
 
-        What the store refuses is a warning: nothing reads them.
+        Log refusals as warnings.
         """
-        if self._kind != "s3":  # the other stores drop them by themselves
+        if self._kind != "s3":  # the other stores expire them
             return
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -268,13 +266,13 @@ class Store:
             ) from error
 
     def limited_patience(self, patience_s: float | None = None) -> float:
-        """Return how long a call tries that says so much, or nothing."""
+        """Return the time limit of a call with the argument `patience_s`."""
         return min(patience_s or _patience_s.get() or self.patience_s, _longest_s)
 
     def _mended(self, error: BaseException, asked: str | None) -> bool:
-        """Return whether another client may succeed: with renewed credentials, or in the bucket's own region.
+        """Reset the clients if new credentials or the bucket's region may help; return whether to retry.
 
-        asked: the region of the client that failed, None for its default; another thread may have found the right one.
+        `asked` is the region of the failed client, or None: another thread may have found the right one meanwhile.
         """
         text, status = str(error), http_status(error)
         named = re.search("incorrectly configured region|AuthorizationHeaderMalformed", text)
@@ -297,7 +295,7 @@ class Store:
         return True
 
     def _client(self, patience_s: float, in_pieces: bool) -> Any:
-        """Return the client whose requests are given up after so long."""
+        """Return the cached client with the request timeout `patience_s`."""
         with self._lock:
             if (patience_s, in_pieces) not in self._clients:
                 self._clients[patience_s, in_pieces] = self._connect(patience_s, in_pieces)
@@ -313,7 +311,7 @@ class Store:
             "timeout": timedelta(seconds=patience_s),
             "user_agent": "vla-fine-tuning",
         }
-        # Requests are repeated by `_call`; the pieces of a large object each by itself.
+        # `_call` retries requests; obstore retries each piece of a large object.
         pauses = {"init_backoff": timedelta(seconds=FIRST_PAUSE_S), "max_backoff": timedelta(seconds=LONGEST_PAUSE_S)}
         retries = {"max_retries": 1000 if in_pieces else 0, "retry_timeout": timedelta(seconds=patience_s)}
         store_class = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[self._kind]
@@ -331,7 +329,7 @@ class Store:
         return {"version": tag} if self._kind == "gs" else {"e_tag": tag}
 
     def _put_tag(self, meta: Mapping[str, Any]) -> str:
-        """Return what a condition of a put names: Google's generation, the others' ETag."""
+        """Return the tag for conditional puts: Google's generation, or the ETag."""
         return str((meta.get("version") if self._kind == "gs" else meta.get("e_tag")) or "")
 
     def _content(self, meta: Mapping[str, Any]) -> Content:
@@ -342,7 +340,7 @@ class Store:
 
 
 def _restored(*description: Any) -> Store:
-    """Return the store of a pickle: the process's own, unless an option of it cannot be a key."""
+    """Unpickle a store: the process's shared one, unless its options are not hashable."""
     try:
         return _shared(*description)
     except TypeError:
@@ -354,7 +352,7 @@ def _restored(*description: Any) -> Store:
 def _shared(
     protocol: str, bucket: str, options: tuple[tuple[str, Any], ...], patience_s: float, region: str | None
 ) -> Store:
-    """Return the store that pickles stand for: read tasks of a process share its credentials and its connections."""
+    """Return a store that read tasks of a process share, with its credentials and connections."""
     return Store(protocol, bucket, dict(options), patience_s, region)
 
 
@@ -367,7 +365,7 @@ def _first_page(client: Any, prefix: str) -> Sequence[Any]:
     return next(iter(obstore.list(client, prefix or None, chunk_size=1)), ())
 
 
-# Consoles make empty objects "FOLDER/", which obstore lists as objects "FOLDER". They are no files.
+# Web consoles create empty objects "FOLDER/", which obstore lists as "FOLDER"; skip them.
 
 
 def _directly_below(client: Any, key: str) -> tuple[set[str], dict[str, Any]]:
@@ -418,7 +416,7 @@ def _put_pieces(client: Any, key: str, file: Path) -> None:
 
 
 def _attributes(key: str) -> dict[str, str]:
-    """Have a browser show a page and lines rather than save them."""
+    """Return a content type that browsers display instead of downloading."""
     kinds = {"html": "text/html; charset=utf-8", "json": "application/json", "jsonl": "text/plain; charset=utf-8"}
     return {"Content-Type": kinds.get(key.rpartition(".")[2], "application/octet-stream")}
 
@@ -430,7 +428,7 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     session, endpoint = _boto3_session()
-    # Objects are deleted one by one: not every store that speaks as Amazon's deletes many in a request.
+    # Not every S3-compatible store supports bulk deletes.
     store_options: dict[str, Any] = {"region": session.region_name or "us-east-1", "disable_bulk_delete": True}
     store_options |= {**({"endpoint": endpoint} if endpoint else {}), **options}
     if {"access_key_id", "skip_signature", "credential_provider"}.isdisjoint(store_options):
@@ -442,7 +440,7 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _boto3_session() -> tuple[Any, str | None]:
-    """Return a session, and the endpoint that the environment or the profile names."""
+    """Return a session and the endpoint of the environment or the profile."""
     import boto3
     import botocore.session
 
@@ -467,7 +465,7 @@ def _boto3_client(options: Mapping[str, Any]) -> Any:
 
 
 def bucket_region(bucket: str) -> str | None:
-    """Ask Amazon for a bucket's region, which it says to anybody; None where it does not."""
+    """Request a bucket's region from Amazon, without credentials; None on failure."""
     import httpx
 
     with contextlib.suppress(httpx.HTTPError):
@@ -505,13 +503,13 @@ def _azure_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the status that a store answered with, which obstore (0.12.1) says in words alone."""
+    """Parse the HTTP status from an error's text, as obstore (0.12.1) has no field for it."""
     match = re.search(r"status code: (\d{3})", str(error))
     return int(match[1]) if match else None
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether the same request may succeed a little later."""
+    """Return whether a retry of the same request may succeed."""
     status = http_status(error)
     if status is not None:
         # 409: another conditional request for that object was under way.
@@ -526,7 +524,7 @@ def _is_condition(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    """Return what the store said, and its host; no whole address, which may hold a signature."""
+    """Format the store's answer and host, without the URL, which may contain a signature."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     host = re.search(r"https?://([^/?\s]+)", text)
     words = f"{type(error).__name__}: {text.rpartition(' - ')[2].rstrip(':')}"
@@ -540,14 +538,14 @@ _longest_s = float("inf")
 
 
 def limit_retries(longest_s: float = float("inf")) -> None:
-    """Limit every later call of this process, whatever it says: of a process that only has to end."""
+    """Limit the time of every later call of this process, e.g. when it only has to end."""
     global _longest_s
     _longest_s = longest_s
 
 
 @contextlib.contextmanager
 def within(patience_s: float) -> Iterator[None]:
-    """Limit each call of this thread that does not say otherwise to so many seconds, while the block runs."""
+    """Set the default time limit of this thread's calls inside the block, in seconds."""
     before = _patience_s.set(patience_s)
     try:
         yield

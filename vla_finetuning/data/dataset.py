@@ -1,4 +1,4 @@
-"""What a dataset is, once its metadata are read: the features of a row, and where each episode lies."""
+"""Data classes of a dataset's metadata: the features of a row, and the location of each episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from vla_finetuning.buckets.store import StorageError
 
-# LeRobot's writer adds these to every dataset; GR00T's datasets lack some, which are then counted.
+# LeRobot's writer adds these to every dataset; GR00T's datasets lack COUNTED_FEATURES, which are then counted.
 FRAME_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 COUNTED_FEATURES = ("frame_index", "index")
 CAMERA_DTYPES = ("video", "image")
@@ -27,17 +27,17 @@ class Feature:
     """One column of a frame row, as `meta/info.json` declares it.
 
     Attributes:
-        key: what the dataset's files call it; a row may call it otherwise (`rename_features`).
+        key: name in the dataset's files; rows may use another name (`rename_features`).
         dtype: one of `DTYPES`.
-        shape: of one frame's value; `(1,)` is a scalar. Cameras: in the order of `names`.
-        names: of the dimensions (vectors: of the entries), or None.
-        is_depth: a depth map, not an RGB image.
+        shape: shape of one frame's value; `(1,)` is a scalar. Cameras: in the order of `names`.
+        names: names of the dimensions, or None.
+        is_depth: whether it is a depth map, not an RGB image.
         info: LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty.
-        order: of a vector, where the files have the entries of a row's (`reorder_dimensions`); None: as they have them.
-        joined: of a vector made of several columns (`join_features`), those in order; else empty.
-        counted: one of `COUNTED_FEATURES` that the files lack.
-        texts: of numbers that stand for texts, these; empty otherwise.
-        style: of annotations, the style whose text a row has: the one that is active at its time; empty otherwise.
+        order: index in the files of each dimension of a row (`reorder_dimensions`); None for the files' order.
+        joined: features that a vector concatenates (`join_features`); else empty.
+        counted: whether it is one of `COUNTED_FEATURES` that the files lack.
+        texts: text of each value, for features that store texts by number; else empty.
+        style: style of annotations; a row has the text of this style that is active at its time. Else empty.
     """
 
     key: str
@@ -54,11 +54,11 @@ class Feature:
 
     @property
     def columns(self) -> tuple[Feature, ...]:
-        """The columns of the data files that hold it."""
+        """Columns of the data files with the feature's values."""
         return () if self.counted else self.joined or (self,)
 
     def values(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Its values in N rows, (N, *shape) in the files' order, from those of its columns by `key`."""
+        """Return the values (N, *shape), in the files' order, from `arrays`: the values of `columns` by key."""
         if not self.joined:
             return arrays[self.key]
         return np.concatenate(
@@ -66,44 +66,44 @@ class Feature:
         )
 
 
-# Which episode a row is of: a column of all data files.
+# The episode of a row: a column of all data files.
 EPISODE = Feature("episode_index", "int64", (1,), None, False, {})
 
 
 @dataclass(frozen=True)
 class AbsentFeature(Feature):
-    """A vector that a dataset's files lack and others of its mixture have: it has no entries.
+    """A vector of no dimensions, which a dataset lacks and others of its mixture have.
 
-    In rows that are read together it is as many zeros as the longest one has entries (`options.Features.padded`).
+    Rows of the mixture pad it with zeros to the longest vector (`options.Features.padded`).
     """
 
     @property
     def columns(self) -> tuple[Feature, ...]:
-        return (EPISODE,)  # says how many rows there are
+        return (EPISODE,)  # gives the number of rows
 
     def values(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         return np.zeros((len(arrays[EPISODE.key]), *self.shape), self.dtype)
 
 
 def absent_vector(key: str, dtype: str = "float32") -> AbsentFeature:
-    """Return a vector of no entries."""
     return AbsentFeature(key, dtype, (0,), None, False, {})
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetMetadata:
-    """A LeRobot dataset's metadata, E episodes. Made by `load_metadata`.
+    """Metadata of a LeRobot dataset with E episodes, returned by `load_metadata`.
 
     Attributes:
-        root: as the caller gave it, without a trailing slash; `base` is the same place inside `fs`.
+        root: root as the caller gave it, without a trailing slash.
+        fs: file system of the dataset.
+        base: path of the root inside `fs`.
         fps: frames per second.
         tasks: instruction by the value of the `task_index` column (never by position in the file).
-        stats: `{feature: {"mean" | "std" | "min" | "max" | "count" | "q01" …: array}}`; `{}` when there is no
-            stats.json.
+        stats: `{feature: {"mean" | "std" | "min" | "max" | "count" | "q01" …: array}}`; `{}` without stats.json.
         episode_index: int64 (E,), 0..E-1.
         episode_length: int64 (E,), frames.
-        episode_start: int64 (E,), first row of the episode in the dataset: cumulative lengths, and not the
-            stored `dataset_from_index`, which real datasets get wrong.
+        episode_start: int64 (E,), first row of the episode in the dataset, from cumulative lengths: the stored
+            `dataset_from_index` is wrong in real datasets.
         episode_tasks: instructions of each episode.
         data_files: parquet files relative to `base`, unique, in order of first use.
         episode_data_file: int32 (E,), index into `data_files`.
@@ -111,10 +111,10 @@ class DatasetMetadata:
         video_files: per video key, mp4 files relative to `base`, unique, in order of first use.
         episode_video_file: per video key, int32 (E,), index into `video_files[key]`.
         episode_video_start_s: per video key, float64 (E,), the episode's start inside that file, seconds.
-        first_episode: episodes before it are no part of the dataset, whose numbering begins there.
-        broken: episodes that cannot be read, by "data" or the video key: what is wrong with each, by its number. The
-            arrays above have something in their places.
-        not_read: what the dataset has beside, a line for each.
+        first_episode: lowest episode number of the dataset; lower ones do not exist.
+        broken: `{"data" | video key: {episode: reason}}` of unreadable episodes; their entries in the arrays above
+            are placeholders.
+        not_read: a line for each part of the dataset that is not read.
     """
 
     root: str
@@ -162,23 +162,21 @@ class DatasetMetadata:
 
     @property
     def without_actions(self) -> bool:
-        """Return whether it was given an `AbsentFeature` for its actions: its rows train texts alone."""
+        """Whether actions are an `AbsentFeature`, so that rows train only texts."""
         return isinstance(self.features.get("action"), AbsentFeature)
 
 
 def select_episodes(
     meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None, may_be_none: bool = False
 ) -> np.ndarray:
-    """Check a choice of episodes; None chooses all, from the first one that the dataset has.
-
-    Whether they can be read is for `check_readable`.
+    """Check chosen episodes; None chooses all. `check_readable` checks whether they can be read.
 
     Args:
-        may_be_none: an empty choice is one, as of a dataset of several whose episodes are all trained on.
+        may_be_none: accept an empty choice, e.g. the evaluation episodes of one dataset of several.
     Returns:
-        int64, ascending: LeRobot, too, reads chosen episodes in stored order.
+        Episode numbers, int64, ascending: LeRobot reads chosen episodes in stored order, too.
     Raises:
-        ValueError: not integers, none chosen, chosen twice, negative, or not in the dataset.
+        ValueError: not integers, none chosen, repeated, negative, or not in the dataset.
     """
     if episodes is None:
         return meta.episode_index[meta.first_episode :].copy()
@@ -200,7 +198,7 @@ def select_episodes(
 
 
 def known_episodes(meta: DatasetMetadata) -> np.ndarray:
-    """Return all episodes but those whose rows the metadata does not know: those that statistics of all describe."""
+    """Return all episodes with known rows; statistics of all episodes describe these."""
     episodes = select_episodes(meta, None)
     return episodes[~np.isin(episodes, list(meta.broken.get("data", {})))]
 
@@ -212,7 +210,7 @@ def shorten(items: Sequence[Any], limit: int = 10) -> str:
 
 @contextlib.contextmanager
 def naming_file(name: str) -> Iterator[None]:
-    """Put the file's name before a `StorageError` from inside the block."""
+    """Prefix a `StorageError` inside the block with the name of the file."""
     try:
         yield
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""Which files the episodes of a dataset need: downloaded from the Hub, or looked for where the dataset is."""
+"""Find or download the files that the episodes of a dataset need."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vla_finetuning.data.metadata import load_metadata, unreachable
 from vla_finetuning.data.mp4 import boxes
 from vla_finetuning.files import LFS_POINTER
 
-# Local files whose ends are looked at; a dataset with more is looked at in places.
+# Most local files whose ends are checked; a larger dataset is sampled evenly.
 MAX_OPENED = 5_000
 _MOST_NAMED = 5
-# Of an mp4; recorders that write in fragments make many, and a film of nothing else would take long to read.
+# Most boxes of an mp4 to check: fragmented recordings have many.
 _MAX_BOXES = 10_000
 
 
 @dataclass(frozen=True, eq=False)
 class MissingFiles:
-    """What is missing of the files that some episodes need.
+    """Files that are missing, empty or cut short.
 
     Attributes:
-        problems: {path: what is wrong with it}.
-        episodes: int64, ascending: those that need one of these files.
-        cameras: the cameras with such a file.
-        without_folder: paths of files whose folder is missing or empty.
+        problems: {path: problem}.
+        episodes: numbers of the episodes that need one of these files, int64, ascending.
+        cameras: cameras with such a file.
+        without_folder: paths whose folder is missing or empty.
     """
 
     problems: dict[str, str]
@@ -56,10 +56,9 @@ def find_missing_files(
     episodes: Sequence[int] | np.ndarray | None = None,
     camera_keys: Sequence[str] | None = None,
 ) -> MissingFiles:
-    """Look for the parquet and mp4 files that the chosen episodes and cameras need. Runs on the driver.
+    """Find missing parquet and mp4 files of the chosen episodes and cameras. Run on the driver.
 
-    One listing per folder, so it is cheap on object storage too. Local files, on which a copy may have ended early, are
-    also opened: the end of each must be where its format says.
+    List each folder once, which is cheap on object stores too. Open local files to check that they are complete.
 
     Raises:
         ValueError: an episode or a camera that the dataset does not have.
@@ -107,12 +106,12 @@ def check_files(
     camera_keys: Sequence[str] | None = None,
     skip: bool = False,
 ) -> None:
-    """Check by `find_missing_files` that every parquet and mp4 file the chosen episodes and cameras need is there.
+    """Check by `find_missing_files` that no file of the chosen episodes and cameras is missing.
 
     Args:
-        skip: files may be missing, but not all of a folder: then the dataset is somewhere else.
+        skip: allow missing files, except for all files of a folder: the dataset is elsewhere then.
     Raises:
-        FileNotFoundError: naming the files that are missing, empty or cut short, and the episodes that need them.
+        FileNotFoundError: files are missing, empty or cut short; the message names them and their episodes.
         ValueError: an episode or a camera that the dataset does not have.
     """
     holes = find_missing_files(meta, episodes=episodes, camera_keys=camera_keys)
@@ -130,19 +129,18 @@ def fetch_dataset(
     camera_keys: Sequence[str] | None = None,
     cache_dir: str | Path | None = None,
 ) -> tuple[str, str]:
-    """Download a dataset, or what the chosen episodes and cameras need of it, from the Hugging Face Hub.
+    """Download a dataset, or the files of the chosen episodes and cameras, from the Hugging Face Hub.
 
-    Runs on the driver. A token is found by `huggingface_hub` itself (`HF_TOKEN` or its token file).
+    Run on the driver. `huggingface_hub` finds the token itself (`HF_TOKEN` or its token file).
 
     Args:
         repo_id: `user/name`.
-        revision: branch, tag or commit. None is the tag `v3.0`, as in LeRobot, or else the default branch.
-        cache_dir: None is LeRobot's own cache of Hub datasets, so nothing is downloaded twice.
+        revision: branch, tag or commit; None for the tag `v3.0`, as in LeRobot, or else the default branch.
+        cache_dir: None for LeRobot's own cache of Hub datasets, so nothing is downloaded twice.
     Returns:
-        The local folder, and the full commit hash it holds; giving that as `revision` repeats it exactly.
+        The local folder and its full commit hash, a `revision` that repeats the download exactly.
     Raises:
-        ValueError: no such repository or revision, no access, not a LeRobot dataset, or an episode or a camera that it
-            does not have.
+        ValueError: no such repository, revision, episode or camera, no access, or not a LeRobot dataset.
         OSError: the Hub cannot be reached.
     """
     from lerobot.utils.constants import HF_LEROBOT_HUB_CACHE
@@ -159,7 +157,7 @@ def fetch_dataset(
     else:
         patterns = [glob.escape(path) for path in needed]
     if any(feature.dtype == "image" for feature in meta.features.values()):
-        patterns.append("images/*")  # which rows may name by their paths
+        patterns.append("images/*")  # files that rows may refer to by path
     download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=patterns)
     return folder, commit
 
@@ -167,7 +165,7 @@ def fetch_dataset(
 def _needed_files(
     meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None
 ) -> dict[str, np.ndarray]:
-    """The files that these episodes and cameras need, each with the episodes that need it."""
+    """Return `{path: episodes that need it}` of the files that `episodes` and `camera_keys` need."""
     unknown = sorted(set(camera_keys or ()) - set(meta.camera_keys))
     if unknown:
         raise ValueError(f"dataset {meta.root}: no camera {unknown}; it has {meta.camera_keys}")
@@ -177,7 +175,7 @@ def _needed_files(
             uses.append((meta.video_files[key], meta.episode_video_file[key]))
     needed: dict[str, np.ndarray] = {}
     for files, episode_file in uses:
-        # Without a loop over episodes: there may be 100 000.
+        # No loop over episodes: there may be 100,000.
         order = np.argsort(episode_file[episodes], kind="stable")
         numbers, first = np.unique(episode_file[episodes][order], return_index=True)
         for number, used_by in zip(numbers, np.split(episodes[order], first[1:]), strict=False):
@@ -186,7 +184,7 @@ def _needed_files(
 
 
 def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
-    """Sizes in bytes of the files in a folder of the dataset; empty when there is no such folder."""
+    """Return the sizes in bytes of the files in a folder of the dataset; {} without the folder."""
     path = f"{meta.base}/{folder}".rstrip("/")
     meta.fs.invalidate_cache(path)
     try:
@@ -199,9 +197,7 @@ def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    """Return whether a parquet or mp4 file ends where it says, and has what is needed to open it. Others are not
-    judged.
-    """
+    """Return whether a parquet or mp4 file has a valid end and index; True for other files."""
     with open(path, "rb") as file:
         if path.suffix == ".parquet":
             file.seek(max(0, size - 4))
