@@ -1,16 +1,15 @@
-"""Folders in object stores, as local copies: `as_path` returns this process's copy of an address.
+"""Mirror folders in object stores as local folders: `as_path` returns this process's copy of an address.
 
-The copy is an ordinary folder. `pull` fetches what others changed, `push` sends what this process changed, and
-`keep_synced` does both every few seconds, so that the bucket holds the same files under the same names::
+The copy is an ordinary folder. `pull` fetches changes of other processes, `push` sends changes of this process, and
+`keep_synced` does both every few seconds. The bucket holds the same files under the same names::
 
     s3://BUCKET/FOLDER/metrics.jsonl  <->  TMPDIR/vla-fine-tuning-UID/PROCESS/COPY/FOLDER/metrics.jsonl
 
-Every file has one writer. It puts a file on the condition that the object is still the one it put or pulled before;
-where it is not, the writer overwrites it if it is still the owner, and ends otherwise. A file that several processes
-add lines to is a file each (`file_of_process`). Large files and those that only their writer needs are sent on request
-and fetched on request (`is_heavy`).
+Every file has one writer. A put is conditional on the object that the writer last put or pulled. If another process
+changed it, the writer overwrites it while it is still the owner, and raises otherwise. Processes that append lines to
+the same file each write their own (`file_of_process`). Heavy files are sent and fetched on request only (`is_heavy`).
 
-All functions accept paths on a disk too, where there is nothing to send or fetch.
+All functions accept paths on a disk too, and then send and fetch nothing.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ from vla_finetuning.buckets.store import (
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at what changed, here and in the bucket.
+# Interval of `keep_synced`.
 SYNC_S = 3.0
-# A request is tried for so long, while others of this process wait.
+# Time limit of a request in `sync`, which holds the mirror's lock.
 SYNC_PATIENCE_S = 15.0
-# A process that ends sends what it has for so long at most.
+# Time limit of a request in the last push of a process.
 PATIENCE_AT_THE_END_S = 10.0
-# Small files that are fetched or sent at once.
+# Files that are fetched in parallel.
 AT_ONCE = 8
-# Files that say that others are there: sent last and deleted first.
+# Files that mark others as complete: sent last and deleted first.
 MARKS = ("config.json", "state.json", "tracking.json", "finished.json")
 HEAVY_FOLDERS, HEAVY_SUFFIX = ("rows", "rollouts", "pretrained_model", "adapter"), ".safetensors"
-# Which files of others a process needs: all, those directly in the folder, or none.
+# Files of other processes to pull: all, only those directly in the folder, or none.
 Pulls = Literal["all", "top"] | None
 
 
 class LocalCopy(PosixPath):
-    """A path in a local copy. Another process that unpickles it gets the path in its own copy."""
+    """A path in a local copy; another process unpickles it as the path in its own copy."""
 
     def __reduce__(self) -> Any:
         located = mirror_of(self)
@@ -71,10 +70,10 @@ def _copied_path(url: str, name: str) -> Path:
 
 
 def as_path(name: str | Path) -> Path:
-    """Return the path that a name stands for: on a disk, where `~` is home, or in this process's copy of an address.
+    """Return the path of `name`: the path in this process's copy of an address, or else a path on a disk.
 
     Raises:
-        ValueError: an address of no store that is known here.
+        ValueError: the protocol of the address is not supported.
     """
     text = str(name)
     if "://" not in text:
@@ -91,13 +90,13 @@ def as_path(name: str | Path) -> Path:
 
 
 def as_file(name: str | Path) -> Path:
-    """Return the path of a file by name, as `as_path`: of one in a bucket in this process's copy of its folder."""
+    """Return the path of a file as `as_path`; the local copy of a file in a bucket is a copy of its folder."""
     folder, _, file = str(name).rstrip("/").rpartition("/")
     return as_path(folder) / file if "://" in folder else as_path(name)
 
 
 def mirror_of(path: Path) -> tuple[Mirror, str] | None:
-    """Return the mirror that a path is in, and its name there ("" for the whole); None on a disk."""
+    """Return the mirror of a path and the path's name in it ("" for the root), or None on a disk."""
     for mirror in list(_mirrors):
         if path.is_relative_to(mirror.folder):
             return mirror, "/".join(path.relative_to(mirror.folder).parts)
@@ -105,20 +104,20 @@ def mirror_of(path: Path) -> tuple[Mirror, str] | None:
 
 
 def address(path: Path) -> str:
-    """Return what users call a path: the address that a local copy is of, or the path itself."""
+    """Return the address of a path in a local copy, or else the path, for users."""
     located = mirror_of(path)
     return str(path) if located is None else _joined(located[0].url, located[1])
 
 
 def bucket_of(path: Path) -> tuple[Store, str]:
-    """Return the bucket that a local copy is of, and the path's key there."""
+    """Return the bucket of a path in a local copy, and the path's key in it."""
     located = mirror_of(path)
     assert located is not None, f"{path} is on a disk"
     return located[0].store, located[0].key_of(located[1])
 
 
 def is_heavy(name: str) -> bool:
-    """Return whether a file, by its name in a run's folder, is sent and fetched on request only."""
+    """Return whether the file `name` of a run's folder is sent and fetched on request only."""
     return name.endswith(HEAVY_SUFFIX) or name.partition("/")[0] in HEAVY_FOLDERS
 
 
@@ -128,15 +127,16 @@ def is_heavy(name: str) -> bool:
 class _Known(NamedTuple):
     """The state of a file when it was last sent or fetched."""
 
-    put_tag: str | None  # the condition of the next put; None for none
-    listed_tag: str | None  # as listings have it; None for a file of this process, which is not fetched
+    put_tag: str | None  # condition of the next put; None for no condition
+    listed_tag: str | None  # tag in listings; None for a file of this process, which is not fetched
     stat: tuple[int, int] | None  # of the local file
 
 
 class Mirror:
-    """This process's copy of a folder in a bucket. Any thread may call.
+    """This process's copy of a folder in a bucket. Thread-safe.
 
-    Methods take names of files or folders in it, "" for all, and raise StorageError; FileNotFoundError for no bucket.
+    Methods take the name of a file or folder in it, or "" for the root. They raise StorageError, and FileNotFoundError
+    for a missing bucket.
     """
 
     def __init__(self, url: str):
@@ -154,7 +154,7 @@ class Mirror:
         return _joined(self._key, name)
 
     def objects(self, name: str, at_the_top: bool = False) -> dict[str, Content]:
-        """Return the objects of this name and below, or only directly below, by their names in the mirror."""
+        """List the object `name`, or the objects below it (`at_the_top`: directly below), by name in the mirror."""
         key = self.key_of(name)
 
         def list_folder() -> dict[str, Content]:
@@ -166,15 +166,15 @@ class Mirror:
                 return {name: self.store.head(key)} if name else {}
             return {}
 
-        # The likelier of the two first: it is a request less.
+        # Try the likelier case first, to save a request.
         if "." in name.rpartition("/")[2]:
             return list_file() or list_folder()
         return list_folder() or list_file()
 
     def pull(self, name: str, at_the_top: bool = False) -> None:
-        """Fetch what others changed and is not heavy, by its name from here, or only what is directly below.
+        """Fetch changes of other processes below `name`, except heavy files; keep files that this process changed.
 
-        Files changed here stay.
+        `at_the_top` fetches only files directly below.
         """
         with self._lock:
             listed = self.objects(name, at_the_top)
@@ -194,26 +194,26 @@ class Mirror:
     def push(
         self, name: str, is_wanted: Callable[[str], bool] = lambda name: True, *, only_if_unchanged: bool = False
     ) -> None:
-        """Send what this process changed. What it deleted stays in the bucket, unless by `remove`.
+        """Send files that this process changed. Only `remove` deletes objects.
 
         Args:
-            only_if_unchanged: whether an object that another process wrote is never overwritten.
+            only_if_unchanged: never overwrite an object that another process wrote.
         Raises:
-            ChangedError: another process wrote a file, and this one is not its owner.
+            ChangedError: another process wrote a file, and this process may not overwrite it.
         """
         with self._lock:
             changed = [entry for entry in self._local(name) if is_wanted(entry) and self._is_changed(entry)]
             ordered = sorted(changed, key=lambda entry: (_is_mark(entry), "/" not in entry, entry))
-            # What is sent last is read first: a line that refers to another file arrives after what it refers to.
+            # Read first the files that are sent last: a line arrives after the files that it refers to.
             early = [entry for entry in reversed(ordered) if _is_mark(entry) or "/" not in entry]
             read = {entry: _read(self.folder / entry) for entry in early}
             for entry in ordered:
                 content = read[entry] if entry in read else _read(self.folder / entry)
-                if content is not None:  # else deleted since it was listed
+                if content is not None:  # None: deleted since the listing
                     self._send(entry, *content, only_if_unchanged)
 
     def copy_changed(self, name: str, folder: Path) -> None:
-        """Copy what this process changed below a name into a folder, by names from there."""
+        """Copy files that this process changed below `name` into `folder`, with names relative to `name`."""
         with self._lock:
             for entry in filter(self._is_changed, self._local(name)):
                 target = folder / _below(entry, name)
@@ -221,7 +221,7 @@ class Mirror:
                 shutil.copyfile(self.folder / entry, target)
 
     def remove(self, name: str) -> None:
-        """Delete a file or folder, here and in the bucket."""
+        """Delete a file or folder locally and in the bucket."""
         with self._lock:
             names = sorted(self.objects(name), key=lambda entry: not _is_mark(entry))
             marks = [entry for entry in names if _is_mark(entry)]
@@ -239,7 +239,7 @@ class Mirror:
                 del self._known[entry]
 
     def sync(self, pulls: Pulls) -> None:
-        """Push what is not heavy, and pull what is wanted of it. A store that does not answer is a warning, once."""
+        """Push and pull, except heavy files; log a failing store once as a warning."""
         try:
             with within(SYNC_PATIENCE_S):
                 self.push("", lambda name: not is_heavy(name))
@@ -265,7 +265,7 @@ class Mirror:
         atexit.register(self.stop_syncing)
 
     def stop_syncing(self) -> None:
-        """Push once more what is not heavy, for PATIENCE_AT_THE_END_S at most, and sync no longer."""
+        """Push a last time, except heavy files, within PATIENCE_AT_THE_END_S, and stop syncing."""
         atexit.unregister(self.stop_syncing)
         if self._stop is not None:
             self._stop.set()
@@ -274,7 +274,7 @@ class Mirror:
                 self.push("", lambda name: not is_heavy(name))
 
     def _local(self, name: str) -> list[str]:
-        """Return this process's files, without those that are being written (`.name`)."""
+        """List local files, without those that are being written (`.name`)."""
         path = self.folder / name
         files = (
             [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
@@ -301,7 +301,7 @@ class Mirror:
                 temporary.write_bytes(data)
             else:
                 self.store.download(self.key_of(name), content, temporary, patience_s)
-        except (FileNotFoundError, ChangedError):  # deleted or replaced since it was listed: the next pull has it
+        except (FileNotFoundError, ChangedError):  # deleted or replaced since the listing: left to the next pull
             temporary.unlink(missing_ok=True)
             return
         os.replace(temporary, target)
@@ -322,7 +322,7 @@ class Mirror:
 
 
 def _read(file: Path) -> tuple[tuple[int, int], bytes | None] | None:
-    """Return the state of a file, and what was then read of it: nothing of a large one."""
+    """Return the state of a file and its bytes, or None for the bytes of a large one; None without a file."""
     with contextlib.suppress(FileNotFoundError):
         stat = _stat(file)
         return stat and (stat, None if stat[1] > PIECE_BYTES else file.read_bytes())
@@ -349,7 +349,7 @@ def _is_in(name: str, folder: str) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a file is being written, or a lock."""
+    """Return whether `name` is a lock or a file that is being written."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
@@ -361,29 +361,29 @@ _mirrors: list[Mirror] = []
 _mirrors_lock = threading.Lock()
 
 
-# ---- what callers do with a path, wherever it is ------------------------------------------------------------------
+# ---- operations on paths, on a disk or in a bucket ----------------------------------------------------------------
 
 
 def pull(path: Path, *, at_the_top: bool = False) -> None:
-    """Fetch what others changed of a file or folder, or of files directly in it, but for what is heavy in it."""
+    """Fetch other processes' changes of a file or folder, as `Mirror.pull`."""
     if located := mirror_of(path):
         located[0].pull(located[1], at_the_top)
 
 
 def read_stored(path: Path) -> bytes:
-    """Return a file as it is where it is stored, whatever the copy here is. Raises FileNotFoundError, StorageError."""
+    """Read a file from its store, not from the local copy. Raises FileNotFoundError, StorageError."""
     located = mirror_of(path)
     return path.read_bytes() if located is None else located[0].store.get(located[0].key_of(located[1]))[0]
 
 
 def keep_unsent(path: Path, folder: Path) -> None:
-    """Copy what this process changed of a folder and has not sent into a folder of this node."""
+    """Copy files that this process changed and has not sent into a folder of this node."""
     if located := mirror_of(path):
         located[0].copy_changed(located[1], folder)
 
 
 def upload(folder: Path, names: Iterable[str], path: Path) -> None:
-    """Send files of a folder of this node to a folder in a bucket. On a disk they are in their place."""
+    """Send files of a folder of this node to a folder in a bucket; do nothing on a disk."""
     if located := mirror_of(path):
         mirror, inside = located
         for name in names:
@@ -391,16 +391,17 @@ def upload(folder: Path, names: Iterable[str], path: Path) -> None:
 
 
 def push(path: Path, *, only_if_unchanged: bool = False) -> None:
-    """Send what this process changed of a file or folder. Raises ChangedError as `Mirror.push`."""
+    """Send this process's changes of a file or folder. Raises ChangedError as `Mirror.push`."""
     if located := mirror_of(path):
         located[0].push(located[1], only_if_unchanged=only_if_unchanged)
 
 
 def keep_synced(path: Path, is_owner: Callable[[], bool] = lambda: True, *, pulls: Pulls = "all") -> None:
-    """Sync the copy that a path is in, until `stop_syncing` or this process ends.
+    """Sync the local copy of a path until `stop_syncing`, or until this process ends.
 
     Args:
-        is_owner: whether this process may still overwrite its files. pulls: which files of others it needs.
+        is_owner: returns whether this process may still overwrite its files.
+        pulls: files of other processes to pull.
     """
     if located := mirror_of(path):
         located[0].is_owner = is_owner
@@ -409,10 +410,10 @@ def keep_synced(path: Path, is_owner: Callable[[], bool] = lambda: True, *, pull
 
 @contextlib.contextmanager
 def synced(path: Path, is_owner: Callable[[], bool] = lambda: True) -> Iterator[Path]:
-    """While the block runs: sync the copy that a path is in, which begins as the bucket has it.
+    """Pull a path, and keep its local copy synced inside the block.
 
     Raises:
-        StorageError: at the block's end, something could not be sent.
+        StorageError: a file could not be sent at the end of the block.
     """
     pull(path)
     keep_synced(path, is_owner)
@@ -425,7 +426,7 @@ def synced(path: Path, is_owner: Callable[[], bool] = lambda: True) -> Iterator[
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with everything in it; a folder on a disk disappears in one rename."""
+    """Delete a file or a whole folder; a folder on a disk disappears atomically."""
     if located := mirror_of(path):
         located[0].remove(located[1])
     elif path.is_dir():
@@ -438,20 +439,20 @@ def remove(path: Path) -> None:
 
 
 def release(path: Path) -> None:
-    """Remove the local copy of what was pushed. On a disk nothing happens."""
+    """Remove the local copy of pushed files; do nothing on a disk."""
     if located := mirror_of(path):
         located[0].release(located[1])
 
 
 def sizes(path: Path) -> dict[str, int]:
-    """Return the files below a folder with their bytes, by their names from there."""
+    """Return the sizes in bytes of the files below a folder, by name relative to it."""
     if located := mirror_of(path):
         return {_below(name, located[1]): content.size for name, content in located[0].objects(located[1]).items()}
     return {file.relative_to(path).as_posix(): file.stat().st_size for file in path.rglob("*") if file.is_file()}
 
 
 def contents(path: Path) -> list[str]:
-    """Return the names of files and folders directly in a folder; none where there is no folder."""
+    """List the names of files and folders directly in a folder; [] without the folder."""
     if located := mirror_of(path):
         folders, objects = located[0].store.names(located[0].key_of(located[1]))
         return sorted({*folders, *objects})
@@ -459,20 +460,20 @@ def contents(path: Path) -> list[str]:
 
 
 def free_bytes(path: Path) -> float:
-    """Return how much more can be stored where a path is; a bucket has no end."""
+    """Return the free bytes at a path; infinity for a bucket."""
     return math.inf if mirror_of(path) else shutil.disk_usage(path).free
 
 
 def file_of_process(path: Path) -> Path:
-    """Return the file that this process adds lines to, of one that several processes add lines to.
+    """Return the file to which this process appends lines, for a file that several processes share.
 
-    On a disk it is the file itself. In a bucket it has a name of its own, which `files_of_processes` finds.
+    On a disk it is the file itself. In a bucket each process has its own file, which `files_of_processes` finds.
     """
     return path.with_stem(f"{path.stem}-{socket.gethostname()}-{os.getpid()}") if mirror_of(path) else path
 
 
 def files_of_processes(path: Path) -> list[Path]:
-    """Return the files of all processes for which `file_of_process` names one."""
+    """List the files of all processes that append to `path` (`file_of_process`)."""
     return [*([path] if path.is_file() else []), *sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))]
 
 
@@ -480,14 +481,14 @@ def files_of_processes(path: Path) -> list[Path]:
 
 
 def scratch(path: Path) -> Path:
-    """Return this node's folder for what belongs to an address, the same for all processes of this user."""
+    """Return this node's folder for data of an address, shared by all processes of this user."""
     folder = _folder_of_user() / hashlib.sha256(address(path).encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def node_folder(path: Path) -> Path:
-    """Return this node's folder for files on their way to a folder: on a disk that folder itself."""
+    """Return this node's staging folder of a folder in a bucket; on a disk, the folder itself."""
     return scratch(path) if mirror_of(path) else path
 
 
@@ -497,14 +498,17 @@ def fetched(
     is_wanted: Callable[[str], bool] = lambda name: True,
     check: Callable[[Path], None] = lambda folder: None,
 ) -> Iterator[Path]:
-    """While the block runs: a folder of this node with the wanted files below `path`, which is itself on a disk.
+    """Yield a folder of this node with the wanted files below `path`; on a disk, `path` itself.
 
-    All processes of a node that want the same objects share it; the last one removes it, or who starts after a kill.
+    Processes of a node that want the same objects share the folder. The last one removes it; after a kill, the next
+    process that starts does.
 
     Args:
-        check: looks at the folder when it is filled, and may add to it.
+        is_wanted: selects files by name relative to `path`.
+        check: called once with the filled folder, to which it may add files.
     Raises:
-        OSError: this node's disk is too small. ValueError: a name leads out of the folder.
+        OSError: this node's disk is too small.
+        ValueError: a name leads out of the folder.
     """
     located = mirror_of(path)
     if located is None:
@@ -533,7 +537,7 @@ def fetched(
 
 
 def _inside(folder: Path, name: str, url: str) -> Path:
-    """Return the path of a name in a folder. Raises ValueError where it leads out of it."""
+    """Return the path of `name` in a folder. Raises ValueError if it leads out of the folder."""
     if not (target := Path(os.path.abspath(folder / name))).is_relative_to(folder):
         raise ValueError(f"{url}: {name!r} leads out of it")
     return target
@@ -541,7 +545,7 @@ def _inside(folder: Path, name: str, url: str) -> Path:
 
 @contextlib.contextmanager
 def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
-    """While the block runs: have a folder that the first process of this node fills and the last one removes."""
+    """Share a folder inside the block: the first process of this node fills it, and the last one removes it."""
     marker = folder.with_name(f"{folder.name}.whole")
     folder.parent.mkdir(exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
@@ -550,13 +554,13 @@ def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
             if marker.exists():
                 break
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not marker.exists():  # nobody was faster
+            if not marker.exists():  # no other process filled it meanwhile
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 try:
                     fill()
                 except BaseException:
-                    shutil.rmtree(folder, ignore_errors=True)  # a full disk would stay full
+                    shutil.rmtree(folder, ignore_errors=True)  # else a full disk would stay full
                     raise
                 marker.touch()
         try:
@@ -569,7 +573,7 @@ def _shared(folder: Path, fill: Callable[[], None]) -> Iterator[None]:
 
 
 def fetched_for_good(path: Path) -> Path:
-    """Fetch a folder as `fetched`, until this process ends."""
+    """Fetch a folder as `fetched`, and keep it until this process ends."""
     return _until_the_end().enter_context(fetched(path))
 
 
@@ -590,26 +594,26 @@ def _folder_of_user() -> Path:
 
 @functools.cache
 def _folder_of_process() -> Path:
-    """Return this process's folder for local copies, and remove those of processes that died, and what they fetched."""
+    """Create this process's folder for local copies; remove the folders and fetched files of dead processes."""
     with open(_folder_of_user() / ".sweep", "w") as sweep:
         fcntl.flock(sweep, fcntl.LOCK_EX)
         for lock in _folder_of_user().glob("process-*/.lock"):
             with contextlib.suppress(OSError), open(lock) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
-        for lock in _folder_of_user().glob("*/fetched-*/*.lock"):  # which stays, for who waits for it
+        for lock in _folder_of_user().glob("*/fetched-*/*.lock"):  # the lock stays: others may wait for it
             with contextlib.suppress(OSError), open(lock) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 lock.with_suffix(".whole").unlink(missing_ok=True)
                 shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=f"process-{os.getpid()}-", dir=_folder_of_user()))
-        alive = open(folder / ".lock", "w")  # noqa: SIM115  (as long as the process)
+        alive = open(folder / ".lock", "w")  # noqa: SIM115  (locked until the process ends)
         fcntl.flock(alive, fcntl.LOCK_EX)
     atexit.register(_remove_folder, os.getpid(), folder, alive)
     return folder
 
 
 def _remove_folder(process: int, folder: Path, alive: Any) -> None:
-    if os.getpid() == process:  # not of a fork
+    if os.getpid() == process:  # not in a fork
         shutil.rmtree(folder, ignore_errors=True)
         alive.close()
