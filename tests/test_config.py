@@ -23,6 +23,7 @@ from vla_finetuning.options.mixture import members
 from vla_finetuning.options.programs import PRESETS, Config
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
+LOSSES = [*DATA, "--dataset.eval_split=0.1", "--eval_steps=300", "--save_freq=1000", "--env.type=two_bins"]
 GRPO = ["--policy.path=/p", "--env.type=two_bins", "--output_dir=/o"]
 
 
@@ -68,6 +69,12 @@ def test_a_run_is_not_resumed_with_another_preset(started):
     assert parse_args([*resume, "--preset=h100"]) == parse_args(resume)
     with pytest.raises(ValueError, match="--preset l4 with --resume: the run was started with --preset h100, and its"):
         parse_args([*resume, "--preset=l4"])
+
+
+def test_demos_train_without_a_gpu():
+    """Their two workers would need two GPUs."""
+    demos = [program.presets["demo"] for program in PROGRAMS if program.presets]
+    assert [demo["scaling.use_gpu"] for demo in demos] == ["false"] * 3
 
 
 def test_every_preset_is_valid():
@@ -135,6 +142,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped=0.1 does nothing without --dataset.on_error=skip"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),
         ([*DATA, "--env.type=pusht", "--keep_best=1,success", "--export=best"], "leave one of them out"),
+        ([*LOSSES, "--keep_best=1,loss"], "--save_freq that is a multiple of --eval_steps"),
         ([*DATA, "--env.type=pusht", "--env_eval_freq=300", "--save_freq=200"], "give a multiple of --save_freq"),
     ],
 )
@@ -167,7 +175,9 @@ TWO_ROBOTS = '{"/a": {"robot": "x"}, "/b": {"robot": "y"}}'
         (parse_evaluate, GRPO[:2], "where to[?] give --output_dir FOLDER or .*; given again, it goes on there"),
         (parse_evaluate, [*GRPO, "--eval.record_dataset=s3://b/x"], "--eval.record_dataset=s3://b/x: .* to a disk"),
         (parse_record, ["--env.type=metaworld"], "what and where to"),
+        (parse_record, ["--env.type=metaworld", "--root=s3://b/x"], "--root=s3://b/x: datasets are written to a disk"),
         (parse_value, [DATA[0], DATA[2]], "what is the value function to see with"),
+        (parse_value, [*DATA, "--train.mode=full"], "--train.mode=full: --value.backbone says what trains"),
         (parse_value, [*DATA, "--scaling.strategy=fsdp2"], "value functions are not sharded"),
         (parse_value, [*DATA, "--dataset.on_error=skip"], "a frame that cannot be read has no value"),
         (parse_value, [*MIXTURE, TWO_ROBOTS], "a value function learns from datasets of one robot"),
@@ -382,6 +392,10 @@ def test_values_mean_what_they_say(flag, path, value):
     assert get_option(parse_args([*DATA, *flag.split("=", 1)]), path) == value
 
 
+def test_the_best_by_success_need_no_held_out_loss():
+    assert parse_args([*LOSSES, "--keep_best=2,success"]).best_kept == 2
+
+
 def test_what_is_left_blank_in_a_file_of_a_mixture_is_not_given(tmp_path):
     path = tmp_path / "mix.yaml"
     path.write_text("members:\n- root: /a\n  tasks:\n  camera_keys: ~\n  episodes: null\n")
@@ -397,6 +411,7 @@ def test_a_mixture_names_its_roots():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ([], "expected a JSON object; give a run's config.json"),
         ({"policy": {"type": "act"}, "dataset": {}, "wandb": {}}, "of lerobot-train, .* --output_dir FOLDER --resume"),
         ({"batch_sise": 3}, "batch_sise is no option; did you mean batch_size"),
         ({"dataset": {"rot": "/d"}}, "dataset.rot is no option; did you mean dataset.root"),
@@ -441,6 +456,14 @@ def test_limits_in_the_environment_are_checked(monkeypatch, text):
     monkeypatch.setenv("VLA_READ_TIMEOUT_S", text)
     with pytest.raises(ValueError, match=f"VLA_READ_TIMEOUT_S='{text}' in the environment"):
         Timeouts.from_environment()
+
+
+def test_only_a_resumed_run_keeps_its_rows_of_a_shard(started, tmp_path):
+    first, resume = started("--dataset.shards=2")
+    saved = tmp_path / CONFIG_NAME
+    saved.write_text(json.dumps(first.to_json() | {"dataset": first.to_json()["dataset"] | {"shard_rows": 8}}))
+    assert parse_args(resume).dataset.shard_rows == 8
+    assert parse_args([f"--config_path={saved}", *DATA]).dataset.shard_rows is None
 
 
 def test_a_run_of_grpo_is_resumed_with_its_own_options_alone(started, tmp_path):

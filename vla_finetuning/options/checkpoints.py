@@ -63,7 +63,8 @@ class LogOptions(CheckpointOptions):
         return self.keep_best
 
     def check(self, config: Any) -> None:
-        if self.eval_steps and self.best_kept and self.save_freq % self.eval_steps:
+        by_loss = self.best_kept and getattr(config, "keep_best_by", "loss") == "loss"
+        if self.eval_steps and by_loss and self.save_freq % self.eval_steps:
             raise ValueError(
                 f"--save_freq={self.save_freq} with --eval_steps={self.eval_steps}: checkpoints at steps without a "
                 "held-out loss cannot be compared with the best; give a --save_freq that is a multiple of --eval_steps"

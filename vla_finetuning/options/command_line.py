@@ -230,7 +230,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
     config = program.config_type()
     for path, value in _saved_options(as_file(config_path), program.config_type) if config_path else ():
-        set_option(config, path, value)
+        if resumed or path != "dataset.shard_rows":  # which the plan of another run decides anew
+            set_option(config, path, value)
     started: Any = config
     if resumed and names.get("preset", started.preset) != started.preset:
         raise ValueError(
@@ -311,8 +312,10 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path}: nested too deep; give a run's {CONFIG_NAME}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path}: expected a JSON object; give a run's {CONFIG_NAME}")
     options = {option.path: option for option in options_of(config_type)}
-    if isinstance(saved, dict) and {"policy", "dataset", "wandb"} <= saved.keys():
+    if {"policy", "dataset", "wandb"} <= saved.keys():
         raise ValueError(
             f"{path} is of lerobot-train, whose --config_path goes on with its own runs; here --output_dir FOLDER "
             "--resume goes on with a run, and --policy.path FOLDER/pretrained_model starts one from its policy"

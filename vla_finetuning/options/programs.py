@@ -124,6 +124,7 @@ class RecordConfig(EnvironmentOptions):
     def check(self, config: Any) -> None:
         if self.env_type is None or self.root is None:
             raise ValueError("what and where to? give --env.type metaworld --env.task reach-v3 --root FOLDER")
+        check_recorded(self.root, "--root")
         if self.seed > MAX_SEED - self.episodes:
             raise ValueError(f"--seed={self.seed}: must be at most {MAX_SEED - self.episodes}, for as many episodes")
 
@@ -269,6 +270,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "output_dir": "outputs/demo",
         "train.mode": "full",
         "scaling.num_workers": "2",
+        "scaling.use_gpu": "false",
         "scaling.cpus_per_worker": "0.5",
         "batch_size": "32",
         # After 300 the gripper reaches its bin as often, and then leaves it in one of eight scenes.
@@ -290,6 +292,7 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
         "eval.n_episodes": "100",
         "train.mode": "full",
         "scaling.num_workers": "2",
+        "scaling.use_gpu": "false",
         "scaling.cpus_per_worker": "0.5",
         "batch_size": "32",
         "lr": "1e-4",
@@ -306,6 +309,7 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
 VALUE_PRESETS: dict[str, dict[str, str]] = {
     "demo": {
         "scaling.num_workers": "2",
+        "scaling.use_gpu": "false",
         "scaling.cpus_per_worker": "0.5",
         "batch_size": "32",
         # After 200 the AUROC is between 0.74 and 1, by seed; after 600 it is 1.

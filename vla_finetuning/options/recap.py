@@ -9,6 +9,7 @@ from typing import Any
 from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.fields import option
 from vla_finetuning.options.mixture import members, robots
+from vla_finetuning.options.train import StepOptions
 
 # What an instruction ends with where the prompt says whether an action is better than most (RECAP, 2511.14759).
 ADVANTAGE = {True: ", Advantage: positive", False: ", Advantage: negative"}
@@ -95,6 +96,10 @@ class ValueOptions:
     def check(self, config: Any) -> None:
         if config.policy_path is None:
             raise ValueError("what is the value function to see with? give --policy.path FOLDER_OR_HUB_ID")
+        if config.train.mode != StepOptions.mode:
+            raise ValueError(
+                f"--train.mode={config.train.mode}: --value.backbone says what trains here; leave it out"
+            )
         if config.scaling.strategy != "ddp":
             raise ValueError(
                 f"--scaling.strategy={config.scaling.strategy}: value functions are not sharded; use "
