@@ -179,7 +179,7 @@ def _copied(
             if unpack is None or not cache.is_writable:
                 return None
             # Other readers of the file wait instead of unpacking it too.
-            with cache.alone(path):
+            with cache.locked(path):
                 copy = cache.map(path)
                 if copy is None:
                     try:
