@@ -291,8 +291,8 @@ def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progre
             if group_name == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
                 saved = {name for name in saved if not name.startswith(CRITIC)}  # only the policy's tensors are loaded
             if saved != tensors.keys():
-                odd = sorted(saved ^ tensors.keys())[:5]
-                raise ValueError(f"it holds another {group_name} state than is wanted now, e.g. {odd}")
+                differing = sorted(saved ^ tensors.keys())[:5]
+                raise ValueError(f"it holds another {group_name} state than is wanted now, e.g. {differing}")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process loads by itself
             everything = {name: tensor for tensors in requested.values() for name, tensor in tensors.items()}
@@ -448,10 +448,10 @@ def prune(
     readable = _scores(folder)
     scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
     none: Success = (-1.0, -1.0)
-    reached = {path: (success or {}).get(_step(path), (none, none)) for path in scores}
-    ranked = sorted(scores, key=lambda path: (*(-share for share in reached[path][0]), scores[path]))
-    to_reach = reached[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else (math.inf, math.inf)
-    undecided = {_step(path) for path, (least, most) in reached.items() if least < most and most >= to_reach}
+    bounds = {path: (success or {}).get(_step(path), (none, none)) for path in scores}
+    ranked = sorted(scores, key=lambda path: (*(-share for share in bounds[path][0]), scores[path]))
+    threshold = bounds[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else (math.inf, math.inf)
+    undecided = {_step(path) for path, (least, most) in bounds.items() if least < most and most >= threshold}
     for path in ranked[keep_best:]:
         if _may_wait(path, undecided.__contains__):
             continue
