@@ -178,7 +178,7 @@ class NoCheckpoints:
     def due(self):
         return False
 
-    def ends_at(self, deadline_ms):
+    def preempted_at(self, deadline_ms):
         pass
 
     def paused_s(self):

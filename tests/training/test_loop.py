@@ -130,7 +130,7 @@ def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkey
     second = SimpleNamespace(rank=1, world=1, storage="/tmp", report=report)
     writer = checkpoint_writer.CheckpointWriter(run.job, SimpleNamespace(params=[]), second, attempt=0)
     writer.save(run.job.start)
-    writer.ends_at(0 if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
+    writer.preempted_at(0 if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
     for _ in range(150):
         now[0] += 1
         if writer.due():
@@ -151,7 +151,7 @@ def test_a_deadline_that_is_known_later_is_heard_and_each_notice_saves_once(sett
         def save(self, progress):
             saved.append(progress.step)
 
-        def ends_at(self, deadline_ms):
+        def preempted_at(self, deadline_ms):
             ends.append(deadline_ms)
 
     in_process.train(run, worker=Noticed(CPU, in_process.Shard(run)), make_checkpoints=Writer)
