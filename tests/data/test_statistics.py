@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,14 @@ def test_missing_statistics_come_back_and_are_computed_once(original, root, tmp_
     assert len(calls) == 1 and "q01" not in stats["observation.state"] and "q01" not in meta.stats["action"]
     complete_stats(meta, {"action": {"mean"}}, cache_dir=None)
     assert len(calls) == 1, "nothing is missing"
+
+
+def test_a_renamed_feature_keeps_its_own_statistics(root):
+    """stats.json may still have a feature of that name, from before a conversion."""
+    meta = load_metadata(root)
+    stale = replace(meta, stats={**meta.stats, "joints": meta.stats["action"]})
+    renamed = rename_features(stale, {"observation.state": "joints"})
+    assert renamed.stats["joints"] is meta.stats["observation.state"]
 
 
 def test_without_stats_json(original, root):

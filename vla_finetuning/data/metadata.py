@@ -160,6 +160,9 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
         same = [key for key in meta.features if names.get(key, key) == name]
         if len(same) > 1:
             raise ValueError(f"dataset {meta.root}: {same} would all be called {name!r}")
+    # Statistics under a new name without a feature are left over from an earlier conversion.
+    stats = {key: values for key, values in meta.stats.items() if key in meta.features or key not in names.values()}
+    meta = replace(meta, stats=stats)
     return _called(meta, {key: names.get(key, key) for key in (*meta.features, *meta.stats, *meta.broken)})
 
 
@@ -213,10 +216,11 @@ def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> Data
         for n in feature_stats[0]
         if all(n in stats for stats in feature_stats)
     }
+    replaced = {*keys, name}
     return replace(
         meta,
-        features={name: feature, **{key: f for key, f in meta.features.items() if key not in keys}},
-        stats={**{key: s for key, s in meta.stats.items() if key not in keys}, **({name: stats} if stats else {})},
+        features={name: feature, **{key: f for key, f in meta.features.items() if key not in replaced}},
+        stats={**{key: s for key, s in meta.stats.items() if key not in replaced}, **({name: stats} if stats else {})},
     )
 
 
