@@ -47,7 +47,7 @@ SYNC_S = 3.0
 # Time limit of a request in `sync`, which holds the mirror's lock.
 SYNC_PATIENCE_S = 15.0
 # Time limit of a request in the last push of a process.
-PATIENCE_AT_THE_END_S = 10.0
+FINAL_PATIENCE_S = 10.0
 # Files that are fetched in parallel.
 AT_ONCE = 8
 # Files that mark others as complete: sent last and deleted first.
@@ -179,8 +179,8 @@ class Mirror:
         with self._lock:
             listed = self.objects(name, at_the_top)
             objects = {entry: content for entry, content in listed.items() if not _is_hidden(entry)}
-            news = [entry for entry, content in objects.items() if self._is_news(entry, content)]
-            fetched = [entry for entry in news if entry == name or not is_heavy(_below(entry, name))]
+            changed = [entry for entry, content in objects.items() if self._is_changed_remotely(entry, content)]
+            fetched = [entry for entry in changed if entry == name or not is_heavy(_below(entry, name))]
             patience_s = self.store.limited_patience()
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(lambda entry: self._fetch(entry, objects[entry], patience_s), fetched))
@@ -203,9 +203,9 @@ class Mirror:
         """
         with self._lock:
             changed = [entry for entry in self._local(name) if is_wanted(entry) and self._is_changed(entry)]
-            ordered = sorted(changed, key=lambda entry: (_is_mark(entry), "/" not in entry, entry))
+            ordered = sorted(changed, key=lambda entry: (_is_marker(entry), "/" not in entry, entry))
             # Read first the files that are sent last: a line arrives after the files that it refers to.
-            early = [entry for entry in reversed(ordered) if _is_mark(entry) or "/" not in entry]
+            early = [entry for entry in reversed(ordered) if _is_marker(entry) or "/" not in entry]
             read = {entry: _read(self.folder / entry) for entry in early}
             for entry in ordered:
                 content = read[entry] if entry in read else _read(self.folder / entry)
@@ -223,8 +223,8 @@ class Mirror:
     def remove(self, name: str) -> None:
         """Delete a file or folder locally and in the bucket."""
         with self._lock:
-            names = sorted(self.objects(name), key=lambda entry: not _is_mark(entry))
-            marks = [entry for entry in names if _is_mark(entry)]
+            names = sorted(self.objects(name), key=lambda entry: not _is_marker(entry))
+            marks = [entry for entry in names if _is_marker(entry)]
             for group in (marks, names[len(marks) :]):
                 self.store.delete([self.key_of(entry) for entry in group])
             self.release(name)
@@ -265,12 +265,12 @@ class Mirror:
         atexit.register(self.stop_syncing)
 
     def stop_syncing(self) -> None:
-        """Push a last time, except heavy files, within PATIENCE_AT_THE_END_S, and stop syncing."""
+        """Push a last time, except heavy files, within FINAL_PATIENCE_S, and stop syncing."""
         atexit.unregister(self.stop_syncing)
         if self._stop is not None:
             self._stop.set()
             self._stop = None
-            with within(PATIENCE_AT_THE_END_S), contextlib.suppress(OSError):
+            with within(FINAL_PATIENCE_S), contextlib.suppress(OSError):
                 self.push("", lambda name: not is_heavy(name))
 
     def _local(self, name: str) -> list[str]:
@@ -286,7 +286,7 @@ class Mirror:
         stat, state = _stat(self.folder / name), self._known.get(name)
         return stat is not None and (state is None or stat != state.stat)
 
-    def _is_news(self, name: str, content: Content) -> bool:
+    def _is_changed_remotely(self, name: str, content: Content) -> bool:
         state = self._known.get(name)
         is_same = state is not None and state.listed_tag in (None, content.tag) and (self.folder / name).exists()
         return not (is_same or self._is_changed(name))
@@ -353,7 +353,7 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _is_mark(name: str) -> bool:
+def _is_marker(name: str) -> bool:
     return name.rpartition("/")[2] in MARKS
 
 

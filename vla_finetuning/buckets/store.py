@@ -234,7 +234,7 @@ class Store:
 
         started, patience_s = time.monotonic(), self.limited_patience(patience_s)
         retrying = Retrying(
-            retry=retry_if_exception(lambda error: may_pass(error) or self._mended(error, region)),
+            retry=retry_if_exception(lambda error: may_pass(error) or self._reset_clients(error, region)),
             wait=wait_random_exponential(FIRST_PAUSE_S, max=min(LONGEST_PAUSE_S, patience_s / 2)),
             stop=stop_before_delay(patience_s),
             reraise=True,
@@ -251,7 +251,7 @@ class Store:
                 raise ChangedError(f"{self._url(key)}: another process wrote it") from error
             if http_status(error) == 404:
                 raise FileNotFoundError(self._url(key)) from error
-            words = _words(error)
+            words = _summarize(error)
             if self._unsigned and http_status(error) in (401, 403):
                 words += "; no credentials were found, so the request had none"
             if may_pass(error):
@@ -269,7 +269,7 @@ class Store:
         """Return the time limit of a call with the argument `patience_s`."""
         return min(patience_s or _patience_s.get() or self.patience_s, _longest_s)
 
-    def _mended(self, error: BaseException, asked: str | None) -> bool:
+    def _reset_clients(self, error: BaseException, asked: str | None) -> bool:
         """Reset the clients if new credentials or the bucket's region may help; return whether to retry.
 
         `asked` is the region of the failed client, or None: another thread may have found the right one meanwhile.
@@ -523,7 +523,7 @@ def _is_condition(error: BaseException) -> bool:
     return isinstance(error, AlreadyExistsError | PreconditionError)
 
 
-def _words(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     """Format the store's answer and host, without the URL, which may contain a signature."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
     host = re.search(r"https?://([^/?\s]+)", text)

@@ -20,7 +20,7 @@ from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
 FLAG = "--dataset.episode_weights"
 # Largest weight, the number of times that an epoch repeats an episode. Only the ratios of weights matter.
-MOST = 1000.0
+MAX_WEIGHT = 1000.0
 
 
 def _forms(flag: str, column: str) -> str:
@@ -40,11 +40,13 @@ def episode_weights(
         source: a numeric or bool column of meta/episodes, or @FILE (`episode_values`). Weights default to 1 with @FILE.
         named: function that normalises a root in the file to the form of `roots`.
     Raises:
-        ValueError: no such column, or a weight is not a number from 0 to MOST.
+        ValueError: no such column, or a weight is not a number from 0 to MAX_WEIGHT.
         FileNotFoundError: the file does not exist.
     """
     if not source.startswith("@"):
-        return [_checked(_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas]
+        return [
+            _checked(_read_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas
+        ]
     path = Path(source.removeprefix("@")).expanduser()
     weights = []
     by_dataset = episode_values(path, metas, roots, "weight", FLAG, named)
@@ -73,7 +75,7 @@ def episode_values(
         ValueError: another file format, a repeated or unknown episode, or a value that is NaN or empty.
         FileNotFoundError: the file does not exist.
     """
-    by_root = _of_file(path, [named(root) for root in roots], named, column, flag)
+    by_root = _read_values(path, [named(root) for root in roots], named, column, flag)
     by_dataset = []
     for root, meta in zip(roots, metas, strict=True):
         number, value = by_root.get(named(root), by_root.get("", (np.empty(0, np.int64), np.empty(0))))
@@ -88,16 +90,16 @@ def episode_values(
 
 
 def _checked(weight: np.ndarray, label: str) -> np.ndarray:
-    wrong = np.flatnonzero(~((weight >= 0) & (weight <= MOST)))
+    wrong = np.flatnonzero(~((weight >= 0) & (weight <= MAX_WEIGHT)))
     if wrong.size:
         raise ValueError(
             f"{label}: the weight of episode {wrong[0]} is {weight[wrong[0]]:g}, expected a number from 0 (left out) "
-            f"to {MOST:g}; {len(wrong)} of {len(weight)} episodes have no such weight"
+            f"to {MAX_WEIGHT:g}; {len(wrong)} of {len(weight)} episodes have no such weight"
         )
     return weight
 
 
-def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
+def _read_column(meta: DatasetMetadata, name: str) -> np.ndarray:
     """Return a column of meta/episodes, float64 (E,): NaN for an empty value, 0 for a number without an episode."""
     weight = np.zeros(meta.num_episodes)
     if meta.codebase_version in metadata_v2.VERSIONS:
@@ -135,22 +137,22 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 
 # {root: (episode numbers, int64 (N,), and values, float64 (N,))}; the root is "" if the file names no dataset.
-Found = dict[str, tuple[np.ndarray, np.ndarray]]
+ValuesByRoot = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str], column: str, flag: str) -> Found:
+def _read_values(path: Path, roots: Sequence[str], named: Callable[[str], str], column: str, flag: str) -> ValuesByRoot:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; {_forms(flag, column)}")
     try:
         if path.suffix == ".json":
-            by_root = _of_json(json.loads(path.read_text()), named, column)
+            by_root = _parse_json(json.loads(path.read_text()), named, column)
         elif path.suffix == ".csv":
-            by_root = _of_table(pyarrow.csv.read_csv(path), named, column)
+            by_root = _parse_table(pyarrow.csv.read_csv(path), named, column)
         elif path.suffix == ".parquet":
             budget = Budget("episodes", MAX_EPISODES_BYTES)
             with open_parquet(LocalFileSystem(), str(path)) as file:
                 columns = [c for c in ("episode_index", column, "dataset") if c in file.schema_arrow.names]
-                by_root = _of_table(read_columns(file, columns, budget, name=str(path)), named, column)
+                by_root = _parse_table(read_columns(file, columns, budget, name=str(path)), named, column)
         else:
             raise ValueError("its name does not say what it is")
     except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
@@ -164,11 +166,11 @@ def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str], colu
     return by_root
 
 
-def _of_json(value: Any, named: Callable[[str], str], column: str) -> Found:
+def _parse_json(value: Any, named: Callable[[str], str], column: str) -> ValuesByRoot:
     if not isinstance(value, Mapping):
         raise ValueError(f"found a {type(value).__name__}")
     is_nested = bool(value) and all(isinstance(entry, Mapping) for entry in value.values())
-    by_root: Found = {}
+    by_root: ValuesByRoot = {}
     for name, episodes in value.items() if is_nested else [("", value)]:
         root = named(name) if is_nested else ""
         if root in by_root:
@@ -180,7 +182,7 @@ def _of_json(value: Any, named: Callable[[str], str], column: str) -> Found:
     return by_root
 
 
-def _of_table(rows: pa.Table, named: Callable[[str], str], column: str) -> Found:
+def _parse_table(rows: pa.Table, named: Callable[[str], str], column: str) -> ValuesByRoot:
     for name in ("episode_index", column):
         if name not in rows.column_names:
             raise ValueError(f"found the columns {rows.column_names!s:.200}")

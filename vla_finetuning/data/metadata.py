@@ -163,15 +163,15 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
     # Statistics under a new name without a feature are left over from an earlier conversion.
     stats = {key: values for key, values in meta.stats.items() if key in meta.features or key not in names.values()}
     meta = replace(meta, stats=stats)
-    return _called(meta, {key: names.get(key, key) for key in (*meta.features, *meta.stats, *meta.broken)})
+    return _select_features(meta, {key: names.get(key, key) for key in (*meta.features, *meta.stats, *meta.broken)})
 
 
 def without_features(meta: DatasetMetadata, keys: Collection[str]) -> DatasetMetadata:
     """Return the dataset without the features `keys`."""
-    return _called(meta, {key: key for key in (*meta.features, *meta.stats, *meta.broken) if key not in keys})
+    return _select_features(meta, {key: key for key in (*meta.features, *meta.stats, *meta.broken) if key not in keys})
 
 
-def _called(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
+def _select_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
     """Return the dataset with the features `{key: name}` renamed, and without all other features."""
     by_key = ("features", "stats", "video_files", "episode_video_file", "episode_video_start_s", "broken")
     tables: dict[str, Any] = {table: getattr(meta, table) for table in by_key}

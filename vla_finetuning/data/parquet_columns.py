@@ -324,7 +324,7 @@ def read_images(
         alone = file.fs.uncached() if isinstance(file.fs, RemoteFileSystem) else file.fs
         copy = None
         if identity is not None:
-            make = None if _is_an_end(rows[inside], group) else partial(unpack, alone)
+            make = None if _is_group_end(rows[inside], group) else partial(unpack, alone)
             copy = _copied(images_cache(), file, key, identity, str(group.first), make)
         batch = unpack(file.fs) if copy is None else copy
         at = pa.array(rows[inside] - group.first)
@@ -355,7 +355,7 @@ def _stored_forms(column: pa.Array, name: str) -> tuple[pa.Array, pa.Array]:
     return images.cast(pa.binary()), paths.cast(pa.string())
 
 
-def _is_an_end(rows: np.ndarray, group: Span) -> bool:
+def _is_group_end(rows: np.ndarray, group: Span) -> bool:
     """Return whether the rows are a contiguous start or end of the group, as reads in stored order request once."""
     first, last = rows.min(), rows.max() + 1
     return bool(last - first == len(rows) and (first == group.first or last == group.last))
