@@ -1,4 +1,4 @@
-"""Logs and checkpoints."""
+"""Options of checkpoints, of logs and of the held-out loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LogOptions(CheckpointOptions):
         min=0,
         requires={"dataset.eval_split": "no episode is held out to compute a loss on"},
     )
-    # Shared among the tasks and evenly spaced in each.
+    # The rows are divided among the tasks and evenly spaced within each task.
     max_eval_samples: int = option(
         0,
         "Rows that the held-out loss is measured on, at most, but one of each task; 0: all.",
@@ -48,7 +48,7 @@ class LogOptions(CheckpointOptions):
     )
 
     def describe_held_out(self, rows: int, held_out: int, tasks: int) -> list[str]:
-        """The plan's lines about the held-out loss. `rows`: those that it is measured on, of so many held out."""
+        """Return the plan's lines on the held-out loss, which is measured on `rows` of the `held_out` rows."""
         lines = [
             f"Held out     the loss on {rows} of {held_out} held-out frames of {tasks} tasks, every {self.eval_steps} "
             "steps and at the end; always with the same noise and times"
@@ -59,7 +59,7 @@ class LogOptions(CheckpointOptions):
 
     @property
     def best_kept(self) -> int:
-        """Checkpoints to keep for their loss, besides the newest."""
+        """Return the number of best checkpoints to keep besides the newest."""
         return self.keep_best
 
     def check(self, config: Any) -> None:
@@ -75,14 +75,14 @@ class LogOptions(CheckpointOptions):
 class BestCheckpointOptions(LogOptions):
     """Held-out loss and the best checkpoint."""
 
-    # By processes beside the training, which does not wait for them (evaluation/during.py).
+    # Other processes evaluate, and training does not wait for them (evaluation/during.py).
     env_eval_freq: int = option(
         20_000,
         "Steps between checkpoints that play --eval.n_episodes in --env.type, beside the training; the last one always "
         "does. 0: the last one only.",
         min=0,
     )
-    # Where neither is measured, the lowest training loss since the checkpoint before counts.
+    # Without a measured score, the lowest training loss since the previous checkpoint ranks a checkpoint.
     keep_best: int = option(
         0,
         "Number of best checkpoints to keep besides the newest: with the lowest held-out loss (--eval_steps; else "
@@ -100,7 +100,7 @@ class BestCheckpointOptions(LogOptions):
     )
 
     def describe_checkpoints(self, folder: str) -> list[str]:
-        """The plan's lines about checkpoints."""
+        """Return the plan's lines on checkpoints."""
         loss = "held-out loss" if self.eval_steps else "training loss"
         measure = "success" if self.keep_best_by == "success" else loss
         best = f" and the {self.best_kept} best by {measure}" if self.best_kept else ""
@@ -112,7 +112,7 @@ class BestCheckpointOptions(LogOptions):
 
     @property
     def best_kept(self) -> int:
-        """Checkpoints to keep for their loss, besides the newest: the best one also if it is to be exported."""
+        """Return the number of best checkpoints to keep besides the newest; --export best needs at least one."""
         return max(self.keep_best, int(self.export == "best"))
 
     def check(self, config: Any) -> None:

@@ -1,12 +1,12 @@
-"""The command lines: flags to a checked configuration, what `--help` prints, what a wrong flag may have meant.
+"""Parse a command line into a checked configuration, print `--help`, and suggest the flag that was meant.
 
-Flags that `lerobot-train` and `lerobot-eval` have keep their names and meaning; what is Ray's is under `--scaling.*`,
-what is ours under `--train.*`. A preset is a set of flags that come before the user's own. The options themselves
-are in the other files of this folder.
+Flags of `lerobot-train` and `lerobot-eval` keep their names and meaning. Ray's settings are under `--scaling.*`, this
+project's own under `--train.*`. A preset is a set of flags that precede the user's. The other files of this folder
+declare the options.
 
     python -m vla_finetuning.options.command_line > docs/flags.md
 
-Needs no package, so that a program can check its command line before it imports anything that takes seconds.
+The module imports no package, so a program checks its command line before slow imports.
 """
 
 from __future__ import annotations
@@ -56,10 +56,14 @@ CONFIG_PATH = Option(
 
 @dataclass(frozen=True)
 class Program[C]:
-    """What reads a command line.
+    """A program and its command line.
 
     Attributes:
-        command: how it is started. summary: what it does, a line. first: the flags that `--help` begins with.
+        command: file that starts the program.
+        summary: one line that says what the program does.
+        config_type: dataclass with the program's options.
+        first: names of the flags that `--help` lists first.
+        presets: flags and values by the preset's name.
     """
 
     command: str
@@ -70,18 +74,21 @@ class Program[C]:
 
     @property
     def flags(self) -> dict[str, Option]:
-        """Its flags, by name; `policy.*` stands for all of the policy's own, and so on."""
+        """Return the flags by name; `policy.*` stands for every option of the policy's own class, and so on."""
         flags = {option.name: option for option in options_of(self.config_type) if option.name}
         return flags | ({"config_path": CONFIG_PATH} if self.config_type is Config else {})
 
     def parse(self, argv: Sequence[str]) -> C:
-        """Command line to a checked configuration. Raises ValueError naming the flag, what was found and what to do."""
+        """Parse a command line into a checked configuration.
+
+        Raises:
+            ValueError: names the flag, the value and the remedy.
+        """
         config = _parse(argv, self)
         check(config)
         return config
 
     def help(self) -> str:
-        """Return the text of `--help`."""
         lines = [f"usage: python {self.command} --FLAG VALUE ...", "", self.summary, "", "What most runs need"]
         flags = self.flags
         for name in self.first:
@@ -156,16 +163,16 @@ parse_evaluate, parse_serve, parse_record = EVALUATE.parse, SERVE.parse, RECORD.
 
 
 def check_command_line[C](program: Program[C], then: str = "checked; loading PyTorch, LeRobot and Ray") -> C:
-    """The configuration; ends the process where the command line asks for help or is wrong.
+    """Return the configuration; exit if the command line asks for help or is wrong.
 
-    Called before the imports of what it would run, which take seconds. `then` is printed if the flags are right.
+    Call this before slow imports. `then` is printed if the flags are right.
     """
     argv = sys.argv[1:]
     escape_warnings()
     if asks_for_help(argv):
         try:
             print_safe_text(program.help())
-        except BrokenPipeError:  # the reader, `head` say, has enough; neither does the flush at the end matter
+        except BrokenPipeError:  # the reader, such as `head`, is gone; the flush at exit must not fail either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     try:
@@ -182,7 +189,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def lerobots(flags: Mapping[str, Option]) -> dict[str, Option]:
-    """Groups of LeRobot's own flags by their prefix; each is stored as a list of flags as given, `--chunk_size=20`."""
+    """Return the groups of LeRobot's own flags by prefix. A group is stored as a list of flags, `--chunk_size=20`."""
     return {name.removesuffix("*"): option for name, option in flags.items() if option.is_group}
 
 
@@ -190,8 +197,8 @@ def lerobots(flags: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
-    """Command line to a configuration, whose options are not yet checked against each other."""
-    for before, arg in zip(["", *argv], argv, strict=False):  # first of all: every other error may repeat them
+    """Parse a command line into a configuration without checking options against each other."""
+    for before, arg in zip(["", *argv], argv, strict=False):  # first, as other errors repeat arguments
         flag = re.match(r"--[\w.]+(?==)", arg) or re.match(r"--[\w.]+$", before)
         refuse_credentials(arg, flag[0] if flag else "command line")
     flags, presets = program.flags, program.presets
@@ -205,7 +212,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         names["resume"] = str(_config_of_run(names, presets).is_file()).lower()
     resumed = "resume" in names and flags["resume"].read(names["resume"])
     if resumed:
-        # What the run was started with stands; only flags given now change it.
+        # The run keeps its options; only flags of this command line change them.
         saved = _config_of_run(names, presets)
         config_path, preset = str(saved), None
         if not saved.is_file():
@@ -214,11 +221,11 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
                 "--resume auto see"
             )
     defaults = dict(presets.get(preset or "", {}))
-    # As in lerobot-train, where any option of adapters asks for LoRA, and any of row weights for RA-BC.
+    # As in lerobot-train, any option of adapters enables LoRA, and any option of row weights enables RA-BC.
     for option, value in (("peft.method_type", "lora"), ("sample_weighting.type", "rabc"), ("ema.enable", "true")):
         if option not in names and any(name.startswith(f"{option.partition('.')[0]}.") for name in names):
             defaults[option] = value
-    # Two ways to say how long: the user's own replaces the other.
+    # Either flag sets the length and replaces the preset's or the saved value of the other.
     for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
         if chosen in names and other not in names:
             defaults[other] = "null"
@@ -227,7 +234,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         and program.config_type is Config
         and {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
     ):
-        defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
+        defaults["steps"] = "null"  # the size of the dataset sets the length of a rehearsal
     config = program.config_type()
     for path, value in _saved_options(as_file(config_path), program.config_type) if config_path else ():
         if resumed or path != "dataset.shard_rows":  # which the plan of another run decides anew
@@ -244,26 +251,28 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         if name in flags:
             for path, value in _values(name, text, flags, program.config_type):
                 set_option(config, path, value)
-        else:  # LeRobot's; given again, it stands in for what it was
+        else:  # an option of LeRobot's; a later value replaces an earlier one
             prefix, _, suffix = name.partition(".")
             path = groups[f"{prefix}."].path
             current = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
             setattr(config, path, list((current | {f"--{suffix}": f"--{suffix}={text}"}).values()))
     if isinstance(config, Config | ValueConfig):
         mixture = config.dataset.mixture
-        if isinstance(mixture, str) and mixture.startswith("@"):  # what the file says now counts
+        if isinstance(mixture, str) and mixture.startswith(
+            "@"
+        ):  # the file's present content counts, for a resumed run too
             config.dataset.mixture = read_mixture(mixture.removeprefix("@"))
     return config
 
 
 def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type) -> Iterator[tuple[str, Any]]:
-    """The options that a flag sets, by their paths: one, or those of `PAIRS`."""
+    """Yield path and value of each option that a flag sets: two options if the flag is in `PAIRS`, else one."""
     other = next((option for option in options_of(config_type) if option.path == PAIRS.get(name)), None)
     if other is None:
         yield flags[name].path, flags[name].read(text)
         return
     first, comma, last = text.partition(",")
-    least = name == "scaling.num_workers"  # whose least comes first
+    least = name == "scaling.num_workers"  # its minimum comes first
     try:
         yield name, flags[name].read(last if least and comma else first)
         yield other.path, other.read(first if least else last) if comma else other.default
@@ -272,7 +281,7 @@ def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type
 
 
 def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
-    """`--a b`, `--a=b` and a bare `--a` (true, of options that are true or false) to pairs."""
+    """Split arguments into names and values: `--a b`, `--a=b`, or `--a` alone, which sets a boolean option to true."""
     flags = program.flags
     groups = tuple(lerobots(flags))
     arguments: list[tuple[str, str | None]] = []
@@ -302,7 +311,7 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
 
 
 def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
-    """Options of a config.json, by their paths; but not those of one start."""
+    """Yield path and value of each option in a config.json, without the options in `OF_A_START`."""
     pull(path)
     text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
     refuse_credentials(text, str(path))
@@ -331,7 +340,7 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
 
 
 def _config_of_run(names: Mapping[str, str], presets: Mapping[str, Mapping[str, str]]) -> Path:
-    """Return where the configuration of the run in --output_dir is, if there is one."""
+    """Return the path of config.json in --output_dir, whether or not the file exists."""
     folder = names.get("output_dir") or presets.get(names.get("preset", ""), {}).get("output_dir")
     if folder is None:
         raise ValueError("--resume: say which run, --output_dir FOLDER")
@@ -365,7 +374,7 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
 
 
 def page() -> str:
-    """Return the page of all flags, Markdown."""
+    """Return the Markdown page of all flags."""
     lines = [
         "<!-- Written by `python -m vla_finetuning.options.command_line`. -->",
         "",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 
-# What comes before the @ of scheme://USER:SECRET@place. Keys of object stores have slashes in them, so a secret may
-# reach past the first one; after a colon there may be a port instead, and a bucket may go by an ARN.
+# Match USER:SECRET@ in scheme://USER:SECRET@HOST. Keys of object stores contain slashes, so a secret may span several
+# path segments. Exclude a port after the colon, and a bucket that is named by an ARN.
 _CREDENTIALS = re.compile(r"""://(?:[^/@,\s"']*@|(?!arn:)[^/@:,\s"']*:(?!\d{1,5}(?:[/,\s"']|$))[^@\s"']*@)""")
-# Where a name before the @ is a part of the address: Azure's containers.
+# Azure addresses have a container's name before the @.
 _NAMED = re.compile(r"""\b(?:abfss?|wasbs?)://[\w$-]+@""")
 
 
 def refuse_credentials(text: str, label: str) -> None:
-    """Raises ValueError when an address with credentials is in `text`, naming only `label`: it must not be shown.
+    """Refuse a text that contains an address with credentials.
 
-    What is given as a root is printed, saved in the run's folder, sent to trackers and named in errors.
+    Addresses are printed, saved in the run's folder, sent to trackers and named in errors.
+
+    Raises:
+        ValueError: names only `label`, so that the credentials are not shown.
     """
     if _CREDENTIALS.search(_NAMED.sub("", text)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The datasets: where the episodes are, and which of them are trained on."""
+"""Options of the datasets: locations, selection of episodes and frames, normalisation, reading and caches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DatasetOptions:
         "may be of robots that differ (docs/robots.md).",
         form="""JSON, as '{"s3://bucket/a": 3, "/data/b": 1}', or @FILE""",
     )
-    # Several datasets must mean the same by the same number.
+    # A dimension must have the same meaning in every dataset.
     dimension_map: dict[str, dict[str, str]] = option(
         {},
         "Names of a mixture's state and action dimensions that differ from the first dataset's, and the first "
@@ -116,14 +116,14 @@ class DatasetOptions:
         "(diffusion: those whose action chunk would be mostly padding).",
         min=0,
     )
-    # No dimension of state or action leaves a thousandth of its range (data/idle.py). openpi's filter of DROID is 0.4.
+    # In an idle frame no dimension of state or action moves by a thousandth of its range (data/idle.py).
     skip_idle: float | None = option(
         None,
         "Leave out training frames in which nothing moves for longer than this many seconds. Action chunks of other "
         "frames still hold their actions.",
         above=0,
     )
-    # Forms: data/episode_weights.py. In a mixture they speak of an epoch of their dataset, whose share stays.
+    # data/episode_weights.py lists the forms. Weights do not change a dataset's share of a mixture.
     episode_weights: str | None = option(
         None,
         "How often each training episode comes in an epoch, on average; 0 leaves it out.",
@@ -143,7 +143,7 @@ class DatasetOptions:
     missing_cameras: MissingCameras = option(
         "error", "A camera that the policy has and the dataset lacks: an error, or a masked image."
     )
-    # auto: that at least halves a row, so fewer bytes travel and a shuffle window has capacity for more rows.
+    # Smaller rows need less bandwidth, and a shuffle window holds more of them.
     image_size: list[int] | Literal["auto", "stored"] = option(
         "auto",
         "Size of frames as they leave the decoder. auto: the policy's own, where it fits frames into one size anyway "
@@ -155,7 +155,7 @@ class DatasetOptions:
         "An episode that cannot be read: stop the run, or skip it: its rows keep their places in the batches but do "
         "not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.",
     )
-    # A run that skips more would be trained on another dataset than the one that it names.
+    # A run that skips more would train on another dataset than config.json names.
     max_skipped: float = option(
         0.01,
         "With --dataset.on_error skip: the share of rows that may be skipped, of those trained on so far and at least "
@@ -165,7 +165,7 @@ class DatasetOptions:
         only_with="dataset.on_error=skip",
     )
     shuffle_window: int = option(512, "Rows shuffled among themselves, bounded by memory (docs/data_engine.md).", min=1)
-    # Worth it where a node's share of the dataset fits and is read twice.
+    # The cache helps if a node's share of the dataset fits and is read more than once.
     cache_dir: str | None = option(
         None, "A folder on each node's own disk that caches what is read from an object store."
     )
@@ -174,13 +174,13 @@ class DatasetOptions:
         "A folder on each node's own disk that caches decoded frames, for later epochs and runs on the same dataset. "
         "auto: in VLA_FRAMES_DIR, where a run reads its frames more than once and they fit the disk.",
     )
-    # For free where all frames are cached. For runs on one node, or with a shard for each node: other runs would decode
-    # single frames until each node has cached all of them.
+    # This needs cached frames, and one node or one shard per node. Otherwise a node decodes single frames until it has
+    # cached the whole dataset.
     global_shuffle: bool = option(
         False, "From the second epoch on, draw rows one by one from the whole dataset instead of in segments."
     )
-    # Each node reads one shard for its own workers, and finds in the second epoch all frames that it cached in the
-    # first (docs/data_engine.md).
+    # Each node reads one shard for its workers, so the second epoch reads frames that the node cached in the first
+    # (docs/data_engine.md).
     shards: int = option(
         1,
         "Divide the rows into this many equal shards, with equally many rows of each in every batch: as many as there "
@@ -217,7 +217,14 @@ class DatasetOptions:
             )
 
     def describe_cached_frames(self, folder: str | None, size: int, nodes: str, read_again: bool) -> list[str]:
-        """The plan's lines about cached frames. `folder`: None where none are cached. `size`: bytes of all frames."""
+        """Return the plan's lines on cached frames.
+
+        Args:
+            folder: folder of the cache; None if no frames are cached.
+            size: bytes of all decoded frames.
+            nodes: phrase that says which nodes cache the frames.
+            read_again: whether the run reads a frame more than once.
+        """
         if self.frame_cache is None:
             return []
         if folder is not None:
@@ -234,13 +241,19 @@ class DatasetOptions:
 
     @property
     def roots(self) -> list[str]:
-        """Return where the datasets are, of --dataset.root or of the mixture; empty where neither is given."""
+        """Return the datasets' locations from --dataset.mixture or --dataset.root; an empty list if both are absent."""
         listed = [part.strip() for part in (self.root or "").split(",")]
         return list(self.mixture or ()) or [root for root in listed if root]
 
 
 def describe_image_size(size: Sequence[int] | None, row_bytes: int, stored_bytes: int | None) -> list[str]:
-    """The plan's lines about the size of frames; None: as stored. `row_bytes`, `stored_bytes`: of a row, and before."""
+    """Return the plan's lines on the size of frames.
+
+    Args:
+        size: height and width in pixels; None for frames as stored.
+        row_bytes: bytes of a row with resized frames.
+        stored_bytes: bytes of a row with frames as stored; None if unknown.
+    """
     if size is None:
         return ["Images       as stored, bit for bit as LeRobot reads them"]
     smaller = f"; rows of {row_bytes / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights."""
+"""Options of the exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EmaOptions:
     )
 
     def describe(self) -> list[str]:
-        """The plan's lines."""
+        """Return the plan's lines on the average."""
         if not self.enable:
             return []
         steps = 1 / (1 - self.decay)

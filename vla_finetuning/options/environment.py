@@ -1,4 +1,4 @@
-"""The environment, and how a policy is tried in it."""
+"""Options of the environment, and of evaluations in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vla_finetuning.options.fields import option
 
-# Of a dataset recorded in a simulator (in meta/) and of policies trained on it: how its pictures were drawn.
+# File in meta/ of a simulated dataset, and in policies that were trained on it: how the simulator rendered images.
 ENVIRONMENT_NAME = "environment.json"
 
 
@@ -51,7 +51,7 @@ class EvalOptions:
 
 
 def describe_trial(environment: EnvironmentOptions, options: EvalOptions, every: int) -> list[str]:
-    """The plan's lines, where checkpoints play beside the training. `every`: steps; 0: at the end only."""
+    """Return the plan's lines on evaluations during training, `every` so many steps; 0 for the last step only."""
     if environment.env_type is None:
         return []
     when = f"every {every} steps and at the end" if every else "at the end"
@@ -62,7 +62,7 @@ def describe_trial(environment: EnvironmentOptions, options: EvalOptions, every:
 
 
 def check_recorded(root: str | None, flag: str) -> None:
-    """Raises ValueError where a dataset of played episodes is not to be written to a disk."""
+    """Refuse an address of an object store as the folder of a recorded dataset."""
     if root is not None and "://" in root:
         raise ValueError(
             f"{flag}={root}: datasets are written to a disk; give a path (on a cluster, one that all nodes share), and "

@@ -1,12 +1,11 @@
-"""An option of a program: a dataclass field with its sentence for `--help`, its bounds, and how text becomes its value.
+"""Declare options as dataclass fields with help, bounds and rules; convert text into their values.
 
     batch_size: int = option(8, "Rows of a micro-batch on each worker.", min=1)
     eval_steps: int = option(0, "Steps between ...", requires={"dataset.eval_split": "no episode is held out"})
 
-The field's type says which values there are: `Literal` for a choice, `int | None` where it may be absent. What an
-option needs of another, or contradicts, is declared with it (`requires`, `conflicts`, `only_with`); what takes
-arithmetic, or more than two options, is the method `check(config)` of the group that owns it, or of the program. Knows
-no option, and needs no package.
+The field's type defines the values: `Literal` for a choice, `int | None` for an option that may be absent. Declare
+rules between two options with the field (`requires`, `conflicts`, `only_with`). Write other rules as the method
+`check(config)` of the group or the program. The module knows no option and imports no package.
 """
 
 from __future__ import annotations
@@ -21,29 +20,36 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# Of numbers listed by ranges: more is a slip, and fills the memory.
+# A range such as 0:99999999999 is a mistake and would fill the memory.
 MAX_NUMBERS = 10_000_000
 NAMED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option as it is typed.
+    """An option of a program.
+
+    A condition is the name of a flag that is not at its default, "eval_steps", or a flag with a value,
+    "dataset.on_error=skip". A float meets a condition if it is above 0. Conditions on flags that a program lacks are
+    ignored.
 
     Attributes:
-        name: its flag, without the dashes; None: no flag sets it by itself. `policy.*`: any flag of that group, of
-            which LeRobot's own classes say what there is.
-        path: the fields that lead to it, `dataset.root`. annotation: its type. default: its value where none is given.
-        help: sentences for people. form: what is expected, where the type does not say it.
-        min, above, max, below: bounds of a number; `above` and `below` are not among its values.
-        section: of `--help`, one line.
-        file: of a text that names a file, which a run makes absolute (plan/paths.py). path: always. name: where there
-            is such a folder; else it is a name on the Hub. @: where it begins with an @.
-        requires, conflicts: conditions that must hold, or must not, where the option is not at its default, and why;
-            after a semicolon what to do, where that is not to give the condition, or leave one of the two out.
-            A condition is another flag that is not at its default, "eval_steps", or one with a value,
-            "dataset.on_error=skip"; a share holds above 0. Conditions on flags that a program lacks do not apply to it.
-        only_with: the condition without which the option does nothing. A run that is resumed may have it all the same.
+        name: flag without the dashes; None if no flag sets the option. `policy.*` stands for every flag of a group that
+            LeRobot's own classes define.
+        path: fields that lead to the option, `dataset.root`.
+        annotation: type of the field.
+        default: value if the flag is absent.
+        help: sentences for `--help`.
+        section: heading in `--help`, one line.
+        form: expected values in words; None if the type describes them.
+        file: kind of a text that names a file, which a run makes absolute (plan/paths.py). "path": always a file.
+            "name": a folder if it exists, else a name on the Hub. "@": a file if the text begins with an @.
+        min, max: inclusive bounds of a number.
+        above, below: exclusive bounds of a number.
+        requires: reasons by the condition that must hold if the option is given. Text after a semicolon replaces the
+            default remedy.
+        conflicts: reasons by the condition that must not hold if the option is given, as `requires`.
+        only_with: condition without which the option has no effect; a resumed run may lack it.
     """
 
     name: str | None
@@ -63,11 +69,11 @@ class Option:
     only_with: str | None = None
 
     def is_given(self, value: Any) -> bool:
-        """Return whether a value is another than the default, and asks for something."""
+        """Return whether a value differs from the default and is neither None nor False."""
         return value != self.default and value is not None and value is not False
 
     def shown(self, value: Any) -> str:
-        """The flag with a value, as it is typed."""
+        """Return the flag with a value, as on a command line."""
         if self.name and self.is_group:
             return value[0].replace("--", f"--{self.name[:-1]}", 1) if value else f"--{self.name}"
         text = value if isinstance(value, str) else json.dumps(value)
@@ -75,7 +81,7 @@ class Option:
 
     @property
     def is_group(self) -> bool:
-        """Return whether it stands for all flags with its prefix."""
+        """Return whether the option stands for all flags with its prefix."""
         return self.name is not None and self.name.endswith(".*")
 
     @property
@@ -84,20 +90,20 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """Return what its values are, in words."""
+        """Return a description of the expected values."""
         words = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
         bounds = " and ".join(f"{word} {bound:.10g}" for word, bound in words.items() if bound is not None)
         absent = ", or null" * (type(None) in get_args(self.annotation) and self.default is not None)
         return f"{self.form or form_of(self.annotation)}{f', {bounds}' if bounds else ''}{absent}"
 
     def decode(self, value: Any) -> Any:
-        """A value of a JSON file as one of the option's. Raises ValueError if it is invalid."""
+        """Convert a value of a JSON file into a value of the option. Raises ValueError if it is invalid."""
         with suppress(ValueError):
             return self._bounded(as_kind(self.annotation, value))
         raise ValueError(self._refused(json.dumps(value)))
 
     def read(self, text: str) -> Any:
-        """The text of a flag as a value of the option. Raises ValueError if it is invalid."""
+        """Convert the text of a flag into a value of the option. Raises ValueError if it is invalid."""
         for value in readings(text):
             with suppress(ValueError):
                 return self._bounded(as_kind(self.annotation, value))
@@ -121,10 +127,13 @@ class Option:
 
 
 def option(default: Any, help: str, *, flag: str | None = "", **attributes: Any) -> Any:
-    """Return a dataclass field that is an option.
+    """Return a dataclass field that declares an option.
 
     Args:
-        flag: its name where that is not the field's. attributes: of `Option`, from `form` on.
+        default: value if the flag is absent.
+        help: sentences for `--help`.
+        flag: name of the flag; "" for the field's name, None for an option without a flag.
+        attributes: fields of `Option`, from `form` on.
     """
     metadata = {"help": help, "flag": flag, **attributes}
     if isinstance(default, (list, dict)):
@@ -133,7 +142,7 @@ def option(default: Any, help: str, *, flag: str | None = "", **attributes: Any)
 
 
 def options_of(cls: type) -> tuple[Option, ...]:
-    """Return all options of a configuration, those of its groups among them."""
+    """Return all options of a configuration, including the options of its groups."""
     return _options_once(cls)  # type: ignore[arg-type]  # mypy asks the instances whether a type is hashable
 
 
@@ -170,9 +179,12 @@ def _title(cls: type) -> str:
 
 
 def check(config: Any) -> None:
-    """Refuse options that contradict each other. Raises ValueError naming them, why, and what to do.
+    """Refuse options that contradict each other.
 
-    Each group is checked by its own `check(config)`, and by those of the groups that it inherits from.
+    Each group is checked by the method `check(config)` of its class and of every base class.
+
+    Raises:
+        ValueError: names the options, the reason and the remedy.
     """
     listed = options_of(type(config))
     options = {option.name or option.path: option for option in listed}
@@ -186,7 +198,7 @@ def check(config: Any) -> None:
 
 
 def _groups(config: Any) -> Iterator[Any]:
-    """A configuration, and the groups of options within it."""
+    """Yield a configuration and the groups of options within it."""
     yield config
     for attribute in fields(config):
         if is_dataclass(group := getattr(config, attribute.name)):
@@ -210,7 +222,7 @@ def _check_rules(config: Any, option: Option, flag: str, options: Mapping[str, O
 
 
 def _holds(config: Any, condition: str, options: Mapping[str, Option], absent: bool) -> bool:
-    """Return whether a condition holds; `absent` where the program has no such flag."""
+    """Return whether a condition holds; return `absent` if the program has no such flag."""
     name, equals, text = condition.partition("=")
     if name not in options:
         return absent
@@ -222,7 +234,7 @@ def _holds(config: Any, condition: str, options: Mapping[str, Option], absent: b
 
 
 def get_option(config: Any, path: str) -> Any:
-    """The value at a path of fields, `dataset.root`."""
+    """Return the value at a path of fields, `dataset.root`."""
     for name in path.split("."):
         config = getattr(config, name)
     return config
@@ -237,7 +249,7 @@ def set_option(config: Any, path: str, value: Any) -> None:
 
 
 def leaves(saved: Any, paths: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The options of a config.json, groups within groups, by their paths; `paths`: of those that there are."""
+    """Yield path and value of each option in a config.json; `paths` holds the paths of all options."""
     for name, value in saved.items():
         if prefix + name not in paths and isinstance(value, dict):
             yield from leaves(value, paths, f"{prefix}{name}.")
@@ -246,7 +258,7 @@ def leaves(saved: Any, paths: Container[str], prefix: str = "") -> Iterator[tupl
 
 
 def as_kind(annotation: Any, value: Any) -> Any:
-    """A value as one of a type, as strict as JSON: only a whole number becomes a float. Raises ValueError."""
+    """Convert a value into a type, as strictly as JSON: only int to float is converted. Raises ValueError."""
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
@@ -271,12 +283,12 @@ def as_kind(annotation: Any, value: Any) -> Any:
 
 
 def readings(text: str) -> Iterator[Any]:
-    """Yield what a text may stand for; an option takes the first that is of its type."""
+    """Yield the possible values of a text; an option takes the first value of its type."""
     with suppress(ValueError):
         yield json.loads(text)
     if text.lower() in ("true", "false"):
         yield text.lower() == "true"
-    with suppress(ValueError, OverflowError):  # 1e4 is a whole number, too
+    with suppress(ValueError, OverflowError):  # 1e4 is an int too
         number = float(text)
         if number == int(number):
             yield int(number)
@@ -291,13 +303,13 @@ def readings(text: str) -> Iterator[Any]:
 
 
 def refuse_address(flag: str, folder: str | None) -> None:
-    """Refuse an address of an object store where a folder of each node's own disk is meant."""
+    """Refuse an address of an object store as a folder on each node's own disk."""
     if folder is not None and "://" in folder:
         raise ValueError(f"{flag}={folder}: expected a folder on each node's own disk")
 
 
 def whole_numbers(text: str) -> list[int]:
-    """`0,1,5:8` is 0, 1, 5, 6, 7. Raises ValueError, for a range without a number too."""
+    """Parse `0,1,5:8` into 0, 1, 5, 6, 7. Raises ValueError, also for an empty range."""
     numbers: list[int] = []
     for part in text.split(","):
         first, colon, last = part.strip().partition(":")
@@ -311,7 +323,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def form_of(annotation: Any) -> str:
-    """Return what the values of a type are, in words."""
+    """Return a description of the values of a type."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(form_of(member) for member in args if member is not type(None))
@@ -325,7 +337,7 @@ def form_of(annotation: Any) -> str:
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """The name that a wrong one may stand for: the same in another group, or one that is spelt alike."""
+    """Return the name in `names` that a wrong name may stand for: equal in another group, or spelt alike."""
     by_last = {word.rpartition(".")[2]: word for word in sorted(names, key=lambda word: -word.count("."))}
     if (last := name.rpartition(".")[2]) in by_last:
         return by_last[last]
@@ -334,6 +346,6 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def did_you_mean(name: str, names: Sequence[str], prefix: str = "") -> str:
-    """The end of a message about a wrong name."""
+    """Return the suggestion that ends an error message on an unknown name."""
     close = nearest(name, names)
     return f"; did you mean {prefix}{close}?" if close else ""

@@ -1,4 +1,4 @@
-"""Learning from success alone."""
+"""Options of grpo.py: method, episodes, sampler, losses, evaluations and recordings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Literal
 from vla_finetuning.options.environment import check_recorded
 from vla_finetuning.options.fields import option
 
-# Each names a module of rl/objectives/: the registry of objectives.
+# Modules of rl/objectives/ by name.
 Method = Literal["grpo", "ppo", "filtered"]
 Reward = Literal["success", "return"]
-# How the names of a critic's parameters begin in a checkpoint; it is not part of the policy.
+# Prefix of the critic's parameters in a checkpoint; the critic is not part of the policy.
 CRITIC = "critic."
 
 
@@ -144,7 +144,7 @@ class GrpoOptions:
             )
 
     def describe_recording(self, episodes: int) -> list[str]:
-        """The plan's lines about the dataset of what was learned from. `episodes`: of an iteration."""
+        """Return the plan's lines on the recorded dataset. `episodes` is the number of episodes in an iteration."""
         if self.record_dataset is None:
             return []
         count = -(-self.iterations // self.record_every) * episodes * (1 + self.resample)
@@ -152,7 +152,7 @@ class GrpoOptions:
         return [f"Dataset      {most}{count:,} episodes that were played, in {self.record_dataset}, at the end"]
 
     def describe_resampling(self, episodes: int) -> list[str]:
-        """The plan's lines about groups that are replaced. `episodes`: of an iteration."""
+        """Return the plan's lines on replaced groups. `episodes` is the number of episodes in an iteration."""
         if not self.resample:
             return []
         most = self.iterations * episodes * (1 + self.resample)

@@ -1,4 +1,4 @@
-"""The run and its folder."""
+"""Options of a run and its folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vla_finetuning.options.fields import option
 
 CONFIG_NAME = "config.json"
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-# What NumPy's seeds are bounded by; those of torch and Python take more.
+# Largest seed of NumPy; torch and Python accept larger ones.
 MAX_SEED = 2**32 - 1
-# Options of one start, not of the run: what config.json says of them does not count.
+# Options that belong to one start of a run; their values in config.json are ignored.
 OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
 
 
@@ -49,14 +49,14 @@ class JobOptions:
             raise ValueError(f"--lease=false: --output_dir={self.output_dir} is no bucket, and is locked; leave it out")
 
     def describe_lease(self) -> list[str]:
-        """The plan's line where nothing locks the run's folder."""
+        """Return the plan's line for a run without a lease."""
         if self.lease:
             return []
         return ["Lease        none (--lease=false): two processes with this --output_dir would destroy the run"]
 
     @property
     def folder(self) -> Path:
-        """The run's folder, `output_dir`; of one in a bucket this process's copy."""
+        """Return the run's folder; for an `output_dir` in a bucket, this process's local copy."""
         return as_path(self.output_dir or "")
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class RunOptions:
 
 
 def check_output(output_dir: str | None) -> None:
-    """Raises ValueError where a folder to write to is missing, or of no kind that is known."""
+    """Refuse a missing folder, or one on an unknown object store, as the folder of results."""
     if output_dir is None:
         raise ValueError(
             "where to? give --output_dir s3://BUCKET/FOLDER, or a path (on a cluster, one that all nodes share)"

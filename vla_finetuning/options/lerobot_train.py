@@ -1,16 +1,16 @@
-"""Every flag of `lerobot-train`, and what this program makes of it.
+"""List every flag of `lerobot-train`, and how vla.py handles it.
 
     python -m vla_finetuning.options.lerobot_train > docs/lerobot_train.md
 
-A flag is taken with the same name and meaning, or refused with what does the same here, or why nothing does; none is
-ignored. `tests/test_lerobot_train.py` walks the options of LeRobot 0.6.1 and holds this table against them.
+vla.py accepts a flag with the same meaning, or refuses it and names the replacement or the reason. It ignores no flag.
+`tests/test_lerobot_train.py` compares the tables with the options of LeRobot 0.6.1.
 """
 
 from __future__ import annotations
 
 from vla_finetuning.terminal import print_safe
 
-# Same name, same meaning. `.*`: all options of that group, as LeRobot's own classes have them.
+# Flags with the same name and meaning. `.*` stands for all options of a group of LeRobot's.
 TAKEN = (
     *("dataset.repo_id", "dataset.root", "dataset.episodes", "dataset.revision", "dataset.eval_split", "policy.*"),
     *("output_dir", "resume", "seed", "batch_size", "steps", "log_freq", "save_freq", "tolerance_s", "rename_map"),
@@ -27,7 +27,7 @@ _TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads f
 _NO_RECORDING = "play the finished policy with evaluate.py --eval.record_dataset DIR, which writes a LeRobot dataset"
 _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/"
 
-# What else `lerobot-train` has, and the answer. A name that ends in `.*` stands for all options of that group.
+# Answers to the other flags of `lerobot-train`. A name that ends in `.*` stands for all options of that group.
 ANSWERED = {
     "dataset.repo_type": "datasets in buckets are read by their address: --dataset.root s3://..., gs://... or az://...",
     "dataset.image_transforms.tfs.*": "all of them in one flag, as JSON: --dataset.image_transforms.tfs",
@@ -63,7 +63,7 @@ def answer(flag: str) -> str | None:
 
 
 def page() -> str:
-    """The table for people, Markdown."""
+    """Return the Markdown page of both tables."""
     rows = [f"| `--{flag}` | the same |" for flag in TAKEN]
     rows += [f"| `--{flag}` | {said} |" for flag, said in ANSWERED.items()]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""The datasets of a mixture, as `--dataset.mixture` names them: on the command line, or in a YAML file.
+"""Read and check the datasets of `--dataset.mixture`, from the command line or from a YAML file.
 
     power: 0.5
     members:
@@ -9,8 +9,8 @@
       - root: ../arm
         robot: arm
 
-A file is data: of YAML only its structure is taken, without references and tags. Values are read as those of flags:
-`episodes: 20:30` is a range, which YAML makes a number of base 60.
+A file provides structure only; references are refused and tags ignored. Scalars are read as the values of flags, so
+`episodes: 20:30` is a range, where YAML would read a number of base 60.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import as_kind, did_you_mean, form_of, readings
 
 FLAG = "--dataset.mixture"
-# Of a file: a member with a hundred listed episodes takes a kilobyte.
+# Bounds of a file; a member with a hundred listed episodes takes a kilobyte.
 MAX_FILE_BYTES, MAX_DEPTH = 4 * 2**20, 5
-# Of a dataset's frames, to which its weight is in proportion.
+# Largest exponent of a dataset's frames in its weight.
 MAX_POWER = 4
 
 
@@ -40,16 +40,17 @@ class Member:
     """A dataset of a mixture.
 
     Attributes:
-        root: where it is.
-        weight, power: weight x frames ** power is its share of an epoch, in proportion to the others', frames being
-            those of its training episodes: with power 1 every frame counts alike, with 0 every dataset.
-        robot: the robot, with its control mode, that it was recorded on. Members of one robot share names, order,
-            statistics and the exported policy. None: all members are of one robot.
-        rename_map: names of the policy, besides those of --rename_map, by the dataset's.
-        camera_keys: cameras to use; None: --dataset.camera_keys. tasks: patterns; None: --dataset.tasks.
-        episodes, exclude_episodes: as --dataset.episodes and --dataset.exclude_episodes of this dataset.
-        state, action: names of all dimensions, in the order that rows have them in; None: as stored.
-        fps: rate of the actions of a chunk, the dataset's own divided by a whole number; None: the dataset's own.
+        root: path or address of the dataset.
+        weight, power: factors of the dataset's share of an epoch, weight x frames ** power over the sum of all members.
+            `frames` counts the training episodes' frames. Power 1 weighs frames equally, power 0 datasets.
+        robot: name of the robot and its control mode. Members of one robot share names, order, statistics and the
+            exported policy. None if all members have the same robot.
+        rename_map: the policy's names by the dataset's names, in addition to --rename_map.
+        camera_keys: cameras to use; None for --dataset.camera_keys.
+        episodes, exclude_episodes: numbers of this dataset's episodes to use and to leave out.
+        tasks: patterns of tasks; None for --dataset.tasks.
+        state, action: names of all dimensions in the order of rows; None for the stored order.
+        fps: rate of the actions in a chunk, the dataset's rate divided by a whole number; None for the dataset's rate.
     """
 
     root: str
@@ -66,7 +67,7 @@ class Member:
     fps: int | None = None
 
     def orders(self) -> dict[str, list[str]]:
-        """Names of dimensions in the order of rows, by LeRobot's names of the features."""
+        """Return the names of dimensions in the order of rows, by LeRobot's name of the feature."""
         dimensions = {"observation.state": self.state, "action": self.action}
         return {key: names for key, names in dimensions.items() if names is not None}
 
@@ -75,10 +76,10 @@ _KINDS: dict[str, Any] = get_type_hints(Member)
 
 
 def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
-    """The datasets of a mixture, checked, by what config.json and the command line have.
+    """Return the checked members of a mixture.
 
     Args:
-        mixture: by root, a weight or a member's options without its root.
+        mixture: weight, or the member's other options, by root.
     Raises:
         ValueError: names the dataset and the option.
     """
@@ -92,10 +93,10 @@ def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
 
 
 def with_weights(mixture: Mapping[str, Any] | str, frames: Sequence[int]) -> dict[str, Any]:
-    """Return a mixture whose weights alone are the shares of its datasets, in proportion: without powers.
+    """Return the mixture with each power replaced by an equivalent weight.
 
     Args:
-        frames: of the training episodes of each dataset, in the mixture's order.
+        frames: number of frames in each dataset's training episodes, in the mixture's order.
     """
     assert isinstance(mixture, Mapping)  # a file is read with the flags
     weighted = dict(mixture)
@@ -107,7 +108,7 @@ def with_weights(mixture: Mapping[str, Any] | str, frames: Sequence[int]) -> dic
 
 
 def robots(listed: tuple[Member, ...]) -> tuple[str, ...]:
-    """Return the robots that differ, sorted; one without a name where all datasets are of one robot.
+    """Return the sorted names of the robots; a single empty name if all members have the same robot.
 
     Raises:
         ValueError: some members name their robot, and some do not.
@@ -120,9 +121,9 @@ def robots(listed: tuple[Member, ...]) -> tuple[str, ...]:
 
 
 def read_mixture(path: str) -> dict[str, Any]:
-    """A mixture from a YAML file: its members' options by root, sorted, so that their order in the file is no matter.
+    """Read a mixture from a YAML file; return the members' options by root, sorted by root.
 
-    Relative roots start at the file's folder. `power` beside `members` is that of members that have none.
+    Relative roots start at the file's folder. `power` beside `members` is the default of all members.
 
     Raises:
         ValueError, OSError: names the file, the line and the key, what was found and what is expected.
@@ -176,7 +177,7 @@ _NAME = set(string.ascii_letters + string.digits + "_-.")
 
 
 def _value(kind: Any, value: Any) -> Any:
-    """Return a JSON value, or what is written in a file, as one of a type. Raises ValueError."""
+    """Convert a JSON value or a text of a file into a type. Raises ValueError."""
     candidates = [value]
     if isinstance(value, str):
         candidates = list(readings(value))
@@ -192,7 +193,7 @@ def _value(kind: Any, value: Any) -> Any:
 
 
 def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The members of a file, their values as they are written, and where each is, in words."""
+    """Yield the location of each member in a file, in words, and the member's values as written."""
     import yaml
 
     def line(item: Any) -> str:
@@ -215,12 +216,12 @@ def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             is_null = isinstance(value, yaml.ScalarNode) and value.style is None and value.value in ("", "~", "null")
             values[key] = None if is_null else yaml.BaseLoader("").construct_document(value)
             if key != "root":
-                _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
+                _member("", {key: values[key]}, line(value))  # an error names the key's line
         yield line(item), values
 
 
 def _check_events(path: str, events: Any) -> None:
-    """Refuse what makes a small file large or deep."""
+    """Refuse references and deep nesting, which make a small file large in memory."""
     depth = 0
     for event in events:
         event_type = type(event).__name__
@@ -231,7 +232,7 @@ def _check_events(path: str, events: Any) -> None:
 
 
 def _entries(node: Any, line: Any) -> dict[str, Any]:
-    """The values of a mapping by their keys, as nodes."""
+    """Return the value nodes of a mapping by key."""
     if node is None or type(node).__name__ != "MappingNode":
         raise ValueError(f"{'empty file' if node is None else line(node)}: expected keys with values")
     entries: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Adapters."""
+"""Options of adapters (LoRA)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PeftOptions:
         form="""suffixes of names, as '["q_proj", "v_proj"]', or a regular expression for whole names""",
     )
     full_training_modules: list[str] | None = option(None, "Layers that train whole, besides.")
-    # In both ways the policy starts as it was. Others change its own weights, which are taken from where the run began.
+    # Both leave the policy's output unchanged at the start. PEFT's other methods change the base weights.
     init_type: Literal["gaussian"] | None = option(None, "How adapters start: PEFT's own way when absent.")
     r: int = option(16, "Rank of the adapters.", min=1)
     lora_alpha: int | None = option(

@@ -1,4 +1,4 @@
-"""The policy."""
+"""Options of the policy: its source, its own options, and how it acts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 from vla_finetuning.options.fields import option
 
-# Of policies whose instructions name the robot (--dataset.robot_in_prompt): what they begin with.
+# File with the robot's facts in an exported policy.
 ROBOT_NAME = "robot.json"
-# There: the column of texts that the policy has learned to write (--train.text_targets).
+# Its key for the column of texts that the policy writes (--train.text_targets).
 WRITES = "writes"
-# What plays relative actions of LeRobot 0.6.1, whose processors add the state that was observed last. No step of
-# LeRobot's registry could remember a chunk's first state: the queue is the policy's, whose reset reaches no processor.
+# Tools of LeRobot 0.6.1 that play relative actions correctly. Its processors add the last observed state; no registered
+# step can keep a chunk's first state, because the policy owns the queue and its reset reaches no processor.
 RELATIVE_PLAYED_BY = (
     "lerobot-rollout --inference.type=rtc and PolicyServer; a loop over select_action (lerobot-eval) adds the current "
     "state to each action of a chunk: another motion"
@@ -29,9 +29,9 @@ class PolicyOptions:
     policy_revision: str | None = option(
         None, "Branch, tag or commit of a --policy.path on the Hub.", flag="policy.pretrained_revision"
     )
-    # As given: --chunk_size=20 and so on.
+    # Flags without the prefix, such as --chunk_size=20.
     policy_options: list[str] = option([], "An option of the policy itself: --policy.chunk_size 20.", flag="policy.*")
-    # Only from this start's command line: write access to a run's folder must not enable it.
+    # Read from the command line only: write access to a run's folder must not enable it.
     policy_trust_remote_code: bool = option(
         False,
         "Run code that comes with the policy, for types that need it. What runs is named.",
@@ -71,7 +71,7 @@ class ActingOptions:
         "What instructions end with, for a policy that was trained with --recap.labels: positive.",
         flag="policy.advantage",
     )
-    # v = v(without) + guidance (v(with) - v(without)), of the velocities with and without the label.
+    # v = v(without) + guidance (v(with) - v(without)), with velocities v with and without the label.
     guidance: float = option(
         1.0,
         "With --policy.advantage: how far predictions go beyond those without it (classifier-free guidance); 1: not.",

@@ -1,4 +1,4 @@
-"""The options of each program, made of the groups', and its presets."""
+"""Compose the options of each program from groups, and define the presets."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class RecordConfig(EnvironmentOptions):
             raise ValueError(f"--seed={self.seed}: must be at most {MAX_SEED - self.episodes}, for as many episodes")
 
 
-# `--help` lists the bases from the last one on.
+# `--help` lists the bases from last to first.
 @dataclass
 class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOptions, RunPolicyOptions, JobOptions):
     """A run of `vla.py`."""
@@ -150,11 +150,11 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
     @property
     def hub_repo_id(self) -> str | None:
-        """Return where the trained policy is pushed to; None: it is not."""
+        """Return the Hub repository to push the trained policy to; None if it is not pushed."""
         return None if self.push_to_hub is False else self.policy_repo_id
 
     def is_evaluated(self, step: int, steps: int) -> bool:
-        """Return whether the checkpoint of a step is to play in the environment, in a run of so many steps."""
+        """Return whether the checkpoint of `step` is evaluated in the environment, in a run of `steps` steps."""
         if self.env_type is None:
             return False
         return step == steps or (self.env_eval_freq > 0 and step % self.env_eval_freq == 0)
@@ -165,36 +165,36 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
     @property
     def augments(self) -> bool:
-        """Return whether frames that are trained on are changed."""
+        """Return whether training frames are augmented."""
         return self.train.augmentation != "none" or self.dataset.image_transforms.enable
 
     @property
     def planned_in_bf16(self) -> bool:
-        """Return whether steps are planned to compute in bfloat16: every GPU that can hold a VLA knows it."""
+        """Return whether the plan assumes bfloat16, which every GPU that can hold a VLA supports."""
         return self.train.precision == "bf16" or (self.train.precision == "auto" and bool(self.scaling.use_gpu))
 
     def most_checkpoints(self, steps: int) -> int:
-        """Checkpoints that a run of so many steps has at once: an old one is deleted when the next one is there.
+        """Return the largest number of checkpoints on disk in a run of `steps` steps.
 
-        Those of --save_freq, and one where the run is stopped; not those that are yet to play.
+        An old checkpoint is deleted after the next one is written. Checkpoints that wait for evaluation do not count.
         """
         count = self.keep_checkpoints + self.best_kept + 1
         return count if self.save_every_s is not None else min(count, math.ceil(steps / self.save_freq) + 1)
 
     @property
     def rows_multiple(self) -> int:
-        """Rows that any number of workers this run may have can share evenly, in whole micro-batches."""
+        """Return the number of rows that any allowed number of workers divides into whole micro-batches."""
         return self.batch_size * self.scaling.common_multiple
 
     @property
     def is_rehearsal(self) -> bool:
-        """Return whether the run is the demo's on a dataset of the user's."""
+        """Return whether the run uses the demo's preset with a dataset of the user."""
         return self.preset == "demo" and bool(self.dataset.roots or self.dataset.repo_id)
 
     def resolve_steps(self, rows_per_epoch: int) -> int:
-        """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS.
+        """Return the optimizer steps: `steps`, or `num_epochs` of the data, capped by MAX_TRAIN_STEPS.
 
-        Of a rehearsal on one's own dataset that says neither: REHEARSAL_EPOCHS, within REHEARSAL_STEPS.
+        A rehearsal without either has REHEARSAL_EPOCHS, within the bounds REHEARSAL_STEPS.
         """
         if self.steps is not None:
             steps = self.steps
@@ -213,14 +213,14 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
 @dataclass
 class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyOptions, JobOptions):
-    """What `grpo.py` has otherwise than `vla.py`."""
+    """Options with other defaults than those of `vla.py`."""
 
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
     train: StepOptions = field(default_factory=StepOptions)
     scaling: WorkerOptions = field(default_factory=WorkerOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
 
-    # What is published for PI0.5; imitation's is several times that.
+    # The published rate for PI0.5; the rate of imitation is several times higher.
     lr: float | None = option(5e-6, "Learning rate after the warm-up.", above=0)
     save_freq: int = option(10, "Iterations between checkpoints.", min=1)
 
@@ -233,9 +233,9 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
             raise ValueError("--policy.type starts from random weights, which succeed at nothing; give --policy.path")
 
     def training(self) -> Config:
-        """The options that `training/` reads: these, and defaults of those that GRPO does not have.
+        """Return the options that `training/` reads, with defaults for options that grpo.py lacks.
 
-        Without the environment: the workers play in it themselves (--grpo.eval_every).
+        The environment is left out, because the workers evaluate by themselves (--grpo.eval_every).
         """
         bases = (CheckpointOptions, LearningOptions, PolicyOptions, JobOptions)
         shared = {attribute.name: getattr(self, attribute.name) for base in bases for attribute in fields(base)}
@@ -245,7 +245,7 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
 
 @dataclass
 class ValueConfig(LogOptions, LengthOptions, RunPolicyOptions, JobOptions):
-    """What `value.py` has otherwise than `vla.py`."""
+    """Options with other defaults than those of `vla.py`."""
 
     dataset: ValueDatasetOptions = field(default_factory=ValueDatasetOptions)
     outcome: OutcomeOptions = field(default_factory=OutcomeOptions)
@@ -253,18 +253,18 @@ class ValueConfig(LogOptions, LengthOptions, RunPolicyOptions, JobOptions):
     train: StepOptions = field(default_factory=StepOptions)
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
 
-    # Of a small head on features that stay.
+    # A small head trains on fixed features.
     lr: float | None = option(1e-3, "Peak learning rate.", above=0)
 
     def training(self) -> Config:
-        """The options that training reads: these, and defaults of those that a value function does not have."""
+        """Return the options that `training/` reads, with defaults for options that value.py lacks."""
         bases = (LogOptions, LengthOptions, RunPolicyOptions, JobOptions)
         shared = {attribute.name: getattr(self, attribute.name) for base in bases for attribute in fields(base)}
         train = TrainOptions(**vars(self.train))
         return Config(**shared, dataset=self.dataset, scaling=self.scaling, train=train, warmup_frac=WARMUP_FRAC)
 
 
-# What each preset sets; any flag overrides. Those of GPUs are in cards.py.
+# Flags of each preset, which the user's flags override. cards.py has the presets of GPUs.
 PRESETS: dict[str, dict[str, str]] = {
     "demo": {
         "output_dir": "outputs/demo",
@@ -273,7 +273,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "scaling.use_gpu": "false",
         "scaling.cpus_per_worker": "0.5",
         "batch_size": "32",
-        # After 300 the gripper reaches its bin as often, and then leaves it in one of eight scenes.
+        # After 300 steps the gripper reaches its bin as often, but leaves it again in one of eight scenes.
         "steps": "900",
         "lr": "1e-3",
         "warmup_frac": "0.05",
@@ -284,7 +284,7 @@ PRESETS: dict[str, dict[str, str]] = {
     **{preset: dict(card.flags) for preset, card in OF_PRESET.items()},
 }
 GRPO_PRESETS: dict[str, dict[str, str]] = {
-    # benchmarks/results/ has five seeds of it.
+    # benchmarks/results/ has five seeds of this preset.
     "demo": {
         "output_dir": "outputs/grpo",
         "env.type": "two_bins",
@@ -299,7 +299,7 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
         "grpo.iterations": "60",
         "grpo.noise_level": "0.6",
         "grpo.dual_clip": "null",
-        "grpo.target_kl": "0.0016667",  # 0.05 for the 10 x 3 executed dimensions together
+        "grpo.target_kl": "0.0016667",  # 0.05 for all 10 x 3 executed dimensions
         "grpo.env_actors": "2",
         "grpo.envs_per_actor": "32",
         "grpo.env_actor_cpus": "0.25",
@@ -317,7 +317,7 @@ VALUE_PRESETS: dict[str, dict[str, str]] = {
         "log_freq": "20",
         "save_freq": "100",
         "dataset.eval_split": "0.1",
-        # What the tiny policy sees does not tell the bin that was named from the other until its backbone trains too.
+        # With a frozen backbone the tiny policy's features do not distinguish the named bin from the other.
         "value.backbone": "true",
         "value.backbone_lr": "3e-4",
     },

@@ -1,4 +1,4 @@
-"""Publishing on the Hub."""
+"""Options of publishing the trained policy on the Hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vla_finetuning.options.fields import option
 class PushOptions:
     """Publishing on the Hub."""
 
-    # data/hub.py. A base policy brings its own along, where it was once pushed to: not ours.
+    # A base policy's config.json has its own values of these options, which are ignored.
     push_to_hub: bool | None = option(
         None,
         "Push the trained policy to the Hugging Face Hub; --policy.repo_id asks for it.",

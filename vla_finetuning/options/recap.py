@@ -1,4 +1,4 @@
-"""Learning from labelled frames: advantages in prompts, and the value function that labels."""
+"""Options of advantages in prompts, and of the value function that labels frames (docs/recap.md)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from vla_finetuning.options.fields import option
 from vla_finetuning.options.mixture import members, robots
 from vla_finetuning.options.train import StepOptions
 
-# What an instruction ends with where the prompt says whether an action is better than most (RECAP, 2511.14759).
+# Endings of an instruction that state whether an action is better than most (RECAP, arXiv 2511.14759).
 ADVANTAGE = {True: ", Advantage: positive", False: ", Advantage: negative"}
-# Share of rows whose prompt has no label, RECAP's: what guidance (--policy.guidance) starts from.
+# Share of rows without a label in RECAP; guidance (--policy.guidance) needs predictions without one.
 LABEL_DROPOUT = 0.3
 _LABELS = re.compile(rf"({'|'.join(map(re.escape, ADVANTAGE.values()))})+\Z")
 
 
 def without_label(instruction: str) -> str:
-    """Return an instruction without the advantages at its end, which a robot that recorded it was told."""
+    """Remove the labels at the end of an instruction, as a recording robot may have received it."""
     return _LABELS.sub("", instruction)
 
 
@@ -35,7 +35,7 @@ class RecapOptions:
     )
 
     def describe(self, positive_share: float) -> list[str]:
-        """The plan's lines."""
+        """Return the plan's lines on labels."""
         return [
             f"Advantages   in prompts, of {self.labels}: {positive_share:.0%} of the training frames positive; "
             f"{LABEL_DROPOUT:.0%} of the rows without"
@@ -97,9 +97,7 @@ class ValueOptions:
         if config.policy_path is None:
             raise ValueError("what is the value function to see with? give --policy.path FOLDER_OR_HUB_ID")
         if config.train.mode != StepOptions.mode:
-            raise ValueError(
-                f"--train.mode={config.train.mode}: --value.backbone says what trains here; leave it out"
-            )
+            raise ValueError(f"--train.mode={config.train.mode}: --value.backbone says what trains here; leave it out")
         if config.scaling.strategy != "ddp":
             raise ValueError(
                 f"--scaling.strategy={config.scaling.strategy}: value functions are not sharded; use "

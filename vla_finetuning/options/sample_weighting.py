@@ -1,4 +1,4 @@
-"""Weights of rows in the loss."""
+"""Options of the weights of rows in the loss (RA-BC)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SampleWeightingOptions:
 
 
 def describe_weights(weights: Any) -> list[str]:
-    """Return the plan's lines. `weights`: of frames, an array."""
+    """Return the plan's lines on the weights of frames, an array."""
     return [
         f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {(weights == 0).sum()} weigh 0 and "
         f"{(weights == 1).sum()} weigh 1; each micro-batch for itself, as lerobot-train"

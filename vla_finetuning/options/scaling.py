@@ -1,4 +1,4 @@
-"""The run's share of the cluster."""
+"""Options of workers, GPUs and read tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from vla_finetuning.options.fields import option
 
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
-# Strategies whose number of workers does not change while they train, and why.
+# Reasons by the strategies that need a fixed number of workers.
 FIXED_WORKERS = {
     "fsdp2_reshard": "workers gather parameters together in every micro-batch, so none may have more of those than "
     "another",
@@ -87,18 +87,18 @@ class WorkerOptions:
             )
 
     def describe(self, use_gpu: bool, precision: str) -> list[str]:
-        """The plan's lines."""
+        """Return the plan's lines on hardware."""
         workers = f"{self.min_workers} to {self.num_workers}" if self.min_workers else str(self.num_workers)
         device = "GPU" if use_gpu else "CPU"
         return [f"Hardware     {workers} {device} workers, {self.strategy}, {precision} precision"]
 
     @property
     def common_multiple(self) -> int:
-        """The least number of rows that any number of workers this run may have can share evenly."""
+        """Return the least common multiple of all allowed numbers of workers."""
         return math.lcm(*range(self.min_workers or self.num_workers, self.num_workers + 1))
 
     def decided(self, gpus_found: int) -> Self:
-        """With `use_gpu` decided where it is absent: true if a type of GPU is asked for, or there are any."""
+        """Return the options with an absent `use_gpu` set: true with an `accelerator_type` or any GPU found."""
         if self.use_gpu is not None:
             return self
         return replace(self, use_gpu=self.accelerator_type is not None or gpus_found > 0)

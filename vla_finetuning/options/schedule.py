@@ -1,4 +1,4 @@
-"""Length, batch and learning rate."""
+"""Options of length, batch, optimizer and learning rate."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LengthOptions(LearningOptions):
     def describe_steps(
         self, workers: WorkerOptions, steps: int, rows_per_epoch: int, log_freq: int, equal_epochs: bool
     ) -> list[str]:
-        """The plan's lines about batches and steps. `equal_epochs`: all epochs have so many rows."""
+        """Return the plan's lines on batches and steps. `equal_epochs`: every epoch has `rows_per_epoch` rows."""
         batch = self.batch_size * self.grad_accum * workers.num_workers
         return [
             f"Batch        {self.batch_size} rows x {self.grad_accum} micro-steps x {workers.num_workers} workers = "
@@ -62,14 +62,14 @@ class ScheduleOptions(LengthOptions):
         "Take the policy's own optimizer, parameter groups and learning rate schedule, as lerobot-train. false: one "
         "group of all that trains, and what --optimizer.type and --scheduler.type name.",
     )
-    # With the preset they replace only what they name.
+    # With the policy's preset, these replace single options of it.
     optimizer_options: list[str] = option(
         [], "An option of LeRobot's optimizer: --optimizer.betas '[0.9, 0.99]'.", flag="optimizer.*"
     )
     scheduler_options: list[str] = option(
         [], "An option of LeRobot's schedule: --scheduler.num_warmup_steps 500.", flag="scheduler.*"
     )
-    # Either of these: a linear warm-up, then a cosine over all steps; where one is absent, WARMUP_FRAC, FINAL_LR_FRAC.
+    # Either option selects a linear warm-up and a cosine over all steps; the other defaults to the constants below.
     warmup_frac: float | None = option(
         None,
         "Share of the steps in which the learning rate rises, before a cosine over all steps; instead of the policy's "
@@ -82,7 +82,7 @@ class ScheduleOptions(LengthOptions):
     )
 
     def check(self, config: Any) -> None:
-        """Refuse two ways to say the same, and half of what stands in for the policy's preset."""
+        """Refuse two flags for the same setting, and an incomplete replacement of the policy's preset."""
         optimizer, scheduler = (
             {option.removeprefix("--").partition("=")[0] for option in options}
             for options in (self.optimizer_options, self.scheduler_options)
@@ -104,10 +104,10 @@ class ScheduleOptions(LengthOptions):
                 )
 
 
-# Where only the other one is given.
+# Defaults of --warmup_frac and --final_lr_frac if only the other one is given.
 WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
-# A rehearsal's length: with these, the error on held-out episodes of a Unitree G1 is below that of the mean action, on
-# five of its episodes (300 steps are 13 epochs; with more the held-out loss rises) as on 83 (1,000 are two).
+# Length of a rehearsal. On held-out episodes of a Unitree G1 it beats the mean action with 5 training episodes (300
+# steps are 13 epochs; longer runs raise the held-out loss) and with 83 (1,000 steps are 2 epochs).
 REHEARSAL_STEPS, REHEARSAL_EPOCHS = (300, 1_000), 2.0
-# Rows per second of a rehearsal, by which its plan says about how long it takes: one camera of 480x640, 2 CPUs.
+# Rows per second of a rehearsal with one camera of 480x640 on 2 CPUs, for the plan's estimate of its duration.
 REHEARSAL_ROWS_PER_S = 150

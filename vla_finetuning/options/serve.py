@@ -1,4 +1,4 @@
-"""A policy behind a server."""
+"""Options of the server, and its secret from the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from vla_finetuning.options.fields import option
 
-# Of the environment, as other secrets: a command line shows in `ps`.
+# Read from the environment, because `ps` shows command lines.
 TOKEN_VARIABLE = "VLA_SERVE_TOKEN"
 
 
@@ -48,10 +48,10 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token() -> str | None:
-    """Return the secret that clients must send; None: none is set.
+    """Return the secret that clients must send; None if none is set.
 
     Raises:
-        ValueError: it is too short to be one, or cannot be written into an address, as LeRobot's client sends it.
+        ValueError: the secret is too short, or cannot be part of an address, where LeRobot's client sends it.
     """
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and len(token) < 16:

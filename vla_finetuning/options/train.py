@@ -1,4 +1,4 @@
-"""Training step."""
+"""Options of the training step, the loss and augmentation."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ class StepOptions:
 class TrainOptions(StepOptions):
     """Training step and augmentation."""
 
-    # "openpi": a crop of 0.95 resized, a turn of up to 5 degrees, brightness, contrast and saturation.
+    # "openpi": a resized crop of 0.95, a rotation of up to 5 degrees, brightness, contrast and saturation.
     augmentation: Literal["none", "openpi"] = option(
         "none",
         "Change training frames as openpi does: crop, rotation and colours; cameras with `wrist` in their name: "
         "colours only. --dataset.image_transforms.enable is the other way.",
     )
-    # LeRobot's PI0.5 and openpi count them, so the default does.
+    # By default padded steps count, as in LeRobot's PI0.5 and openpi.
     mask_padding: bool = option(False, "Leave padded action steps out of the loss.")
     pad_loss: Literal["own", "lerobot"] = option(
         "own",
         "Of robots that differ in one run. own: a row's loss is the mean over the dimensions of its own robot's "
         "action. lerobot: over those of the widest one, as the policy itself counts padding.",
     )
-    # Two workers then equal one with twice the batch, where the policy draws by row.
+    # Two workers then equal one worker with twice the batch, if the policy draws noise by row.
     exact_mean: bool = option(
         False,
         "ACT, SmolVLA, PI0-FAST: divide the loss by the valid action steps or tokens of the whole step; without, as "
         "lerobot-train, each worker's micro-batch by its own. A step's micro-batches are then in memory at once.",
         conflicts={"sample_weighting.type=rabc": "losses are then means over rows, so it has no effect"},
     )
-    # Another estimator of the same loss, with less variance: images and language are computed once for all draws.
+    # More draws estimate the same loss with less variance.
     noise_draws: int = option(
         1,
         "PI0.5, PI0, SmolVLA: draws of noise and time for each row. Images and language are computed once for all "
@@ -107,7 +107,7 @@ class TrainOptions(StepOptions):
         file="name",
         only_with="train.knowledge_insulation",
     )
-    # As in PI0.5 (arXiv 2504.16054), which writes the subtask first and then acts on it.
+    # PI0.5 (arXiv 2504.16054) writes the subtask first and then acts on it.
     text_targets: str | None = option(
         None,
         "With it: a column of the dataset with texts, as subtask, that the backbone learns to write, and to act on "
@@ -118,7 +118,7 @@ class TrainOptions(StepOptions):
             "gives up after each use; give fsdp2"
         },
     )
-    # Its vision tower is four fifths of a step.
+    # The vision tower takes four fifths of a step.
     feature_cache: str | None = option(
         None,
         "SmolVLA, where its vision does not train: a folder on each node's own disk that caches what its vision tower "
@@ -132,11 +132,11 @@ class TrainOptions(StepOptions):
 
     @property
     def averages_step(self) -> bool:
-        """Return whether the loss is a mean over tokens or actions of the whole step, whose micro-batches wait."""
+        """Return whether the loss is a mean over the whole step, which keeps all of its micro-batches in memory."""
         return self.exact_mean or self.knowledge_insulation
 
     def describe_augmentation(self, transforms: ImageTransformOptions, wrist: Sequence[str]) -> list[str]:
-        """The plan's lines about changed frames. `wrist`: the cameras of which only the colours change."""
+        """Return the plan's lines on augmentation. `wrist` names the cameras with changes of colour only."""
         draw = "drawn for each camera of each row anew in every epoch, on the device"
         if transforms.enable:
             names = ", ".join(transforms.tfs) or "LeRobot's"
@@ -154,11 +154,15 @@ class TrainOptions(StepOptions):
     def describe_feature_cache(
         self, frames: int, feature_bytes: Sequence[int], frame_bytes: int, precision: str, nodes: str, fits: bool
     ) -> list[str]:
-        """The plan's lines about cached features of the vision tower.
+        """Return the plan's lines on cached features of the vision tower.
 
         Args:
-            frames: of each camera. feature_bytes: of a frame, by camera. frame_bytes: of all frames, decoded.
-            precision: of features. nodes: those that cache them. fits: whether all fit, in the disk and the limit.
+            frames: number of frames of each camera.
+            feature_bytes: bytes of a frame's features, by camera.
+            frame_bytes: bytes of all decoded frames.
+            precision: dtype of features in words.
+            nodes: phrase that says which nodes cache the features.
+            fits: whether all features fit the disk and the limit.
         """
         size = frames * sum(feature_bytes)
         sizes = f"{max(feature_bytes) / 1e3:.0f} kB a camera and frame, {precision}"
