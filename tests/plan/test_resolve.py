@@ -474,7 +474,7 @@ def test_a_base_that_is_replaced_after_the_plan_is_neither_trained_nor_exported(
     data[-3] ^= 1  # the same size and shapes
     other.write_bytes(data)
     named = "the weights" if file == "model.safetensors" else file
-    with pytest.raises(ValueError, match=f"not what it was when this run was planned: {named} changed"):
+    with pytest.raises(ValueError, match=f"has changed since this run was planned: {named} changed"):
         policy.start()
 
 
