@@ -1,15 +1,11 @@
-"""List what makes a training step wait for the device: the operations, and the lines that cause them.
+"""List the operations between two log steps that make the host wait for the device, and the lines that cause them.
 
     python -m diagnostics.audit_syncs --preset demo
 
-takes the flags of `vla.py` and runs that program's own training loop, `vla.train`, for a few steps on
-made-up batches of the run's shapes. Ray is not started: the little that the loop asks of it is answered here. What
-happens between two log steps is listed; the log window before it warms up. Exit status: 0 nothing found, 1 something,
-2 the audit could not run.
-
-With CUDA, PyTorch itself says what synchronises (`torch.cuda.set_sync_debug_mode`), in the whole step. Without, the
-loop runs on tensors that have a CUDA device and no storage, and every operation on its way through PyTorch's dispatcher
-is looked at. Autograd needs a driver for those, so there the backward is looked at on the meta device instead.
+The tool takes the flags of `vla.py` and runs its training loop, `vla.train`, on synthetic batches without Ray. With
+CUDA, PyTorch reports synchronisations (`torch.cuda.set_sync_debug_mode`). Without CUDA, the loop runs on CUDA tensors
+without storage, and a dispatch mode inspects every operation; the backward runs on the meta device, because autograd
+needs a driver. Exit status: 0 nothing found, 1 something found, 2 the audit could not run.
 """
 
 from __future__ import annotations
@@ -61,23 +57,23 @@ from vla_finetuning.training.worker import Worker
 aten = torch.ops.aten
 
 ROOT = Path(__file__).resolve().parent.parent
-# Operations pass through these; what causes one is the innermost line that is elsewhere. Ray Data, where it has run in
-# this process, has put its own `print` (tqdm_ray) in the place of Python's.
+# Files that cannot cause an operation: the cause is the innermost line outside them. Ray Data replaces Python's `print`
+# by tqdm_ray's.
 PASSED_THROUGH = (f"{Path(torch.__file__).parent}{os.sep}", __file__, warnings.__file__, tqdm_ray.__file__)
-# How PyTorch puts it (c10/cuda/CUDAFunctions.cpp). That its debug mode is a prototype is another warning.
+# Text of the warning (c10/cuda/CUDAFunctions.cpp); the warning that the debug mode is a prototype differs.
 CUDA_WARNING = "called a synchronizing CUDA operation"
 COPIES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 MASKS = (torch.bool, torch.uint8)
-# PyTorch's own marks of operations whose result, or its shape, the host has to learn from the device.
+# PyTorch's tags of operations whose result, or shape of the result, the host reads from the device.
 VALUES_NEEDED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-# Optimizer steps of a log window. The loop runs two: one to warm up, one to audit.
+# Optimizer steps of a log window. The loop runs two windows: one to warm up, one to audit.
 WINDOW_STEPS = 2
 
 
 class Line(NamedTuple):
-    """A place in a program: absolute path, line number, qualified name of the function."""
+    """A line of code: absolute path, line number, qualified name of the function."""
 
     file: str
     number: int
@@ -96,12 +92,12 @@ class Line(NamedTuple):
         return linecache.getline(self.file, self.number).strip()
 
 
-# The cause of what autograd runs by itself, where only it is on the stack.
+# The cause if only autograd is on the stack.
 AUTOGRAD = Line("autograd", 0, "backward")
 
 
 class Sync(NamedTuple):
-    """An operation that waits for the device, the line that caused it, and how often in the audited steps."""
+    """An operation that waits for the device, its cause, and its number of occurrences in the audited steps."""
 
     operation: str
     where: Line
@@ -110,7 +106,7 @@ class Sync(NamedTuple):
 
 @dataclass(frozen=True)
 class Audit:
-    """What waits, the most frequent first, in so many steps; what was looked at (`seen`) and what was not, in words."""
+    """Synchronisations in `steps` steps, most frequent first; `seen` and `unseen` describe the scope in words."""
 
     syncs: list[Sync]
     steps: int
@@ -119,7 +115,7 @@ class Audit:
     unseen: str
 
     def table(self) -> str:
-        """The result for people."""
+        """Format the result as text."""
         window = f"in {self.steps} steps of {self.micro_steps} micro-batches between two log steps"
         lines = [f"Looked at  {self.seen}", f"Not seen   {self.unseen}", ""]
         if not self.syncs:
@@ -131,10 +127,12 @@ class Audit:
 
 
 def audit(run: Run) -> Audit:
-    """Run the training loop of a resolved run, on CUDA where there is one, and list what waits for the device.
+    """Run the training loop of a resolved run, on CUDA if available, and list the operations that wait for the device.
 
-    With at least two micro-batches a step, and one worker. Nothing is written to the run's folder. Raises PyTorch's
-    RuntimeError or NotImplementedError if it cannot run the policy without CUDA.
+    The loop has one worker and at least two micro-batches a step. Nothing is written to the run's folder.
+
+    Raises:
+        RuntimeError, NotImplementedError: PyTorch cannot run the policy without CUDA.
     """
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         run = _shortened(run, folder)
@@ -144,7 +142,7 @@ def audit(run: Run) -> Audit:
 
 
 def _shortened(run: Run, folder: str) -> Run:
-    """The run as the audit needs it: two log windows long, by one worker, into another folder."""
+    """Return the run with one worker, two log windows and another folder."""
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     scaling, accum = replace(run.config.scaling, num_workers=1), max(2, run.config.grad_accum)
     config = replace(run.config, output_dir=folder, train=train, scaling=scaling, grad_accum=accum)
@@ -152,9 +150,9 @@ def _shortened(run: Run, folder: str) -> Run:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation, and counts those that wait for the device, by the line that caused them."""
+    """Count the operations that wait for the device by their cause."""
 
-    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo gives up what is compiled, for good
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo permanently disables compiled code
 
     def __init__(self, device_type: str):
         super().__init__()
@@ -176,7 +174,7 @@ class _Watch(TorchDispatchMode):
         return host.is_pinned()
 
     def why(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """Why the host waits for the device in an operation, in words; None if it does not."""
+        """Return the reason why an operation waits for the device; None if it does not."""
         if func in COPIES:
             return self._why_copy(*self.copy_ends(func, args, kwargs))
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -188,7 +186,7 @@ class _Watch(TorchDispatchMode):
         if name in INDEXING:
             indices = [index for index in args[1] if index is not None]
             masks = sum(index.dtype in MASKS for index in indices)
-            # One value, known to the host, written through one mask: PyTorch makes a masked fill of it.
+            # PyTorch turns a write of one host value through one mask into a masked fill.
             fills = writes and len(indices) == 1 and args[2].numel() == 1 and not self.on_device(args[2])
             if masks and not fills:
                 return "the true values of a mask are counted"
@@ -196,14 +194,14 @@ class _Watch(TorchDispatchMode):
                 return None
         elif VALUES_NEEDED & set(func.tags):
             return f"{name}: its result depends on values"
-        # Kernels take a number of the host's as an argument; these two copy it to the device first.
+        # Kernels take a host scalar as an argument, but these operations copy it to the device first.
         copied = name is aten.where or (name in INDEXING and writes)
         if any(leaf.device.type == "cpu" and (leaf.ndim or copied) for leaf in leaves):
             return f"{name}: a tensor of the host's is copied to the device"
         return None
 
     def copy_ends(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Any, bool]:
-        """Return a copy's source, its target (or the device on which the copy makes it), whether it may not block."""
+        """Return a copy's source, its target (or the target's device), and whether it is non-blocking."""
         if func is aten.copy_.default:
             return args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         return args[0], torch.device(kwargs.get("device") or args[0].device), bool(kwargs.get("non_blocking"))
@@ -211,7 +209,7 @@ class _Watch(TorchDispatchMode):
     def _why_copy(self, source: Tensor, target: Any, asynchronous: bool) -> str | None:
         device = getattr(target, "device", target)
         if self.on_device(source) and device.type == "cpu":
-            # The memory that `.to("cpu", non_blocking=True)` makes is pinned.
+            # `.to("cpu", non_blocking=True)` allocates pinned memory.
             waits = not asynchronous or (isinstance(target, Tensor) and not self.is_pinned(target))
             return "a copy from the device" if waits else None
         if source.device.type == "cpu" and device.type == self.device_type:
@@ -222,8 +220,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _cause() -> Line:
-    """The innermost line on the stack that is neither PyTorch's nor this module's."""
-    # In a thread of autograd's that only runs kernels: the line of the main thread that waits for them.
+    """Return the innermost line on the stack outside PyTorch and this module."""
+    # A thread of autograd has no such line; search the main thread, which waits for it.
     for start in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
         frame: FrameType | None = start
         while frame is not None:
@@ -236,7 +234,7 @@ def _cause() -> Line:
 
 
 class _MadeUpShard:
-    """Stands in for Ray's shard of the dataset: the run's own columns, shapes and dtypes, one row over and over."""
+    """Replace Ray's dataset shard by one row of the run's columns, shapes and dtypes, repeated."""
 
     def __init__(self, run: Run):
         data = vla.build_dataset(run)
@@ -259,9 +257,10 @@ def _run_loop(
     *modes: contextlib.AbstractContextManager[Any],
     stand_ins: Sequence[tuple[Any, str, Any]] = (),
 ) -> None:
-    """Run the worker's loop on `device`, in `modes`, with `stand_ins` (owner, name, value) for what is not there.
+    """Run the worker's loop on `device` in `modes`; `watch` records from the first log step to the second.
 
-    `watch` records from the first log step to the second.
+    Args:
+        stand_ins: (owner, name, value) of attributes to replace, such as functions that need a driver.
     """
     gather, windows = DeviceMetrics.gather, 0
 
@@ -271,15 +270,15 @@ def _run_loop(
         line, by_rank = gather(metrics, host)
         windows += 1
         watch.recording = windows == 1
-        # What is read from a tensor without storage is no request.
+        # Values read from tensors without storage are no requests to stop or save.
         return line, {**by_rank, "stop": [0.0], "save": [0.0]}
 
     replaced = (
-        (feed, "with_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
+        (feed, "with_timeout", lambda batches, *_: batches),  # keep all operations in this thread
         (attempt, "log_to", lambda folder: None),
-        (attempt, "enable_gpu_perf_flags", lambda *_: None),  # they would stay
+        (attempt, "enable_gpu_perf_flags", lambda *_: None),  # they outlive the audit
         (callbacks, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
-        (state, "check_attention", lambda *_: None),  # before the first step, and by what it reads
+        (state, "check_attention", lambda *_: None),  # it reads values before the first step
         (DeviceMetrics, "gather", gather_unrecorded),
         *stand_ins,
     )
@@ -287,7 +286,7 @@ def _run_loop(
         for mode in (*modes, watch):
             stack.enter_context(mode)
         if gc.isenabled():
-            stack.callback(gc.enable)  # the loop turns it off for good
+            stack.callback(gc.enable)  # the loop disables it
         checkpoints = mock.Mock(due=lambda: False, paused_s=lambda: 0.0)
         vla.train(run, Worker(device, shard), make_checkpoints=lambda *_: checkpoints)
     if windows != 2:
@@ -296,7 +295,7 @@ def _run_loop(
 
 @contextlib.contextmanager
 def _patched(stand_ins: Iterable[tuple[Any, str, Any]]) -> Iterator[contextlib.ExitStack]:
-    """Put stand-ins (owner, name, value) in place for the block; yields a stack of what else ends with it."""
+    """Replace attributes (owner, name, value) in the block; yield an exit stack that ends with it."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in stand_ins:
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -304,9 +303,9 @@ def _patched(stand_ins: Iterable[tuple[Any, str, Any]]) -> Iterator[contextlib.E
 
 
 class _CudaWatch(_Watch):
-    """Counts PyTorch's warnings of synchronisation; the operation that ran last says which it was.
+    """Count PyTorch's synchronisation warnings, named after the last operation.
 
-    A copy from memory that is not pinned is counted without a warning: asked not to block, it waits all the same.
+    A non-blocking copy from memory that is not pinned waits without a warning, and is counted too.
     """
 
     _last = "the host waits"
@@ -323,7 +322,7 @@ class _CudaWatch(_Watch):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Have PyTorch warn, and take its warnings, from whichever thread; others pass."""
+        """Record PyTorch's synchronisation warnings of all threads; pass on other warnings."""
 
         def take(message: Any, *rest: Any, **options: Any) -> None:
             if CUDA_WARNING in str(message):
@@ -342,7 +341,7 @@ class _CudaWatch(_Watch):
                 torch.cuda.set_sync_debug_mode(before)
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that waits without a warning, made to be counted."""
+        """Wrap a function that waits without a warning, so that its calls are counted."""
 
         def wait(*args: Any, **kwargs: Any) -> Any:
             self.record("the host waits")
@@ -364,16 +363,16 @@ def _audit_on(run: Run, device: torch.device) -> Audit:
 
 
 class _PretendedWatch(_Watch):
-    """Runs operations that concern the device without storage, under a FakeTensorMode or on meta; the others as usual.
+    """Run operations on the device without storage, under a FakeTensorMode or on meta, and all others as usual.
 
-    Where the host reads from the device it finds ones, and goes on.
+    Reads of the device by the host return ones.
     """
 
     def __init__(self, device_type: str):
         super().__init__(device_type)
-        # The storages themselves: an address alone could come back as another's.
+        # Keep references to the storages, because an address may be reused.
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        # Where the host last got a value that was made up.
+        # Line that last read a synthetic value.
         self.made_up: Line | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -396,12 +395,12 @@ class _PretendedWatch(_Watch):
             made = partial(torch.empty, device=self.device_type)
             result = self._run_on_ones(func, args, kwargs)
             return tree_map(lambda t: made(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t, result)
-        # The stand-in for a generator on the device is one of the host's.
+        # A generator of the host replaces the device's, which these operations cannot take.
         args, kwargs = tree_map(lambda leaf: None if isinstance(leaf, torch._C.Generator) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run as usual, but memory is pinned in name only: that takes a driver."""
+        """Run as usual, but only record memory as pinned: pinning needs a driver."""
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
         if func is aten._pin_memory.default:
@@ -417,7 +416,7 @@ class _PretendedWatch(_Watch):
         return host.untyped_storage()._cdata in self._pinned
 
     def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run on the host, on ones in place of the device's tensors; on zeros where they would be indices."""
+        """Run on the host, with ones in place of the device's tensors, and zeros in place of indices."""
         self.made_up = _cause()
 
         def values(leaf: Any) -> Any:
@@ -431,7 +430,7 @@ class _PretendedWatch(_Watch):
             return func(*args, **kwargs)
 
     def stand_ins(self) -> list[tuple[Any, str, Any]]:
-        """For what PyTorch cannot make, or does not run, without a driver."""
+        """Return replacements for the parts of PyTorch that need a driver."""
         host_generator = torch.Generator
 
         def show(tensor: Tensor, **_: Any) -> str:
@@ -440,7 +439,7 @@ class _PretendedWatch(_Watch):
             return f"tensor(..., device='{tensor.device}')"
 
         class Idle:
-            """A stream or an event: there is nothing to wait for."""
+            """A stream or event without work."""
 
             def do_nothing(self, *_: Any, **__: Any) -> None:
                 pass
@@ -459,7 +458,7 @@ class _PretendedWatch(_Watch):
             (torch.cuda, "get_device_name", lambda *_: "pretended"),
             (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             (FakeTensor, "record_stream", lambda *_: None),
-            # FakeTensor's own read nothing, or value by value.
+            # FakeTensor's own methods read nothing, or value by value.
             (FakeTensor, "__repr__", show),
             (FakeTensor, "__format__", lambda t, spec: format(t if t.ndim else t.item(), spec)),
             (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),
@@ -468,7 +467,7 @@ class _PretendedWatch(_Watch):
 
 def _audit_without_cuda(run: Run) -> Audit:
     train = run.config.train
-    # On any GPU of the last years `auto` means bf16.
+    # On recent GPUs `auto` selects bf16.
     precision: Precision = "fp32" if train.precision == "fp32" else "bf16"
     scaling = replace(run.config.scaling, use_gpu=True)
     run = with_config(run, replace(run.config, train=replace(train, precision=precision), scaling=scaling))
@@ -504,7 +503,7 @@ def _audit_without_cuda(run: Run) -> Audit:
 
 
 def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | None]:
-    """`build_model` on the meta device; not for policies that may load a backbone while they are built."""
+    """Build the model on the meta device, or on the CPU if building the policy may load a backbone."""
     if not family_of(spec.config).from_config:
         return build_model(spec, torch.device("cpu"))
     with mock.patch.object(PolicySpec, "start", lambda spec: meta_policy(spec.config)):
@@ -512,7 +511,7 @@ def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | 
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Give a module other parameters and buffers; those that are shared stay shared."""
+    """Replace a module's parameters and buffers; shared tensors stay shared."""
     made: dict[Tensor, Tensor] = {}
     for child in module.modules():
         for tensors in cast(list[dict[str, Any]], [child._parameters, child._buffers]):
@@ -524,7 +523,7 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Non
 
 
 def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
-    """Return what the operations of one backward wait for: run on the meta device, where autograd needs no driver."""
+    """Return the synchronisations of one backward on the meta device, where autograd needs no driver."""
     device = torch.device("meta")
     loss, _ = _build_without_storage(replace(run.policy, train=replace(run.policy.train, precision="fp32")))
     loss.to(device)
@@ -543,7 +542,7 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Audit the run that the flags describe, and print the result. Returns the exit status: see the module."""
+    """Audit the run that the flags describe, print the result and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print_safe_text(f"{__doc__}\n{VLA.help()}")

@@ -1,11 +1,11 @@
-"""Check which of LeRobot's tools play an exported policy as evaluate.py does, on recorded frames.
+"""Check on recorded frames which of LeRobot's tools act as evaluate.py with an exported policy.
 
     python -m diagnostics.check_export FOLDER_OR_HUB_ID DATASET [--episode 0]
 
-The policy may be of any run, of grpo.py too; DATASET is a folder, a bucket or USER/NAME on the Hub, and has what the
-policy's robot sees. The first frames of an episode go to LeRobot's own functions: the loop over `select_action` of
-lerobot-eval, the engine of lerobot-rollout, and PolicyServer. A run with held-out episodes ends with the same check.
-Exit status: 0 all of them act as evaluate.py, bit for bit; 1 one differs or fails; 2 it cannot be tried, and why.
+DATASET is a folder, a bucket or USER/NAME on the Hub, with the inputs of the policy's robot. The first frames of an
+episode are given to the loop over `select_action` of lerobot-eval, the engine of lerobot-rollout, and PolicyServer. A
+run with held-out episodes ends with the same check. Exit status: 0 all tools act as evaluate.py, bit for bit; 1 one
+differs or fails; 2 the check could not run.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from vla_finetuning.terminal import escape_warnings, print_safe, print_safe_erro
 
 
 def check_export(path: str, dataset: str, episode: int = 0, *, trusted: bool = False) -> dict[str, Any]:
-    """Return what `compare_tools` says of a policy on the first frames of an episode.
+    """Return the result of `compare_tools` for a policy on the first frames of an episode.
 
     Raises:
-        ValueError, OSError: the policy or the dataset cannot be read, or is of another robot.
+        ValueError, OSError: the policy or the dataset cannot be read, or the dataset lacks an input of the policy.
     """
     folder, _ = fetch_pretrained(path)
     config, facts = load_policy_config(folder), read_json(folder / ROBOT_NAME)

@@ -1,12 +1,10 @@
-"""Check from outside that a run has trained every frame as often as it should, once per epoch, whatever happened to it.
+"""Check that a run has trained every selected frame as often as it should: once per epoch, or by its episode's weight.
 
     python -m diagnostics.check_rows OUTPUT_DIR
 
-The run must have been started with `--run.record_rows`. What its training processes wrote down, row by row, is compared
-with the frames that the dataset's metadata say there are: without those that --dataset.skip_idle leaves out, and with
---dataset.episode_weights as often as the weight of its episode says. Of a run that is not at its end, what its newest
-checkpoint contains is checked. Exit status: 0 each row as often as due; 1 rows are missing, doubled or not among those
-chosen; 2 the record cannot be read.
+The run must have been started with `--run.record_rows`. The rows that its workers recorded up to the newest checkpoint
+are compared with the dataset's metadata and the options that select frames. Exit status: 0 each row was trained as
+often as due; 1 rows are missing, doubled or not selected; 2 the record cannot be read.
 """
 
 from __future__ import annotations
@@ -31,12 +29,16 @@ Row = tuple[int, int]  # dataset_index, index
 
 @dataclass(frozen=True)
 class Epoch:
-    """What was trained up to the end of an epoch, or to the newest checkpoint within it.
+    """Rows trained up to the end of an epoch, or to the newest checkpoint within it.
 
     Attributes:
-        skipped: rows whose turn came but that could not be read (--dataset.on_error=skip).
-        whole: whether the checkpoint contains all of it.
-        missing, doubled: rows trained less or more often than they should have been by now.
+        number: number of the epoch.
+        rows: number of rows due in the epoch.
+        trained: number of recorded rows of the epoch.
+        skipped: number of rows that could not be read (--dataset.on_error=skip).
+        whole: whether the checkpoint contains the whole epoch.
+        missing, doubled: rows trained less or more often than due.
+        unknown: trained rows that are not selected.
     """
 
     number: int
@@ -63,11 +65,11 @@ class Epoch:
 
 
 def check_rows(run: Run) -> list[Epoch]:
-    """Compare what was recorded with what there is. Raises ValueError when nothing was recorded.
+    """Compare the recorded rows with the plan. Raises ValueError if nothing was recorded.
 
-    By the end of its n-th epoch a run has trained each row n times; one of an episode of weight w as often as
-    `plan.Repetitions` says, which is never one off n w. Of a mixture, a dataset of N rows that gives m of them to each
-    epoch has had each of its rows n * m // N times, or once more while its own epoch is under way.
+    By the end of epoch n a row has been trained n times; a row of an episode with weight w about n w times
+    (`plan.Repetitions`). In a mixture, a dataset that gives m of its N rows to each epoch has had each row n * m // N
+    times, or once more.
     """
     if not contents(run.job.output_dir / ROWS_NAME):
         raise ValueError(f"{address(run.job.output_dir)}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
@@ -91,7 +93,7 @@ def check_rows(run: Run) -> list[Epoch]:
     while end < progress.rows:
         number, begin, end = plan.epoch_at(end)
         counts += seen[number]
-        # The record does not say which rows of an unfinished epoch are due.
+        # The record does not show which rows of an unfinished epoch are due.
         missing, doubled = [], []
         for rows, least, most in zip(there, *plan.occurrences(min(end, progress.rows)), strict=True):
             missing += [row for row in rows if counts[row] < least]
@@ -106,7 +108,7 @@ def check_rows(run: Run) -> list[Epoch]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the check's result. Returns the exit status: see the module."""
+    """Print the check's result and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir")
     folder = as_path(parser.parse_args(argv).output_dir).absolute()

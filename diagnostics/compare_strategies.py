@@ -1,10 +1,10 @@
-"""A copy of the model on every worker, or a part of it: what does each cost?
+"""Compare the time and memory of a training step under each `--scaling.strategy`.
 
     python -m diagnostics.compare_strategies --preset demo
 
-takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters
-(`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches, read once. A
-strategy whose plan (`--dry_run`) does not fit is left out. Exit status: 0 done, 1 the run failed, 2 it could not start.
+The tool takes the flags of `vla.py` and runs its training step with each strategy (`training/parallel.py`) in the same
+workers, on the same model, noise and batches. A strategy whose plan (`--dry_run`) does not fit is left out. Exit
+status: 0 done, 1 the run failed, 2 it could not start.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BATCHES = 4
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The tool's own options, and what is left for `vla.py`'s parser."""
+    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="compare_strategies_json")
     options.add("compare_steps", count, 20, "measured steps of each, after 3 to warm up (20)")
     options.add("strategies", _strategies, list(get_args(Strategy)), "which to compare, with commas (all)")
@@ -62,13 +62,14 @@ def _strategies(text: str) -> list[str]:
 
 
 class Spreading(Record):
-    """What one rank measured of one strategy; of one that does not fit by its plan, no steps.
+    """Measurements of one strategy by one rank; without steps if the strategy's plan does not fit.
 
     Attributes:
-        step_s: each measured step, with the device waited for at its end. losses: of the warm-up's steps too.
-        state_bytes: parameters and optimizer state that this rank holds between steps.
-        peak_bytes: most memory in use on the GPU; None without one.
-        planned_bytes: what a GPU must have by the plan; None without one, or where it cannot be planned.
+        step_s: seconds of each measured step, including the synchronisation at its end.
+        losses: losses of all steps, including the warm-up.
+        state_bytes: parameters and optimizer state on this rank between steps.
+        peak_bytes: largest memory in use on the GPU; None without one.
+        planned_bytes: memory that a GPU needs by the plan; None without a GPU or a plan.
     """
 
     strategy: Strategy
@@ -84,14 +85,14 @@ class RankStrategies(RankRecord):
 
 
 class StrategiesReport(WorkersReport[RankStrategies]):
-    """What `compare_strategies` found; ranks in order, each with the strategies in the same order."""
+    """Result of `compare_strategies`: ranks in order, each with the strategies in the same order."""
 
     tool: Literal["compare_strategies"] = "compare_strategies"
     global_batch_size: int
 
 
 def table(report: StrategiesReport) -> str:
-    """The result for people: the slowest rank's time, the most memory of any rank."""
+    """Format the result as text: the slowest rank's time, the largest memory of any rank."""
     config = report.config
     heads = ("s/step", "samples/s", "of first", "state GiB", "planned GiB", "peak GiB", "losses apart")
     rows, first = [["strategy", *heads]], None
@@ -126,20 +127,20 @@ def table(report: StrategiesReport) -> str:
 
 
 def charts(report: StrategiesReport) -> list[tuple[str, str]]:
-    """Every measured step of each strategy."""
+    """Return a chart of each strategy's measured steps."""
     measured = {s.strategy: s.step_s for s in report.ranks[0].spreadings if s.step_s}
     return [(f"{s}: every step of rank 0, in milliseconds", time_line({s: step_s})) for s, step_s in measured.items()]
 
 
 def compare_loop(loop_config: dict[str, Any]) -> None:
-    """Measure one strategy after the other. Runs in every worker, which leaves its result in the run's folder."""
+    """Measure the strategies in a worker, and write the result to the run's folder."""
     run, options, worker = ray.get(loop_config["run"]), loop_config["options"], RayWorker()
     result = compare(run, options.strategies, options.compare_steps, worker)
     tool.write_record(run, worker.rank, result)
 
 
 def compare(run: Run, strategies: Sequence[Strategy], steps: int, worker: Worker) -> RankStrategies:
-    """Measure every strategy in turn that fits by its plan; all ranks of the process group call it alike."""
+    """Measure every strategy whose plan fits; call this in all ranks of the process group."""
     dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
     batches = list(policy_batches(cuda_prefetcher(host, worker.device), run.policy.config))
@@ -160,7 +161,7 @@ def compare(run: Run, strategies: Sequence[Strategy], steps: int, worker: Worker
 
 
 def _gpu_bytes(device: torch.device) -> int | None:
-    """The memory of the smallest GPU of all ranks; None on CPUs."""
+    """Return the memory of the smallest GPU of all ranks; None on CPUs."""
     if device.type != "cuda":
         return None
     total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
@@ -189,7 +190,7 @@ def _measure(
         start = time.perf_counter()
         draws = noise_for(run.policy, number, dealt, device)
         result = step(feed, step=number, grad_accum=accum, mean_over=accum, draws=draws)
-        losses.append(result.loss.item())  # and the device is waited for
+        losses.append(result.loss.item())  # waits for the device
         step_s.append(time.perf_counter() - start)
     return Spreading(
         strategy=strategy,
@@ -201,7 +202,7 @@ def _measure(
 
 
 def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:
-    """Bytes of parameters and optimizer state that this rank holds between steps."""
+    """Return the bytes of parameters and optimizer state on this rank."""
     held = [*model.parameters(), *optimizer.state().values()]
     return sum(shard_of(tensor)[0].nbytes for tensor in held)
 

@@ -1,10 +1,9 @@
-"""Which parameters a training step reaches, and which it does not.
+"""Find parameters that train but get no gradient, which DDP refuses unless it searches for them in every step.
 
     python -m diagnostics.find_unused_params --preset demo
 
-takes the flags of `vla.py`, runs that program's training step on several batches of its data in this process, without
-Ray, and looks at the gradients. DDP refuses a parameter that trains and gets no gradient, unless it may search for it
-in every step. Exit status: 0 done, 1 --fail_if_unused found one, or the step failed, 2 it could not start.
+The tool takes the flags of `vla.py` and runs its training step on several batches in this process, without Ray. Exit
+status: 0 done, 1 --fail_if_unused found one, or the step failed, 2 it could not start.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.state import noise_for
 from vla_finetuning.training.stream import RankSchedule
 
-# `sometimes`: without a gradient in some batches. `zero`: a gradient always, and never another than zero.
+# `sometimes`: no gradient in some batches. `zero`: a gradient in all batches, always zero.
 Fate = Literal["unused", "sometimes", "zero", "frozen", "used"]
 MEANING: dict[Fate, str] = {
     "unused": "UNUSED     trains, and never gets a gradient: DDP refuses it, AdamW never moves it",
@@ -42,7 +41,7 @@ MEANING: dict[Fate, str] = {
 
 
 class Parameter(Record):
-    """A parameter of the policy. `without_gradient`: in how many of the batches it had none."""
+    """A parameter of the policy. `without_gradient` is the number of batches without a gradient."""
 
     name: str
     shape: list[int]
@@ -55,7 +54,7 @@ class Parameter(Record):
 
 
 class UnusedReport(Report):
-    """What `find_unused_params` found, after `batches` steps."""
+    """Result of `find_unused_params` after `batches` steps."""
 
     tool: Literal["find_unused_params"] = "find_unused_params"
     batches: int
@@ -71,7 +70,7 @@ class UnusedReport(Report):
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The tool's own options, and what is left for `vla.py`'s parser."""
+    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="unused_json")
     options.add("unused_batches", count, 4, "batches to look at (4)")
     options.add("include_zero_grad", truth, False, "list parameters too whose gradient is zero in all of them")
@@ -81,7 +80,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 @dataclass
 class _Inspector(NoOptimizer):
-    """Looks at the gradients in place of using them."""
+    """Count missing and zero gradients instead of updating parameters."""
 
     missing: Counter[str] = field(default_factory=Counter)
     zero: Counter[str] = field(default_factory=Counter)
@@ -95,7 +94,7 @@ class _Inspector(NoOptimizer):
 
 
 def find_unused(run: Run, batches: int) -> UnusedReport:
-    """Run the training step on the run's first batches, one optimizer step each, and classify every parameter."""
+    """Run one optimizer step on each of the run's first `batches` batches, and classify every parameter."""
     device = torch.device("cuda" if run.job.use_gpu else "cpu")
     loss, autocast = build_model(run.policy, device)
     inspector = _Inspector.of(build_optimizer(run.policy, loss, run.job.steps))
@@ -121,7 +120,7 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
 
 
 def table(report: UnusedReport, run: Run, include_zero_grad: bool) -> str:
-    """The result, grouped by module; `used` in numbers only."""
+    """Format the result as text, grouped by module; list only the number of used parameters."""
     step = f"{report.batches} batches of {run.config.batch_size} rows, --train.mode={run.config.train.mode}"
     lines = [f"{run.policy.config.type}, {run.policy.base['path']}: {step}"]
     for fate, meaning in MEANING.items():
@@ -141,7 +140,7 @@ def _numbers(parameters: Sequence[Parameter]) -> str:
 
 
 def _groups(report: UnusedReport, members: Sequence[Parameter]) -> Iterable[tuple[str, list[Parameter]]]:
-    """Return parameters by the largest modules that have no others."""
+    """Group parameters by the largest modules that contain no other parameters."""
     inside = Counter(prefix for p in report.parameters for prefix in _prefixes(p.name))
     chosen = Counter(prefix for p in members for prefix in _prefixes(p.name))
     groups: dict[str, list[Parameter]] = {}
@@ -152,13 +151,13 @@ def _groups(report: UnusedReport, members: Sequence[Parameter]) -> Iterable[tupl
 
 
 def _prefixes(name: str) -> list[str]:
-    """`a.b.c` to the modules it is in and itself, the outermost first: ``["", "a", "a.b", "a.b.c"]``."""
+    """Return the prefixes of a dotted name, shortest first: `a.b` gives ``["", "a", "a.b"]``."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 
 
 def advice(report: UnusedReport, run: Run) -> list[str]:
-    """Return what to do about the parameters that DDP refuses."""
+    """Return advice on the parameters that DDP refuses."""
     if not report.unreached:
         return ["Every parameter that trains got a gradient in every batch: DDP need not search."]
     family = family_of(run.policy.config)
@@ -183,7 +182,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
             "the tool steps in this process, and this machine has no GPU: start it on a GPU node, or give "
             "--scaling.use_gpu false"
         )
-    ready = with_any_stats(run)  # which decide no gradient's fate
+    ready = with_any_stats(run)  # statistics do not change which gradients exist
 
     def examine() -> Result:
         report = find_unused(ready, options.unused_batches)

@@ -1,10 +1,9 @@
-"""Merge adapters into the policy that they were trained from, for vla.py, evaluate.py and robots, which load it whole.
+"""Merge adapters into their base policy, so that vla.py, evaluate.py and robots can load it.
 
     python -m diagnostics.merge_adapter ADAPTER_FOLDER OUTPUT_FOLDER [--base FOLDER_OR_HUB_ID]
 
-ADAPTER_FOLDER is what LeRobot or `vla.py --peft.export adapter` writes: config.json, adapter_config.json and
-adapter_model.safetensors. The base is what adapter_config.json names, or --base. PEFT merges; every tensor of the base
-is loaded or none. Exit status: 0 written; 2 not, and why.
+ADAPTER_FOLDER is written by LeRobot or by `vla.py --peft.export adapter`: config.json, adapter_config.json and
+adapter_model.safetensors. adapter_config.json names the base unless --base does. Exit status: 0 written, 2 failed.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
-    """Write the merged policy, with the adapter's own configuration and processors.
+    """Write the merged policy to `output`, with the adapter's own configuration and processors.
 
     Raises:
-        OSError, ValueError: a file is missing or damaged, the base cannot be found, or something is at `output`.
+        OSError, ValueError: a file is missing or damaged, the base cannot be found, or `output` exists.
     """
-    from peft import PeftModel  # not above: it takes a second to import
+    from peft import PeftModel  # slow to import
 
     if output.exists():
         raise FileExistsError(f"{output} is there already; choose another folder")
@@ -48,7 +47,7 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
     folder, _ = fetch_pretrained(source, None if base else saved.get("revision"))
     config = load_policy_config(adapter)
     policy = with_float32_masters(load_policy(folder, config))
-    with warnings.catch_warnings():  # PEFT only warns of adapters of other layers, and leaves them out
+    with warnings.catch_warnings():  # PEFT skips adapters of unknown layers with a warning
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         try:
             adapted = PeftModel.from_pretrained(policy, str(adapter))
@@ -57,7 +56,7 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None) -> None:
     adapted.merge_and_unload()
     config.use_peft = False
     save_pretrained(policy, *load_processors(adapter, config), output, config)
-    for name in (ROBOT_NAME, ENVIRONMENT_NAME):  # which the base has too, but of what it was trained on itself
+    for name in (ROBOT_NAME, ENVIRONMENT_NAME):  # the base may have these files too, with other content
         if (adapter / name).is_file():
             write_json(output / name, read_foreign_json(adapter / name))
     print_safe(f"Policy       {output}: {adapter} merged into {source}")

@@ -1,14 +1,12 @@
-"""What the data engine can deliver when nothing is computed with it, and what its CPUs do.
+"""Measure how fast the data engine delivers batches without a model, and where its CPU time goes.
 
     python -m diagnostics.profile_dataloader --preset demo
     python -m diagnostics.profile_dataloader --preset demo --against step.json
 
-takes the flags of `vla.py` and pulls batches through that program's own `vla.build_dataset` and `feed`, in as many
-workers at once, without a model. Then one read task does its work stage by stage, on the CPU's clock.
-
-The rate counts rows that were read after the warm-up, over the time until the last of them has arrived: what lay in
-buffers when the clock started does not count, and nothing is left in them when it stops. Exit status: 0 done, 1 the run
-failed, 2 it could not start.
+The tool takes the flags of `vla.py` and pulls batches through `vla.build_dataset` and `feed` in all workers at once.
+Then it times the stages of a few read tasks in one process. The rate counts rows that were read after the warm-up, over
+the time until the last of them arrives, so rows buffered before do not count. Exit status: 0 done, 1 the run failed, 2
+it could not start.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ EXPLAINED: dict[Stage, str] = {
     "collate": "into the tensors that a GPU copies from",
     "other": "",
 }
-# What a stage consists of: time spent in one of these and in no other of them.
+# Functions of each stage; time in nested functions counts for the innermost.
 FUNCTIONS: dict[Stage, dict[Any, str]] = {
     "read": {lerobot_rows: "_read_tabular", RemoteVideo: "__init__ ask", parquet_columns: "read_groups _copied"},
     "decode": {VideoReader: "__init__ _frame_at", lerobot_videos: "decode_image decode_depth_image"},
@@ -74,28 +72,32 @@ FUNCTIONS: dict[Stage, dict[Any, str]] = {
 }
 STAGED_TASKS = 2
 PRODUCED = "produced_s"
-# Rates this near to each other are balanced.
+# Rates with a smaller ratio are balanced.
 BALANCED = 1.05
-# Options that two results must have in common.
+# Options that must be equal in two results.
 COMPARED = ("batch_size", "dataset", "policy_path", "policy_type")
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The tool's own options, and what is left for `vla.py`'s parser."""
+    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="profile_dataloader_json")
     options.add("profile_batches", count, 300, "batches per worker (300)")
     options.add("profile_warmup", count, 20, "batches per worker before those (20)")
     options.add("against", Path, None, "a result of profile_step: which side is the bottleneck")
     options, rest = options.parse_known_args(argv)
-    if options.against:  # a wrong file is refused before a dataset is made or read
+    if options.against:  # refuse a wrong file before the dataset is read
         options.against = StepReport.read(options.against)
     return options, rest
 
 
 class RankFetches(RankRecord):
-    """What one worker saw after its warm-up: waits for batches, copies to the GPU (None without one).
+    """Measurements of one worker after its warm-up.
 
-    Seconds since 1970: when it was warm, when the last batch had arrived, when each batch's rows were read, on average.
+    Attributes:
+        warm_at_s, done_at_s: end of the warm-up and arrival of the last batch, seconds since 1970.
+        fetch_s: seconds of waiting for each batch.
+        copy_s: seconds of each copy to the GPU; None without one.
+        produced_at_s: mean time at which each batch's rows were read, seconds since 1970.
     """
 
     warm_at_s: float
@@ -106,7 +108,7 @@ class RankFetches(RankRecord):
 
 
 class LoaderReport(WorkersReport[RankFetches]):
-    """What `profile_dataloader` found. `stages`: CPU seconds per 1000 rows. `data_cpus`: those that no worker holds."""
+    """Result of `profile_dataloader`. `stages`: CPU seconds per 1000 rows. `data_cpus`: CPUs that no worker holds."""
 
     tool: Literal["profile_dataloader"] = "profile_dataloader"
     batches: int
@@ -128,7 +130,7 @@ def summarise(
     data_cpus: float,
     store: ClusterWatch,
 ) -> LoaderReport:
-    """Rows read after the last worker was warm, over the time from then until the last worker had everything."""
+    """Count the rows read after the last worker's warm-up, and the time from then to the last worker's last batch."""
     start, end = max(r.warm_at_s for r in ranks), max(r.done_at_s for r in ranks)
     rows = run.config.batch_size * sum(at > start for r in ranks for at in r.produced_at_s)
     if not rows:
@@ -150,7 +152,7 @@ def summarise(
 
 
 def table(report: LoaderReport) -> str:
-    """The result for people."""
+    """Format the result as text."""
     fetches = [["fetch", "mean ms", "median", "p95", "batches/s", "copy ms"]]
     for r in report.ranks:
         rate = len(r.fetch_s) / (r.done_at_s - r.warm_at_s)
@@ -180,7 +182,7 @@ def table(report: LoaderReport) -> str:
 
 
 def charts(report: LoaderReport) -> list[tuple[str, str]]:
-    """Return what the CPUs do, and every wait for a batch."""
+    """Return charts of CPU time by stage and of every wait for a batch."""
     fetches = [
         (f"Rank {r.rank}: every fetch, in milliseconds", time_line({"data_wait": r.fetch_s})) for r in report.ranks
     ]
@@ -188,7 +190,7 @@ def charts(report: LoaderReport) -> list[tuple[str, str]]:
 
 
 def balance(loader: LoaderReport, step: StepReport) -> list[str]:
-    """Return which side is the bottleneck, by how much, and how many CPUs per worker would balance them."""
+    """Return sentences on the bottleneck, its factor, and the CPUs per worker that would balance both sides."""
     step_rate = step.global_batch_size / (step.untouched_s - step.exposed_wait_s)
     loader_rate = loader.rows_per_s
     sentences = [
@@ -218,7 +220,7 @@ def balance(loader: LoaderReport, step: StepReport) -> list[str]:
 
 
 class Stamped:
-    """A `prepare` that also says when it was done, for every row."""
+    """Wrap `prepare` and add the time at which each row was prepared."""
 
     def __init__(self, prepare: Callable[[Columns], Columns]):
         self._prepare = prepare
@@ -229,7 +231,7 @@ class Stamped:
 
 
 class _StampReader(NumpyToTorchCollate):
-    """Takes the stamps off again: {first stream position of a batch: when it was read, on average}."""
+    """Remove the time stamps; keep their mean by a batch's first stream position."""
 
     def __init__(self, pin_memory: bool):
         super().__init__(pin_memory)
@@ -241,13 +243,13 @@ class _StampReader(NumpyToTorchCollate):
 
 
 class _CopyClock(Clock):
-    """Times copies by events on their own stream, read at the end."""
+    """Time copies by CUDA events on their stream, which are read at the end."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
 
     def mark(self, phase: Phase) -> None:
-        # There are only those of `cuda_prefetcher`: where a copy begins and where it ends.
+        # Only `cuda_prefetcher` marks this clock: at the begin and the end of each copy.
         self._events.append(torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)))
 
     def copy_s(self) -> list[float] | None:
@@ -258,12 +260,12 @@ class _CopyClock(Clock):
 
 
 def pull_loop(loop_config: dict[str, Any]) -> None:
-    """Runs in every training process."""
+    """Pull batches in a worker."""
     pull(ray.get(loop_config["run"]), loop_config["warmup"], RayWorker())
 
 
 def pull(run: Run, warmup: int, worker: Worker) -> None:
-    """Pull all batches of a worker, which leaves its `RankFetches` in the run's folder."""
+    """Pull all batches of a worker, and write its `RankFetches` to the run's folder."""
     rank = worker.rank
     log_to(run.job.output_dir)
     collate, clock = _StampReader(run.job.use_gpu), _CopyClock()
@@ -285,7 +287,7 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
 
 
 class StageClock:
-    """CPU seconds of this process by stage; of stages inside each other, the innermost counts."""
+    """Count CPU seconds of this process by stage; in nested stages the innermost counts."""
 
     def __init__(self) -> None:
         self.cpu_s: dict[Stage, float] = dict.fromkeys(get_args(Stage), 0.0)
@@ -310,9 +312,9 @@ class StageClock:
 
 
 def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stage, float]:
-    """CPU seconds per 1000 rows of each stage, by doing the work of a few of the run's read tasks in this process.
+    """Run a few of the run's read tasks in this process; return CPU seconds per 1000 rows by stage.
 
-    The first task is done without being counted: libraries load, files come into the page cache.
+    The first task is a warm-up, which loads libraries and fills the page cache.
     """
     source = data.read(stream=(0, last_row))
     chosen = source.get_read_tasks(1)[: 1 + STAGED_TASKS]
@@ -340,7 +342,7 @@ def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stag
 
 
 def pulled_run(run: Run, options: Namespace) -> Run:
-    """The run, as long as the batches that are wanted."""
+    """Return the run with as many steps as batches to pull."""
     steps = options.profile_warmup + options.profile_batches
     return with_config(run, replace(run.config, grad_accum=1, steps=steps), steps)
 

@@ -1,12 +1,11 @@
-"""Where the time of a training step goes, without the instrument in the way.
+"""Measure the time of a training step by phase, beside untouched steps that show the cost of measuring.
 
     python -m diagnostics.profile_step --preset demo
     python -m diagnostics.profile_step --compare A.json B.json
 
-takes the flags of `vla.py` and runs that program's own loop, `vla.train`, on its own data and workers, into a folder
-that is removed afterwards. The steps alternate, in blocks that each end with a log step, between untouched ones, of
-which only whole blocks are timed, and ones whose phases are timed: by CUDA events that are read after the run, on the
-CPU by the clock. Exit status: 0 done, 1 the run failed, 2 it could not start.
+The tool takes the flags of `vla.py` and runs `vla.train` on the run's data and workers, in a temporary folder. Blocks
+of steps, which end with a log step, alternate: untouched blocks are timed as a whole, the others by phase. CUDA events,
+read after the run, time phases on a GPU. Exit status: 0 done, 1 the run failed, 2 it could not start.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ TRACE_NAME = "trace.json"
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The tool's own options, and what is left for `vla.py`'s parser."""
+    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="profile_step_json")
     options.add("profile_steps", count, 100, "steps per pass (100)")
     options.add("profile_warmup", count, 20, "steps before the first (20)")
@@ -61,12 +60,12 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def profile_loop(loop_config: dict[str, Any]) -> None:
-    """Runs in every training process."""
+    """Profile the run in a worker."""
     profile_worker(ray.get(loop_config["run"]), loop_config["settings"], RayWorker())
 
 
 def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any) -> None:
-    """`vla.train`, watched; leaves a `RankProfile` in the run's folder. `options`: more of `vla.train`'s."""
+    """Run `vla.train` with a clock, and write a `RankProfile` to the run's folder; `options` go to `vla.train`."""
     rank, device = worker.rank, worker.device
     trace = run.job.output_dir / TRACE_NAME if rank == 0 else None
     clock = StepClock(settings.passes(worker.world), settings.block_steps, device, trace)
@@ -95,14 +94,14 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
 
 
 def mfu_per_rate(run: Run) -> float | None:
-    """Model FLOP utilisation per sample/s of the whole run, as its metrics say; None where they do not."""
+    """Return the model FLOP utilisation per sample/s, from the run's metrics; None if they lack it."""
     lines = [json.loads(line) for line in read_lines(run.job.output_dir / METRICS_NAME)]
     known = [(line["mfu"], line["samples_per_s"]) for line in lines if line["mfu"] is not None]
     return sum(mfu for mfu, _ in known) / sum(rate for _, rate in known) if known else None
 
 
 def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
-    """`build_optimizer`'s, or what the settings want in its place."""
+    """Build the run's optimizer, changed as the settings say."""
     made = build_optimizer(spec, loss, steps)
     if not settings.fused_adamw:
         constants = {key: made.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
@@ -111,7 +110,7 @@ def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps
 
 
 class _ForeachAdamW(torch.optim.AdamW):
-    """AdamW that is not fused: it cannot leave out a step whose gradients are not finite, and is not asked to."""
+    """AdamW with foreach kernels, which cannot skip a step with nonfinite gradients as the fused kernel does."""
 
     def step(self, closure: Any = None) -> Any:
         self.found_inf = None
@@ -119,7 +118,7 @@ class _ForeachAdamW(torch.optim.AdamW):
 
 
 def watched_run(run: Run, settings: Settings) -> Run:
-    """The run with blocks that end with log steps, longer than the plan, and no checkpoint but where that has one."""
+    """Return the run with a log step per block, more steps than the passes, and only the passes' checkpoint."""
     planned = len(settings.passes(run.config.scaling.num_workers))
     save = planned if settings.checkpoint else planned + 1
     steps = max(run.job.steps, planned + 1)
@@ -129,7 +128,7 @@ def watched_run(run: Run, settings: Settings) -> Run:
 
 
 def write_trace(torch_trace: Path, tasks: Sequence[dict[str, Any]], path: Path) -> None:
-    """PyTorch's trace and Ray's events on one clock, microseconds since 1970, from the first to the last step."""
+    """Merge PyTorch's trace with Ray's events in its time span; times are microseconds since 1970."""
     trace = json.loads(torch_trace.read_bytes())
     base_us = trace.pop("baseTimeNanoseconds", 0) / 1000
     events = [event | {"ts": event["ts"] + base_us} if "ts" in event else event for event in trace["traceEvents"]]
@@ -174,7 +173,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile the run that the flags describe, or compare two results. Returns the exit status: see the module."""
+    """Profile the run that the flags describe, or compare two results; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if any(arg.partition("=")[0] == "--compare" for arg in argv):
         try:

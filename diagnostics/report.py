@@ -1,6 +1,6 @@
-"""A tool's result: where it was measured, its JSON, and a page that needs nothing else.
+"""Represent a tool's result with its environment, and write it as JSON and as a self-contained page.
 
-Benchmarks note their `Environment` here, too. Importing this module imports neither PyTorch nor Ray.
+Benchmarks record their `Environment` too. Importing this module imports neither PyTorch nor Ray.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
 
 
 class Record(BaseModel):
-    """Part of a result: nothing in it is missing, of another type or unknown."""
+    """Part of a result; reading it refuses missing, unknown and mistyped fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Environment(Record):
-    """Where and with what something was measured."""
+    """Hardware, software, revision and date of a measurement."""
 
     date: str
     git_revision: str
@@ -48,7 +48,7 @@ class Environment(Record):
 
     @classmethod
     def here(cls) -> Self:
-        """Describe the calling process: call it where the work is done."""
+        """Describe the machine of the calling process; call this in the process that is measured."""
         import torch
 
         driver, cpus = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
@@ -74,26 +74,26 @@ class Environment(Record):
 
 
 def provenance(**settings: Any) -> dict[str, Any]:
-    """Return what a benchmark's result begins with: its command, its settings, and where it was measured."""
+    """Return the head of a benchmark's result: its command, hardware and settings."""
     hardware = Environment.here().model_dump()
     return {"command": shlex.join(sys.orig_argv[1:]), "hardware": hardware, "settings": settings}
 
 
 def medians(samples: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """Return the median of each number that was measured several times, and all samples."""
+    """Return the median of each number over the samples, and all samples."""
     keys = [key for key, value in samples[0].items() if value is not None]
     return {key: np.median([sample[key] for sample in samples]).item() for key in keys} | {"samples": list(samples)}
 
 
 def format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows of equally many cells as aligned lines: the first `left` columns flush left, the others right."""
+    """Align rows of equally many cells: the first `left` columns flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     forms = [f"{'<' if column < left else '>'}{width}" for column, width in enumerate(widths)]
     return ["  ".join(map(format, row, forms)).rstrip() for row in rows]
 
 
 class Report(Record):
-    """A tool's result. `config` is the run's, as `config.json` has it."""
+    """A tool's result. `config` holds the run's options as in `config.json`."""
 
     schema_version: Literal[1] = 1
     tool: str
@@ -106,7 +106,7 @@ class Report(Record):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError or FileNotFoundError naming the file and what is wrong with it."""
+        """Read a result. Raises ValueError or FileNotFoundError naming the file and the problem."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError as error:
@@ -121,14 +121,14 @@ class Report(Record):
 
 
 class RankRecord(Record):
-    """What one worker measured, and where."""
+    """Measurements of one worker, and its environment."""
 
     rank: int
     environment: Environment
 
 
 class WorkersReport[R: RankRecord](Report):
-    """A tool's result from several workers: what each measured, by rank."""
+    """A tool's result from several workers, by rank."""
 
     world_size: int
     ranks: list[R]
@@ -140,7 +140,7 @@ class WorkersReport[R: RankRecord](Report):
 
 
 class Spread(Record):
-    """Of a list of seconds."""
+    """Mean, median and 95th percentile in seconds."""
 
     mean: float
     median: float
@@ -157,14 +157,14 @@ class Spread(Record):
 
 
 def page(title: str, measured_on: str, charts: Sequence[tuple[str, str]], table: str) -> str:
-    """HTML, UTF-8. charts: titles, and what `shares` and `time_line` draw. table: the result as text, shown below."""
+    """Render an HTML page with charts, (title, SVG) from `shares` and `time_line`, and the result as text below."""
     from vla_finetuning.report.page import page_template
 
     return page_template("tool.html").render(title=title, measured_on=measured_on, charts=charts, table=table)
 
 
 def shares(parts: Mapping[Any, float]) -> str:
-    """Draw a bar for each part, as long as its share of the sum in percent, as SVG."""
+    """Draw each part's share of the sum as a bar, in percent; return SVG."""
     from vla_finetuning.report import figures
 
     percent = [(name, round(100 * part / (sum(parts.values()) or 1.0), 1)) for name, part in parts.items()]
@@ -173,7 +173,7 @@ def shares(parts: Mapping[Any, float]) -> str:
 
 
 def time_line(seconds: Mapping[Any, Sequence[float]]) -> str:
-    """Draw what every step consists of, on top of each other, as SVG."""
+    """Draw the parts of every step as stacked areas, in milliseconds; return SVG."""
     from vla_finetuning.report import figures
 
     parts = {name: 1e3 * np.asarray(values) for name, values in seconds.items()}

@@ -1,4 +1,4 @@
-"""Look at any LeRobot dataset before training on it: one self-contained page, and warnings on the terminal.
+"""Inspect a LeRobot dataset before training: write a self-contained page, and print warnings.
 
     python -m diagnostics.show_dataset ROOT [--output FILE]
     python -m diagnostics.show_dataset --repo_id USER/NAME [--revision R] [--output FILE]
@@ -9,15 +9,11 @@
     python -m diagnostics.show_dataset ROOT --recap.labels out/value/labels.parquet
     python -m diagnostics.show_dataset ROOT --train.action_tokenizer physical-intelligence/fast --policy.chunk_size 50
 
-The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are,
-their instructions, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
-`report/dataset_look.py` says what is looked for, and how much of a large dataset is read, `report/episode_scores.py`
-what gives a reason to look at an episode; a reason is not a verdict. --skip_idle and --episode_weights print what a run
-with those of --dataset. would leave out or repeat; --train.action_tokenizer (`fit`, a folder or a Hub id) how many
-tokens chunks of actions are, and how far off they come back. Of a mixture's file (docs/robots.md), the datasets are
-shown side by side on the terminal, with what does not fit.
-
-Exit status: 0, with warnings too; 2 when there is no such dataset or it cannot be read.
+The page shows camera frames, state and action curves, episode lengths, instructions and the ranges of normalisation.
+`report/dataset_look.py` lists the warnings, `report/episode_scores.py` the reasons to look at an episode. --skip_idle
+and --episode_weights print the effect of the flags of --dataset. with these names. --train.action_tokenizer (`fit`, a
+folder or a Hub id) prints the tokens per chunk of actions and the error of decoding. A mixture's file (docs/robots.md)
+prints its datasets side by side, with their mismatches. Exit status: 0, also with warnings; 2 it cannot be read.
 """
 
 from __future__ import annotations
@@ -51,12 +47,12 @@ from vla_finetuning.report.page import write_dataset_page
 from vla_finetuning.terminal import escape_warnings, escaped, print_safe, print_safe_error
 from vla_finetuning.training.chunks import describe_tokens_of
 
-# As a run's options say it.
+# A run's options for each --augmentation.
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "openpi": {"train": {"augmentation": "openpi"}},
     "lerobot": {"dataset": {"image_transforms": {"enable": True}}},
 }
-# Flags by their names here.
+# Flags by name of the parsed option, where they differ.
 DOTTED = {
     "labels": "--recap.labels",
     "action_tokenizer": "--train.action_tokenizer",
@@ -65,7 +61,7 @@ DOTTED = {
 
 
 def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str | None) -> list[str]:
-    """Return what a run with these options would make of the dataset, as lines; none without any."""
+    """Return lines on the frames that a run with these options would leave out or repeat; none without options."""
     if skip_idle is None and weights is None:
         return []
     if skip_idle is not None and not skip_idle > 0:
@@ -77,7 +73,7 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
 
 
 def show_mixture(file: str, rename_map: dict[str, str]) -> None:
-    """Print the datasets of a mixture side by side, and what does not go together; those without actions below them."""
+    """Print the datasets of a mixture side by side, and their mismatches."""
     config = Config(rename_map=rename_map)
     config.dataset.mixture = read_mixture(file)
     tables, misfits = look_at_mixture(config)
@@ -87,7 +83,7 @@ def show_mixture(file: str, rename_map: dict[str, str]) -> None:
 
 
 def show_dataset(options: argparse.Namespace) -> None:
-    """Write the page of a dataset and the files of its scores, and print what it warns of."""
+    """Write the page of a dataset and the files of its scores, and print warnings."""
     root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
     meta = load_metadata(root)
     if options.rename_map or options.state_features:
@@ -97,7 +93,7 @@ def show_dataset(options: argparse.Namespace) -> None:
     if options.augmentation:
         look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
     if options.scores or options.exclude_to:
-        for path in filter(None, (options.scores, options.exclude_to)):  # scoring takes long
+        for path in filter(None, (options.scores, options.exclude_to)):  # fail before the slow scoring
             path.parent.mkdir(parents=True, exist_ok=True)
         scores = list(
             score_episodes(meta, tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty()))
@@ -119,7 +115,7 @@ def show_dataset(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at the dataset or mixture that the flags name. Returns the exit status: see the module."""
+    """Show the dataset or mixture that the flags name, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("root", nargs="?", help="a local folder, s3://, gs://; @FILE: a mixture")

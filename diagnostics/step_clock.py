@@ -1,4 +1,4 @@
-"""The clock that `profile_step` has the training loop tell what it does: CUDA events at marks, PyTorch's profiler."""
+"""Time the phases of training steps for `profile_step`, by CUDA events at marks and by PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diagnostics.report import Record
 from util import Clock, Phase
 from vla_finetuning.training.state import Callback
 
-# What a step of a profile is for.
+# Purpose of a step in a profile.
 Pass = Literal["warmup", "traced", "untouched", "timed", "synchronized", "communication", "checkpoint"]
 MEASURED: tuple[Pass, ...] = ("untouched", "timed", "synchronized")
 
@@ -28,8 +28,8 @@ class Times(Record):
     """Seconds of each step by phase.
 
     Attributes:
-        exposed: what the phase adds to the step; these sum to it. On CUDA, of the stream that computes.
-        full: what the phase takes, hidden behind others or not: waiting for data, of the host; copies, of their stream.
+        exposed: seconds that the phase adds to the step, which is their sum; on CUDA, on the compute stream.
+        full: seconds that the phase takes, overlapped or not; copies are timed on their stream, waits on the host.
     """
 
     exposed: dict[Phase, list[float]]
@@ -37,10 +37,9 @@ class Times(Record):
 
 
 class Communication(Record):
-    """Seconds per step that this rank's gradients and parameters travel; of those, the part in which it also computes.
+    """Seconds per step of this rank's collectives, in total and overlapped by computation (`hidden_s`).
 
-    As PyTorch's profiler sees them, whatever the strategy: NCCL's kernels beside all others, Gloo's work beside the
-    operations of all other threads.
+    PyTorch's profiler measures NCCL's kernels beside all others, or Gloo's work beside other threads' operations.
     """
 
     total_s: list[float]
@@ -48,7 +47,7 @@ class Communication(Record):
 
 
 class _Mark(NamedTuple):
-    """A phase begins (None: the step ends). `side`: an event on the current stream, where that does not compute."""
+    """Begin of a phase, or end of a step if `phase` is None. `side`: event on a stream that does not compute."""
 
     phase: Phase | None
     host_s: float
@@ -57,27 +56,27 @@ class _Mark(NamedTuple):
 
 
 class StepClock(Callback, Clock):
-    """Notes when phases begin, in the steps that are for that; reads nothing from the device before the end.
+    """Record the begin of phases without reading from the device before the end of the run.
 
-    A callback of the training loop, which ends after `passes`, and the clock that its parts tell what they do. Passes
-    change after `block_steps`. PyTorch's trace of the traced steps goes to `trace_path`, on the rank that has one.
+    The object is a callback of the training loop, which it stops after `passes`, and the clock that the loop marks.
+    Passes alternate in blocks of `block_steps`. PyTorch's trace of the traced steps is written to `trace_path`.
     """
 
     def __init__(self, passes: Sequence[Pass], block_steps: int, device: torch.device, trace_path: Path | None = None):
         self._passes, self._block_steps = passes, block_steps
         self._device, self._trace_path = device, trace_path
         self._pass: Pass = "warmup"
-        self._steps = 0  # begun
-        self._started = 0.0  # the block of steps, or the first step
+        self._steps = 0  # number of steps begun
+        self._started = 0.0  # begin of the current block
         self._marks: list[_Mark] = []
         self._marked: dict[Pass, list[list[_Mark]]] = {"timed": [], "synchronized": [], "checkpoint": []}
-        self._profiled = contextlib.ExitStack()  # PyTorch's profiler, while it runs
-        self._range = contextlib.ExitStack()  # the phase that it is told of
+        self._profiled = contextlib.ExitStack()  # the running profiler
+        self._range = contextlib.ExitStack()  # its range of the current phase
         self._communication: list[tuple[float, float]] = []
         self.block_step_s: dict[Pass, list[float]] = {}
 
     def on_step_begin(self, state: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        """End the step before, and begin the phase `other` of this one: a step lasts until the next."""
+        """End the previous step, and begin this step with the phase `other`."""
         if self._steps:
             self._end_step()
         else:
@@ -96,7 +95,7 @@ class StepClock(Callback, Clock):
         return batches
 
     def on_step_end(self, state: Any) -> None:
-        """Have the loop end with the last pass: the run is longer, so that its data keeps flowing as in training."""
+        """Stop the loop after the last pass; the run has more steps, so that data keeps flowing until then."""
         state.stop = state.stop or self._steps == len(self._passes)
 
     def on_end(self, state: Any) -> None:
@@ -139,12 +138,12 @@ class StepClock(Callback, Clock):
         profiler.export_chrome_trace(str(self._trace_path))
 
     def _see_communication(self, profiler: profile) -> None:
-        # In every step something travels. Gloo's threads say so when they get to it, on a busy machine too late.
+        # Every step has collectives, but on a busy machine Gloo's threads may report them too late.
         if (seen := travelling(profiler.events(), self._device))[0] > 0:
             self._communication.append(seen)
 
     def times(self, name: Pass) -> Times | None:
-        """The phases of the steps of a pass; None if there were none."""
+        """Return the phases of the steps of a pass; None if there were no such steps."""
         steps = [_phases(marks) for marks in self._marked[name]]
         if not steps:
             return None
@@ -153,25 +152,25 @@ class StepClock(Callback, Clock):
         return Times(exposed=exposed, full=full)
 
     def communication(self) -> Communication | None:
-        """Return the communication of the steps in which the profiler saw it; None if there was none."""
+        """Return the communication that the profiler recorded; None if there was none."""
         total_s, hidden_s = ([seconds[i] for seconds in self._communication] for i in (0, 1))
         return Communication(total_s=total_s, hidden_s=hidden_s) if total_s else None
 
 
 def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, float]:
-    """Return the seconds in which collectives are under way, and of those, in which anything is computed.
+    """Return the seconds of collectives, and the part of them that computation overlaps.
 
-    `events`: `torch.profiler.profile().events()` of a step on a device.
+    `events` are `torch.profiler.profile().events()` of a step on `device`.
     """
     if device.type == "cuda":
-        # The names that FSDP gives to parts of a step have times on the device too, where they are no work.
+        # FSDP's annotations have times on the device too, but are no work.
         events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
         collectives = [event for event in events if "nccl" in event.name.lower()]
         others = [event for event in events if "nccl" not in event.name.lower()]
     else:
         events = list(events)
         collectives = [event for event in events if event.name.startswith("gloo:")]
-        # What Gloo's own threads compute is part of the collective.
+        # Computation in Gloo's own threads is part of the collective.
         threads = {event.thread for event in collectives}
         others = [event for event in events if event.name.startswith("aten::") and event.thread not in threads]
     total = _covered(collectives)
@@ -180,7 +179,7 @@ def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, floa
 
 
 def _covered(events: Iterable[Any]) -> float:
-    """Return the microseconds in which at least one of the events is under way."""
+    """Return the microseconds that at least one of the events covers."""
     spans = np.array([(event.time_range.start, event.time_range.end) for event in events], float).reshape(-1, 2)
     start, end = spans[np.argsort(spans[:, 0])].T
     end = np.maximum.accumulate(end)
@@ -189,7 +188,7 @@ def _covered(events: Iterable[Any]) -> float:
 
 
 def _phases(marks: Sequence[_Mark]) -> tuple[dict[Phase, float], dict[Phase, float]]:
-    """Return a step's seconds by phase: exposed and full, see `Times`."""
+    """Return a step's exposed and full seconds by phase (`Times`)."""
     exposed: dict[Phase, float] = defaultdict(float)
     elsewhere: dict[Phase, float] = defaultdict(float)  # on the host, or on another stream
     for mark, following in itertools.pairwise(marks):

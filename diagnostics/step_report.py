@@ -1,4 +1,4 @@
-"""What `profile_step` finds: its JSON, its table and what that says; and whether two results differ."""
+"""Summarise and format the result of `profile_step`, and compare two results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from diagnostics.step_clock import MEASURED, Communication, Pass, Times
 from util import Phase
 from vla_finetuning.plan.resolve import Run
 
-# A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
+# Least number of blocks of a pass, whose spread decides whether two runs differ.
 MIN_BLOCKS = 5
 COMMUNICATION_STEPS = 6
 TRACED_STEPS = 3
-# Phases that more is said of where they take more than a share of a step: what they are, and what helps.
+# Notable phases: share of a step from which they are reported, description and remedy.
 REMEDIES: dict[Phase, tuple[float, str, str]] = {
     "data_wait": (0.05, "Waiting for data is", "diagnostics.profile_dataloader --against this result says why."),
     "copy": (0.05, "Copies to the GPU are", "They are not hidden: is the host's memory pinned?"),
@@ -29,7 +29,7 @@ REMEDIES: dict[Phase, tuple[float, str, str]] = {
 
 
 class Settings(Record):
-    """How a run was profiled. `steps` are those of each pass, in blocks of `block_steps`."""
+    """Settings of a profile. `steps` counts the steps of each pass, in blocks of `block_steps`."""
 
     steps: int
     warmup: int
@@ -43,9 +43,9 @@ class Settings(Record):
 
     @classmethod
     def of(cls, options: Namespace, run: Run) -> Settings:
-        """Whole blocks; one is as long as the run's way from log step to log step, if that leaves MIN_BLOCKS."""
+        """Make settings with whole blocks of `log_freq` steps, or shorter ones for at least MIN_BLOCKS blocks."""
         block = min(run.config.log_freq, max(1, options.profile_steps // MIN_BLOCKS))
-        # The traced steps are among the first ones, but not the very first.
+        # The warm-up contains the traced steps, which are not the first ones.
         warmup = max(options.profile_warmup, TRACED_STEPS + 2 if options.profile_trace else 1)
         return cls(
             steps=block * math.ceil(options.profile_steps / block),
@@ -60,11 +60,9 @@ class Settings(Record):
         )
 
     def passes(self, world: int) -> list[Pass]:
-        """Return what each step of the run serves. The passes take turns in going first, so that none
-        gains by a drift.
-        """
+        """Return the pass of each step. Passes take turns in going first, so that a drift favours none."""
         names = MEASURED if self.sync else MEASURED[:2]
-        # Early, while data is still being read ahead.
+        # Trace early steps, while data is still being read ahead.
         traced = TRACED_STEPS if self.trace else 0
         plan: list[Pass] = ["warmup"] * self.warmup
         plan[self.warmup - traced - 1 : -1] = ["traced"] * traced
@@ -76,7 +74,7 @@ class Settings(Record):
 
 
 class RankProfile(RankRecord):
-    """What one training process measured. `block_step_s`: per pass, each block's mean step in seconds."""
+    """Measurements of one worker. `block_step_s`: seconds of the mean step in each block, by pass."""
 
     block_step_s: dict[Pass, list[float]]
     timed: Times
@@ -90,9 +88,9 @@ class RankProfile(RankRecord):
 
 
 class PhaseSummary(Record):
-    """A phase over all timed steps and ranks. `full` and `exposed` as in `Times`; `share` of the step, exposed.
+    """A phase over all timed steps and ranks; `full` and `exposed` as in `Times`.
 
-    `quartiles`: the lower and the upper quartile of that share over the blocks of steps that end with a log step.
+    `share` is the exposed share of the step, `quartiles` its lower and upper quartile over blocks.
     """
 
     full: Spread
@@ -108,7 +106,7 @@ class PhaseSummary(Record):
 
 
 class StepReport(WorkersReport[RankProfile]):
-    """What `profile_step` found. `step_s`: each pass's mean step by block, over ranks, which wait for each other."""
+    """Result of `profile_step`. `step_s`: seconds of the mean step over ranks in each block, by pass."""
 
     tool: Literal["profile_step"] = "profile_step"
     settings: Settings
@@ -121,17 +119,17 @@ class StepReport(WorkersReport[RankProfile]):
 
     @property
     def untouched_s(self) -> float:
-        """Mean seconds of a step that is not measured inside."""
+        """Return the mean seconds of an untouched step."""
         return float(np.mean(self.step_s["untouched"]))
 
     @property
     def exposed_wait_s(self) -> float:
-        """Mean seconds of a step in which nothing is computed, for want of data."""
+        """Return the mean seconds of a step without computation, because data is missing."""
         return self.phases["data_wait"].exposed.mean
 
     @property
     def hidden_s(self) -> float:
-        """Mean seconds of work in a step that takes none of its time, because other work goes on meanwhile."""
+        """Return the mean seconds of work in a step that overlaps with other work."""
         return sum(phase.full.mean - phase.exposed.mean for phase in self.phases.values())
 
 
@@ -153,7 +151,7 @@ def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> Ste
 
 
 def _summarise_phase(phase: Phase, block_steps: int, ranks: Sequence[RankProfile]) -> PhaseSummary:
-    # All (rank, step); then over blocks and ranks.
+    # Arrays of shape (rank, step).
     full, exposed = (np.array([getattr(rank.timed, of)[phase] for rank in ranks]) for of in ("full", "exposed"))
     step = np.array([sum(map(np.asarray, rank.timed.exposed.values())) for rank in ranks])
     by_block = [seconds.reshape(-1, block_steps).sum(axis=1) for seconds in (exposed, step)]
@@ -170,7 +168,7 @@ def _summarise_phase(phase: Phase, block_steps: int, ranks: Sequence[RankProfile
 
 
 def table(report: StepReport) -> str:
-    """The result for people."""
+    """Format the result as text."""
     s, config, many, gib = report.settings, report.config, report.world_size > 1, 2**30
     allocated = [r.peak_allocated_bytes for r in report.ranks if r.peak_allocated_bytes is not None]
     adds = sum(p.exposed.mean for p in report.phases.values())
@@ -217,13 +215,13 @@ def table(report: StepReport) -> str:
 
 
 def _a_step(seconds: float, config: dict[str, Any], every: str) -> str:
-    """Return what something costs that happens once in `--every` steps."""
+    """Return the cost per step of something that happens once in `--every` steps."""
     per_step = 1e3 * seconds / config[every]
     return f"{1e3 * seconds:.1f} ms: {per_step:.2f} ms a step, at one in --{every}={config[every]}"
 
 
 def _beside_untouched(report: StepReport, name: Pass) -> str:
-    """A pass's step, and by how much it is longer than an untouched one, with the 95 % interval of that."""
+    """Return the mean step of a pass, and the 95 % interval of its relative difference from an untouched step."""
     blocks, untouched = report.step_s[name], report.step_s["untouched"]
     mean = f"{1e3 * float(np.mean(blocks)):.1f} ms"
     if len(blocks) < 2:
@@ -233,15 +231,13 @@ def _beside_untouched(report: StepReport, name: Pass) -> str:
 
 
 def charts(report: StepReport) -> list[tuple[str, str]]:
-    """Return what a step consists of, and every timed step."""
+    """Return charts of the phases' shares and of every timed step."""
     steps = [(f"Rank {r.rank}: every timed step, in milliseconds", time_line(r.timed.exposed)) for r in report.ranks]
     return [("Shares", shares({phase: p.share for phase, p in report.phases.items()})), *steps]
 
 
 def advice(report: StepReport) -> list[str]:
-    """Return what the numbers say, in words: first the phases whose share is notable in most blocks,
-    the largest first.
-    """
+    """Return sentences on the phases whose share is notable in most blocks, largest first."""
     phases = report.phases
     notable = [phase for phase in REMEDIES if phase in phases and phases[phase].quartiles[0] > REMEDIES[phase][0]]
     notable.sort(key=lambda phase: -phases[phase].share)
@@ -256,7 +252,7 @@ def advice(report: StepReport) -> list[str]:
 
 
 class Verdict(NamedTuple):
-    """B's time per step over A's, with its 95 % interval."""
+    """Ratio of B's time per step to A's, with its 95 % interval."""
 
     ratio: float
     low: float
@@ -271,10 +267,12 @@ class Verdict(NamedTuple):
 
 
 def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
-    """Welch's t interval of the ratio of two geometric means. Blocks are the samples: steps depend on their neighbours.
+    """Return Welch's t interval of the ratio of two geometric means of blocks.
+
+    Blocks are the samples, because single steps depend on their neighbours.
 
     Raises:
-        ValueError: fewer than two blocks: there is no spread to judge by.
+        ValueError: fewer than two blocks.
     """
     if min(len(a), len(b)) < 2:
         raise ValueError("one block of steps has no spread to judge by: measure with more --profile_steps")
@@ -287,7 +285,7 @@ def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
 
 
 def compare(a: StepReport, b: StepReport) -> str:
-    """The A/B table: untouched steps and phases, what differs between the runs, and the verdict."""
+    """Format a comparison: differing settings, untouched steps and phases, and the verdict."""
     of_a, of_b = _set(a), _set(b)
     differing = [key for key in of_a | of_b if of_a.get(key) != of_b.get(key)]
     lines = [f"{key:36} A {of_a.get(key)}   B {of_b.get(key)}" for key in differing] or ["the same settings"]
@@ -306,7 +304,7 @@ def compare(a: StepReport, b: StepReport) -> str:
 
 
 def _set(report: StepReport) -> dict[str, Any]:
-    """Return what was set, and what is installed, by name."""
+    """Return settings and versions by name."""
     where = report.environment
     flat: dict[str, Any] = {"git revision": where.git_revision, "gpus": where.gpus, "cpu": where.cpu}
     flat |= {f"{name} version": version for name, version in where.versions.items()}

@@ -1,4 +1,4 @@
-"""Run a diagnostic tool: from the command line to the result in text, as JSON and as a page."""
+"""Run a diagnostic tool, from its command line to the result as text, JSON and a page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vla_finetuning.training.stream import RankSchedule
 
 
 class Result(NamedTuple):
-    """A tool's result: for scripts, for people, for the page (titles and SVG); and its exit status."""
+    """A tool's result: report for scripts, table as text, charts (title, SVG) for the page, exit status."""
 
     report: Report
     table: str
@@ -52,15 +52,15 @@ def run_tool(
     parse_options: Callable[[Sequence[str]], tuple[Namespace, list[str]]],
     prepare: Callable[[Run, Namespace], Callable[[], Result]],
 ) -> int:
-    """Do what all tools do around what each of them does.
+    """Parse the command line, run the tool, and print and write its result.
 
     Args:
-        argv: the command line; the process's own when absent.
-        doc: what --help says before the tool's own flags and those of `vla.py`.
-        parse_options: returns the tool's own options (`json` and `html` say where to write) and the remaining flags.
-        prepare: checks a resolved run, and returns what examines it.
+        argv: command line; None for the process's own.
+        doc: text of --help before the flags.
+        parse_options: function that returns the tool's own options, with the paths `json` and `html`, and other flags.
+        prepare: function that checks a resolved run and returns the measurement to call.
     Returns:
-        The result's exit status; 1 when examining failed, 2 when it could not start.
+        The result's exit status; 1 if the measurement failed, 2 if it could not start.
     """
     argv = sys.argv[1:] if argv is None else argv
     escape_warnings()
@@ -92,13 +92,13 @@ def run_tool(
 
 
 class Help(Exception):
-    """The command line asks for help; the message is the tool's own flags."""
+    """Request for help on the command line; the message describes the tool's own flags."""
 
 
 class Options(argparse.ArgumentParser):
-    """A tool's own flags; what they do not know is left to `vla.py`'s. Mistakes are ValueErrors.
+    """Parser of a tool's own flags, which leaves others to `vla.py` and raises ValueError for mistakes.
 
-    All have `--html PATH` (PROFILE_HTML in the environment) and `--json PATH`, whose longer name is `json` here.
+    Every tool has `--html PATH` (PROFILE_HTML in the environment) and `--json PATH`, with the longer name `json`.
     """
 
     def __init__(self, json: str) -> None:
@@ -107,7 +107,7 @@ class Options(argparse.ArgumentParser):
         self.add("profile_html", Path, None, "the result as a page", "--html", dest="html")
 
     def add(self, name: str, kind: Callable[[str], Any], default: Any, help: str, *aliases: str, **more: Any) -> None:
-        """Add `--name`, or NAME in the environment; the flag wins. A bare flag of kind `truth` means true."""
+        """Add `--name`, with NAME in the environment as its default. A bare flag of kind `truth` means true."""
         if in_environment := os.environ.get(name.upper()):
             try:
                 default = kind(in_environment)
@@ -140,14 +140,14 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def scratch_run(run: Run) -> Iterator[Run]:
-    """The run with another folder, beside its own so that all nodes share it too, and gone afterwards.
+    """Yield the run with a temporary folder beside its own, on the same shared disk or bucket.
 
-    It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice. Ray, if the
-    block starts it, ends with it.
+    The run starts from the beginning, with its largest number of workers, and fails at the first failure. Ray is shut
+    down afterwards if the block started it.
     """
     own, had_ray = run.job.output_dir, ray.is_initialized()
     beside = address(own).rpartition("/")[0]
-    if beside.endswith(":/"):  # of a whole bucket
+    if beside.endswith(":/"):  # the run's folder is a whole bucket
         beside = address(own)
     folder = as_path(f"{beside}/{own.name}-scratch-{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def scratch_run(run: Run) -> Iterator[Run]:
 
 
 def write_record(run: Run, rank: int, record: Record) -> None:
-    """Leave what a worker measured for `run_workers`, as JSON."""
+    """Write a worker's record as JSON for `run_workers`."""
     (run.job.output_dir / f"rank-{rank}.json").write_text(record.model_dump_json())
     push(run.job.output_dir)
 
@@ -170,9 +170,9 @@ def write_record(run: Run, rank: int, record: Record) -> None:
 def run_workers[R: Record](
     run: Run, data_options: ExecutionOptions, kind: type[R], loop: Callable[[dict[str, Any]], None], **options: Any
 ) -> list[R]:
-    """Run `loop` in every worker of a run on its cluster; return what each left by `write_record`, of a `kind`.
+    """Run `loop` in every worker of a run; return the records of type `kind` that they wrote.
 
-    `options`: of `vla.make_trainer`; `loop` is given those that it does not have.
+    `options` go to `vla.make_trainer`, which passes unknown ones to `loop`.
     """
     vla.make_trainer(run, data_options, loop, **options).fit()
     pull(run.job.output_dir)
@@ -181,13 +181,13 @@ def run_workers[R: Record](
 
 
 def with_any_stats(run: Run) -> Run:
-    """Return the run with made-up statistics for those that are to be computed, which takes a pass and Ray."""
+    """Replace statistics that need a pass over the data by placeholders."""
     robots = [replace(with_placeholders(robot, run.rows.metas), missing_stats={}) for robot in run.robots]
     return replace(run, policy=replace(run.policy, robots=tuple(robots)))
 
 
 def host_batches(run: Run, dealt: RankSchedule, batches: int) -> Iterator[Batch]:
-    """A rank's first batches as in training, read and prepared in this process; frames in place of cached features."""
+    """Read and prepare a rank's first batches in this process as in training, but without cached features."""
     rows = run.rows
     prepare, source = make_prepare(run.policy, rows), rows.source()
     transforms = [*input_transforms(rows, run.policy), *training_transforms(run)]
@@ -198,7 +198,7 @@ def host_batches(run: Run, dealt: RankSchedule, batches: int) -> Iterator[Batch]
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what is no longer referred to, and forget the peak."""
+    """Free unreferenced memory, and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -206,13 +206,13 @@ def free_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes in use since `free_memory`; None without CUDA."""
+    """Return the peak bytes in use since `free_memory`; None without CUDA."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 @dataclass
 class NoOptimizer(TrainableOptimizer):
-    """Changes no parameter. AdamW allocates its state at its first step, so there is none."""
+    """Optimizer that changes no parameter and allocates no state."""
 
     @classmethod
     def of(cls, optimizer: TrainableOptimizer) -> Self:

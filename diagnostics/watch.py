@@ -1,4 +1,4 @@
-"""What a cluster does while something is measured."""
+"""Watch a cluster's object stores and CPUs during a measurement."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from vla_finetuning.run.progress import object_store
 
 
 class ClusterWatch:
-    """Looks at the cluster while the block runs, every so many seconds.
+    """Poll the cluster every `every_s` seconds while the block runs.
 
     Attributes:
-        peak_bytes: the most that its object stores hold. spilled_bytes: what they spill to disks.
-        cpus: the most that it has: nodes that only decode are started when there is work for them.
+        peak_bytes: largest memory in use by the object stores.
+        spilled_bytes: bytes that the object stores spilled to disks.
+        cpus: largest number of CPUs, as nodes may be started during the measurement.
     """
 
     def __init__(self, every_s: float = 0.25) -> None:
