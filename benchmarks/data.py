@@ -1,12 +1,11 @@
-"""How fast shuffled training batches come out of a LeRobot v3 dataset: ours, its peers, and the decoder alone.
+"""Measure the rate of shuffled training batches from a LeRobot v3 dataset: our reader, peers, and the decoder alone.
 
     python -m benchmarks.data [--rows 2000] [--rounds 3] [--datasets av1_240x320x3,...] [--cores 2]
 
-Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They
-take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
-a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster. An epoch with an empty cache of
-frames is read once: of few --rows most of it is starting up.
-Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
+Every contender yields batches of 8 rows with action windows of 50 as contiguous uint8 arrays. Contenders alternate for
+several rounds, and medians are reported. `rows_per_s` is the slope between a fifth and nine tenths of the rows. An
+epoch with an empty frame cache is read once per round, so with few --rows start-up dominates it. Results are written to
+`benchmarks/results/data-<hardware>-<date>.json`.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
-    import ray  # here, as in benchmarks/readers.py
+    import ray  # imported late, as in benchmarks/readers.py
 
     names = options.datasets.split(",")
     if unknown := [name for name in names if name not in DATASETS]:
         parser.error(f"--datasets: {unknown[0]!r} is none of {', '.join(DATASETS)}")
     today = datetime.date.today().isoformat()
     path = RESULTS / f"data-{options.cores}cpu-{today}.json"
-    # What is measured one at a time comes together in the day's file; each has its own command, hardware and revision.
+    # Runs of one day share a file; each dataset has its own command, hardware and revision.
     results: dict[str, Any] = {"date": today, "datasets": {}, **read_json(path)}
     measured = provenance(rows=options.rows, rounds=options.rounds, batch=BATCH, window=WINDOW, our_rows=OUR_ROWS)
     ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> dict[str, Contender]:
-    """Return all readers of a dataset that are installed."""
+    """Return the installed readers of a dataset by label."""
     contenders: dict[str, Contender | None] = {
         "ours, shuffled": partial(readers.shuffled, root, OUR_ROWS, seeds),
         "ours, in order": partial(readers.ours, root, OUR_ROWS),
@@ -73,11 +72,10 @@ def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> di
     }
     cameras = DATASETS[name]["cameras"]
     if len(cameras) > 1:
-        # As many frames as of all cameras: a stream so much shorter in bytes has tasks so much shorter, which training,
-        # epoch after epoch, does not.
+        # Read as many frames as with all cameras: a shorter stream would have shorter tasks than training has.
         one_camera = partial(readers.shuffled, root, len(cameras) * OUR_ROWS, seeds, camera_keys=[CAMERAS[0]])
         contenders["ours, shuffled, one camera"] = one_camera
-    with contextlib.suppress(ImportError, OSError, RuntimeError):  # without FFmpeg's libraries it cannot be loaded
+    with contextlib.suppress(ImportError, OSError, RuntimeError):  # torchcodec needs FFmpeg's libraries
         from torchcodec.decoders import VideoDecoder  # noqa: F401
 
         torchcodec = partial(readers.lerobot_loader, root, "torchcodec", cores)
@@ -88,17 +86,17 @@ def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> di
 
 
 def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dict[str, Any]:
-    """Measure all readers of a dataset in turn, several rounds, and beside them the decoder."""
+    """Measure all readers of a dataset and the decoder alternately for several rounds."""
     from vla_finetuning.data.disk_cache import FrameCache
 
     root = make(name, options.rows)
     contenders = contenders_of(name, root, options.cores, seeds)
     for label in ("ours, shuffled", "ray.data.read_lerobot"):
-        next(contenders[label]())  # warms the cluster's worker processes up
+        next(contenders[label]())  # warm up the cluster's workers
     samples: dict[str, list[dict[str, float]]] = {}
     limits: list[float | None] = []
     for _ in range(options.rounds):
-        limits.append(readers.decoder_alone(root, options.cores))  # next to what is compared with it
+        limits.append(readers.decoder_alone(root, options.cores))  # close in time to the readers
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
             cache = FrameCache(str(Path(folder).absolute()), 200.0)
             cached = partial(readers.shuffled, root, seeds=seeds, frame_cache=cache)
@@ -108,13 +106,13 @@ def compare(name: str, options: argparse.Namespace, seeds: Iterator[int]) -> dic
             }
             for label, batches in (contenders | epochs).items():
                 samples.setdefault(label, []).append(measure(batches))
-    decoder = [limit for limit in limits if limit is not None]  # nothing without videos
+    decoder = [limit for limit in limits if limit is not None]  # empty without videos
     limit = statistics.median(decoder) if decoder else None
     return {"decoder_alone_rows_per_s": limit, "contenders": {label: medians(s) for label, s in samples.items()}}
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    """Return a line for each contender, beside the decoder and the first."""
+    """Format the contenders as a table, compared with the decoder and with the first contender."""
     limit, contenders = result["decoder_alone_rows_per_s"], result["contenders"]
     reference = next(iter(contenders.values()))["rows_per_s"]
     rows = [[name, "rows/s", "of decoder", "first is", "first batch", "CPU s/1000", "store MB", "episodes/batch"]]

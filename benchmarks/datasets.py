@@ -1,4 +1,4 @@
-"""The datasets that are measured: made once, in `.cache/benchmarks`, and used again."""
+"""Make the datasets of the benchmarks in `.cache/benchmarks`, or reuse them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHE = Path(".cache/benchmarks")
 
 
 def make(name: str, rows: int) -> Path:
-    """Return the root of a dataset of so many rows, written once by LeRobot's writer."""
+    """Write a dataset of `rows` rows with LeRobot's writer unless it exists, and return its root."""
     from tests.datasets import make_dataset
     from vla_finetuning.files import atomic_folder
 

@@ -1,16 +1,12 @@
-"""What a GPU says of everything that was planned without one: one command, for the day that there is one.
+"""Measure on a GPU what the planner predicts without one, and check the program there.
 
     python -m benchmarks.gpu --minutes 20 --json FILE [--tiny]
 
-The machine; a whole run of the program, with a checkpoint, a resume and the export; the training step of the three
-modes, eager and compiled, at batch sizes up to what the plan's memory allows; LeRobot's own update and the naive loop
-(benchmarks/step.py); a checkpoint's bits, prediction, the live data engine, every attention kernel at every length of
-prompts, what waits for the device, the tests marked `gpu`. PI0.5 has its real size and random weights.
-
-Each is a section in a process of its own (benchmarks/sections.py), with a time limit: what fails, crashes or hangs is
-recorded and does not end the others; what no longer fits into the minutes is left out, and recorded too. Each result
-is in FILE as soon as it is there. At the end a table of what was planned and what was measured. `--tiny` rehearses
-all of it on a CPU, at sizes that say nothing about speed, with layers compiled up to the code generator.
+The sections are the machine, a whole run with a resume and the export, training steps of all modes (eager, compiled,
+LeRobot's and the naive loop of benchmarks/step.py), a checkpoint, predictions, the data engine, attention kernels,
+synchronisations, and the tests marked `gpu`. PI0.5 has its real size and random weights. Sections run in processes with
+time limits (benchmarks/sections.py): failures and sections without time left are recorded in FILE with the results. The
+command prints a table of planned and measured values. `--tiny` rehearses everything on a CPU at small sizes.
 """
 
 from __future__ import annotations
@@ -65,22 +61,27 @@ from vla_finetuning.training.memory import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATED_ROWS = 8
-# What is aimed at on one H100: rows/s and MFU of a mode.
+# Targets on one H100 by mode: rows/s and MFU.
 TARGETS: dict[TrainMode, dict[str, float]] = {"full": {"rows_per_s": 30, "mfu": 0.45}, "expert": {"rows_per_s": 90}}
-# In the order in which they are measured: what is aimed at first.
+# Modes in the order of measurement.
 MODES: tuple[TrainMode, ...] = ("full", "expert", "heads")
 PEERS = ("lerobot", "naive")
-Cells = Sequence[tuple[str, Callable[[torch.device], Any]]]  # measurements and their names
+Cells = Sequence[tuple[str, Callable[[torch.device], Any]]]  # names and measurements
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Sizes and durations of the measurements.
 
     Attributes:
-        seconds: of a measured step. tests: where they are, and what marks them.
-        share: of what a measurement takes on a GPU, by which it is begun or left out.
-        patience: how many times longer than on a GPU a section may take.
+        batch_sizes, peers_at: batch sizes of our step and of the peers' steps.
+        seconds: duration of measured steps.
+        steps: optimizer steps of the whole run.
+        live_rows: rows of the data engine's dataset.
+        predicted_rows: batch sizes of predictions.
+        tests: pytest's arguments that select the tests.
+        share: factor of the expected durations on a GPU.
+        patience: factor of the time limits on a GPU.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8, 16, 32, 64)
@@ -108,7 +109,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Every kernel at every length that prompts could have, also those that `prompt_lengths` keeps away from."""
+    """Check every kernel at every possible length of prompts, including lengths that `prompt_lengths` avoids."""
     config = updates.policy_config(device)
     policy = meta_policy(config)
     choose_trainable(policy, "full")
@@ -133,7 +134,7 @@ def demo_flags(device: torch.device, folder: Path) -> list[str]:
 
 
 def waits(device: torch.device) -> dict[str, Any]:
-    """Return what waits for the device between two log steps of the demo's run."""
+    """Return the synchronisations between two log steps of the demo's run."""
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         entries = audit(resolve(parse_args(demo_flags(device, Path(folder))), torch.cuda.device_count()))
     lines = [f"{sync.operation} at {sync.where}, {sync.times} times" for sync in entries.syncs]
@@ -150,7 +151,7 @@ def gpu_tests(device: torch.device, *, chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_bytes(mode: TrainMode, size: int, device: torch.device) -> int | None:
-    """Memory planned for a step; None where it does not fit the device, as a run would be refused."""
+    """Return the planned memory of a step; None if it does not fit the device."""
     accum, on_gpu = max(1, ACCUMULATED_ROWS // size), device.type == "cuda"
     needed = step.planned(updates.policy_config(device), mode, size, accum, on_gpu)
     if on_gpu and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
@@ -161,7 +162,7 @@ def planned_bytes(mode: TrainMode, size: int, device: torch.device) -> int | Non
 def steps(
     results: Results, *, mode: TrainMode, name: str, sizes: Sizes, device: torch.device, compiled: bool = False
 ) -> None:
-    """One contender, made once, at growing batch sizes, until one of them fails or does not fit by the plan."""
+    """Measure a contender at growing batch sizes, until one fails or its plan does not fit."""
     prepare_process(device)
     label = f"step, {mode}, {name}{', compiled' * compiled}"
     batch_sizes, about_s = (sizes.batch_sizes, 25.0) if name == "ours" else (sizes.peers_at, 20.0)
@@ -169,7 +170,7 @@ def steps(
         if device.type == "cuda" and (reason := why_not(device)):
             results.write(label, {"left_out": reason})
             return
-        # The sizes of interest: one that is bound by launches, and the largest that fits.
+        # Measure the smallest size, which kernel launches bound, and the largest that fits.
         fitting = [n for n in batch_sizes if "result" in results.found.get(f"step, {mode}, ours, {n} rows", {})]
         batch_sizes, about_s = tuple(sorted({*fitting[:1], *fitting[-1:]})) or batch_sizes, 60.0
     contender = functools.cache(partial(make_contender, name, mode, device, compiled))
@@ -187,7 +188,7 @@ def steps(
 
 
 def make_contender(name: str, mode: TrainMode, device: torch.device, compiled: bool) -> Any:
-    # Where there is no GPU to generate code for, all else that compiling does.
+    # Without a GPU, compile up to the code generator.
     graphs_only = mock.patch.multiple(model, why_not=lambda device: None, Compiler=partial(Compiler, "aot_eager"))
     with graphs_only if compiled and device.type != "cuda" else contextlib.nullcontext():
         options = {"compiled": True} if compiled else {}
@@ -195,7 +196,7 @@ def make_contender(name: str, mode: TrainMode, device: torch.device, compiled: b
 
 
 def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, Any]:
-    """Write what trains after a step, read it into other weights, and see that it is the same, bit for bit."""
+    """Save the trained state after a step, load it into zeroed tensors, and compare bit for bit."""
     config, rows = updates.policy_config(device), 2
     contender = updates.Ours(config, mode, device, device.type == "cuda")
     batches = contender.feed(itertools.repeat(contender.stored(updates.prepared_rows(config, rows, seed=0))))
@@ -209,7 +210,7 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
         marks.append(time.perf_counter())
 
     mark()
-    for _ in range(2):  # the first one waits for the memory too, which a run makes while training begins
+    for _ in range(2):  # the first copy allocates memory, which a run does in the background
         copies = {
             group: {key: Piece(copy, (0,) * copy.ndim) for key, copy in staging.copied(tensors_of).items()}
             for group, tensors_of in state.items()
@@ -235,7 +236,7 @@ def checkpoint(device: torch.device, mode: TrainMode = "expert") -> dict[str, An
 
 
 def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> dict[str, Any]:
-    """One batch of chunks, as the open-loop evaluation predicts them: in its precision, and what is frozen cast."""
+    """Predict a batch of chunks as the open-loop evaluation does, with its precision and cast frozen weights."""
     config, bf16 = updates.policy_config(device), device.type == "cuda"
     autocast = autocast_dtype("bf16" if bf16 else "fp32", device)
     policy = updates.make_policy(config, mode, device).eval()
@@ -256,9 +257,9 @@ def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> d
 
 
 def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
-    """The program, from the command line to the evaluation: half of the demo's steps, then a resume to the end.
+    """Run half of the demo's steps by the command line, then resume to the end.
 
-    Each in a process as a user starts it: what Ray Train holds of a cluster, it holds until its driver ends.
+    Each is a process, because Ray Train keeps its resources until the driver ends.
     """
     half = max(1, steps // 2)
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
@@ -279,7 +280,7 @@ def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
 
 
 def live(device: torch.device, *, rows: int) -> dict[str, Any]:
-    """The data engine on the machine's cores: three videos to batches of PI0.5's size, without a model."""
+    """Measure the data engine with three cameras and images of PI0.5's size, without a model."""
     root = make("av1_240x320x3", rows)
     meta = load_metadata(root)
     about: dict[str, Any] = {"features": meta.features, "tasks": list(meta.tasks.values()), "stats": meta.stats}
@@ -295,22 +296,22 @@ def live(device: torch.device, *, rows: int) -> dict[str, Any]:
 
 
 def take_all(results: Results, *, cells: Cells, about_s: float, device: torch.device) -> None:
-    """Take measurements by name, each of about so many seconds."""
+    """Take the measurements `cells`, each of about `about_s` seconds."""
     prepare_process(device)
     for name, measure in cells:
         results.take(name, about_s, partial(measure, device))
 
 
 def prepare_process(device: torch.device) -> None:
-    """Prepare this process as a training process begins."""
+    """Prepare this process as a training worker."""
     enable_gpu_perf_flags()
     enable_expandable_segments()
     if device.type != "cuda":
-        torch.set_num_threads(1)  # of so little, more would only wait for each other
+        torch.set_num_threads(1)  # more threads do not help tiny tensors
 
 
 def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
-    """Return all of them, the ones first that matter most."""
+    """Return all sections, most important first."""
 
     def section(name: str, measure: Callable[[Results], None], about_s: float, limit_s: float) -> Section:
         return Section(name, measure, sizes.share * about_s, sizes.patience * limit_s)
@@ -341,8 +342,8 @@ def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
 
 @contextlib.contextmanager
 def own_ray() -> Iterator[None]:
-    """Have Ray start its own cluster in every process: one that runs on this machine is neither seen nor joined."""
-    # Not where temporary files are: the paths of Ray's sockets may have 107 characters.
+    """Make Ray start its own cluster in every process, instead of joining one on this machine."""
+    # TMPDIR may be too long: paths of Ray's sockets have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, mock.patch.dict(os.environ):
         os.environ.pop("RAY_ADDRESS", None)
         os.environ["RAY_TMPDIR"] = folder
@@ -350,7 +351,6 @@ def own_ray() -> Iterator[None]:
 
 
 def table(entries: dict[str, Any]) -> str:
-    """Return what was planned, beside what was measured."""
     notes: list[str] = []
     rows: list[tuple[str, ...]] = [
         ("", "rows/s", "aimed at", "MFU", "aimed at", "memory GiB", "planned", "measured/planned")
@@ -385,7 +385,7 @@ def table(entries: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 all was measured or left out for want of time, 1 something failed, 2 no GPU."""
+    """Run all sections. Return the exit status: 0 without failures, 1 a section failed, 2 no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0, help="what does not fit into them is left out")
     parser.add_argument("--json", type=Path, required=True, help="where results go, each as soon as it is there")

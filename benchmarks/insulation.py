@@ -1,16 +1,14 @@
-"""Measure what knowledge insulation is worth: success in two bins against steps, with and without it.
+"""Measure the success of policies with and without knowledge insulation, by training steps.
 
     python -m benchmarks.insulation --seeds 5
 
-record.py records demonstrations in two bins of four colours and two shapes, which the instruction names by colour, by
-side, by shape or by the other bin. For each seed vla.py trains four policies from the same weights on the same rows:
-the whole policy by its flow (`full`), the action expert alone (`expert`), the backbone on action tokens beside the
-expert (`insulated`), and that with the demonstrator's subtask, which names the bin by its colour (`subtask`).
-Checkpoints play from the instruction alone, those of a seed in the same scenes, which no demonstration has. The last
-one of `subtask` plays again and writes its subtask first (`writing`). Intervals are over scenes, not seeds. The
-learning rate falls over all --steps: a checkpoint before the last is no run of its own. `obeyed`: of the episodes that
-reached a bin, in so many it was the named one. The same command goes on where it was broken off. Exit status: as
-vla.py.
+record.py records demonstrations of two_bins with many instructions. For each seed vla.py trains four policies from the
+same weights on the same rows: the whole policy (`full`), the action expert (`expert`), the backbone on action tokens
+beside the expert (`insulated`), and the same with the demonstrator's subtask as text (`subtask`). Checkpoints of a seed
+play the same scenes, which no demonstration contains; the last checkpoint of `subtask` also plays with its own subtask
+(`writing`). Intervals are over scenes, not seeds. The learning rate falls over all --steps, so earlier checkpoints are
+no complete runs. `obeyed` counts the episodes that reached the named bin, of those that reached a bin. Repeat the
+command to resume. Exit status: as vla.py.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from vla_finetuning.run.folder import EVALUATIONS, FINISHED_NAME
 from vla_finetuning.terminal import print_safe_text
 
 INSULATED = {"train.mode": "full", "train.knowledge_insulation": "true"}
-# Flags of each policy.
+# Flags by policy.
 ARMS: dict[str, dict[str, Any]] = {
     "full": {"train.mode": "full"},
     "expert": {"train.mode": "expert"},
@@ -50,7 +48,6 @@ ENVIRONMENT = {"env.type": "two_bins", "env.many_instructions": "true"}
 
 
 def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
-    """Yield a seed's stages in their order."""
     root = options.folder / "demonstrations"
     yield Stage(record.main, {**ENVIRONMENT, "root": root, "episodes": options.demonstrations}, root)
     meta = load_metadata(root)
@@ -76,14 +73,14 @@ def stages(options: argparse.Namespace, seed: int) -> Iterator[Stage]:
 
 
 def success(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return the score of evaluations together, how many episodes reached a bin, and how many the named one."""
+    """Return the joint score of evaluations, and the numbers of episodes that reached a bin and the named bin."""
     played = [line for folder in folders for line in read_evaluation(folder)[1]]
     reached = [line for line in played if line["error"] is None and line["info"]["reached"]]
     return {**score(played), "obeyed": sum(line["success_once"] for line in reached), "reached": len(reached)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not done, and print success by steps. Returns the exit status: see the module."""
+    """Run the remaining stages, print success by steps, and return the exit status."""
     parser = stages_parser(
         __doc__,
         "outputs/insulation",
@@ -94,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         eval_episodes=(200, "of each checkpoint"),
     )
     options = parse_settings(parser, argv)
-    seeds = [FIRST_EVALUATED * (1 + number) for number in range(options.seeds)]  # no two of them share a scene
+    seeds = [FIRST_EVALUATED * (1 + number) for number in range(options.seeds)]  # seeds share no scene
     if status := run_stages(stage for seed in seeds for stage in stages(options, seed)):
         return status
     steps = sorted({*range(options.every, options.steps, options.every), options.steps})

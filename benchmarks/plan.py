@@ -1,12 +1,11 @@
-"""What the plan of a large dataset costs: seconds and memory, on the driver and in each process that it goes to.
+"""Measure the time and memory to plan a large dataset, on the driver and in other processes.
 
     python -m benchmarks.plan [--episodes 1000000] [--members 60] [--json FILE]
 
-The dataset is metadata alone, as LeRobot writes it: episodes of 100 to 500 rows, 3 cameras of 480x640 whose frames are
-as stored, which makes the shortest segments and so the most of them. Every stage runs in a process of its own, and
-what it is given has been through a pickle, as in a run. `peak_mb` is what the process grew by at the most, beyond what
-the imports take. With --members, so many datasets hold the episodes together, of two robots in turn: their widths,
-rates and cameras differ. docs/scale.md lists the stages.
+The dataset consists of metadata: episodes of 100 to 500 rows with 3 cameras of 480x640 as stored, which gives the
+shortest and therefore the most segments. Every stage runs in its own process with pickled inputs, as in a run.
+`peak_mb` is the largest growth of its memory after imports. --members divides the episodes into a mixture of two robots
+with different widths, rates and cameras. docs/scale.md lists the stages.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from vla_finetuning.files import write_json
 from vla_finetuning.plan.shuffle_quality import episodes_in_a_batch
 
 INSTRUCTIONS = 10_000
-# Of files as LeRobot limits them: data of 100 MB, videos of 200 MB, metadata of 100 MB with the statistics of each.
+# Episodes of a file within LeRobot's limits: data of 100 MB, videos of 200 MB, metadata with statistics of 100 MB.
 EPISODES_OF_FILE = {"data": 2000, "videos": 130, "meta": 12_000}
-# LeRobot's writer flushes so many episodes at once, each time as a row group.
+# LeRobot's writer flushes as many episodes at once, as a row group.
 EPISODES_OF_GROUP = 10
 STATISTICS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
 # A cluster of 64 nodes, for `reads_per_task`.
@@ -51,7 +50,7 @@ CLUSTER = {"CPU": 64 * 96.0, "object_store_memory": 64 * 200e9}
 
 
 def make(folder: Path, episodes: int, robot: int = 0) -> None:
-    """The metadata, and files of one byte where it says that there are any; every second robot is another."""
+    """Write metadata, and empty data and video files; odd and even `robot` differ in widths, rate and cameras."""
     width, fps, cameras = (14, 30, CAMERAS) if robot % 2 == 0 else (7, 10, CAMERAS[:1])
     rng = np.random.default_rng(0)
     length, number = rng.integers(100, 501, episodes), np.arange(episodes)
@@ -68,7 +67,7 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
         for chunk, place in sorted(set(zip((file // 1000).tolist(), (file % 1000).tolist(), strict=True))):
             path = folder / f"{prefix}/chunk-{chunk:03d}/file-{place:03d}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"PAR1" * 3 if suffix == "parquet" else b"\0\0\0\x08moov")  # whole, and empty
+            path.write_bytes(b"PAR1" * 3 if suffix == "parquet" else b"\0\0\0\x08moov")  # valid but empty
     before = np.cumsum(length) - length
     columns |= {"dataset_from_index": before, "dataset_to_index": before + length}
     columns |= {"meta/episodes/chunk_index": 0 * number, "meta/episodes/file_index": number // EPISODES_OF_FILE["meta"]}
@@ -105,7 +104,7 @@ def _lists_of(size: int, values: pa.Array) -> pa.ListArray:
 
 
 def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None = None) -> LeRobotDatasource:
-    """Return a source as of a run (`Rows.source`); of several datasets, of a mixture of robots."""
+    """Return a run's source (`Rows.source`); several datasets form a mixture of robots."""
     mixed = len(metas) > 1
     padded: dict[str, Any] = {"padded": True, "window_steps": [1] * len(metas), "camera_keys": CAMERAS} if mixed else {}
     selection = Selection(weights=[1 + number % 3 for number in range(len(metas))] if mixed else None)
@@ -131,7 +130,7 @@ def plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def coordinator(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plan the read tasks as a start of the worker group does, and as one in the second epoch."""
+    """Plan the read tasks of a first start, and of a restart in the second epoch."""
     metas = load(folder, "metas")
     rows = sum(meta.total_frames for meta in metas)
     tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)
@@ -165,7 +164,7 @@ def load(folder: Path, name: str) -> Any:
 
 
 def measure(stage: str, folder: Path) -> dict[str, Any]:
-    """Run a stage in this process. Without Ray: what would go to the object store stays, and is counted as a pickle."""
+    """Run a stage in this process without Ray; measure objects for the object store by their pickled size."""
     with (
         mock.patch("ray.put", lambda value: value),
         mock.patch("ray.cluster_resources", lambda: CLUSTER),
@@ -194,7 +193,9 @@ def main() -> None:
         for number in range(options.members):
             make(folder / f"dataset-{number:03d}", options.episodes // options.members, number)
         for stage in STAGES:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # of its own, for its memory
+            with ProcessPoolExecutor(
+                1, multiprocessing.get_context("spawn")
+            ) as process:  # a fresh process, for its memory
                 results[stage] = found = process.submit(measure, stage, folder).result()
             rows.append((stage, f"{found['seconds']:.2f}", f"{found['cpu_s']:.2f}", f"{found['peak_mb']:.0f}"))
     print("\n".join(format_table(rows)))

@@ -1,7 +1,7 @@
-"""What reads a dataset for benchmarks/data.py: ours in its variants, its peers, and the decoder; and what it takes.
+"""Read a dataset for benchmarks/data.py with our reader, its peers and the decoder, and measure the readers.
 
-Each reader yields batches of `BATCH` rows with action windows of `WINDOW`, as dicts of arrays. Each process of a
-peer's loader imports this module, so what only ours needs is imported where it is used.
+Each reader yields batches of `BATCH` rows with action windows of `WINDOW`, as dicts of arrays. The processes of a
+peer's loader import this module, so it imports our own modules only in functions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from benchmarks.datasets import FPS
 
 BATCH, WINDOW = 8, 50
 WINDOWS = {"action": [i / FPS for i in range(WINDOW)]}
-# Read in one go. Ours: enough for read tasks as long as those of a run; a DataLoader is too slow for more.
+# Rows of a measurement. Ours needs as many for read tasks as long as in a run; a DataLoader is too slow for as many.
 OUR_ROWS, PEER_ROWS = 12000, 800
 Batches = Iterator[dict[str, np.ndarray]]
 Contender = Callable[[], Batches]
 
 
 def ours(root: Path, rows: int, *, seed: int | None = None, camera_keys: Any = None, **options: Any) -> Batches:
-    """Yield epoch after epoch, `rows` in all, as training on one node reads; `options`: of `Reading`."""
+    """Yield `rows` rows over several epochs, as training on one node reads them; `options` go to `Reading`."""
     from lerobot_datasource import LeRobotDatasource, local_batches
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.data.options import Features, Order, Reading
@@ -47,7 +47,7 @@ def ours(root: Path, rows: int, *, seed: int | None = None, camera_keys: Any = N
 
 
 def shuffled(root: Path, rows: int, seeds: Iterator[int], **options: Any) -> Batches:
-    """Read in another order every time."""
+    """Read in an order with the next seed."""
     return ours(root, rows, seed=next(seeds), **options)
 
 
@@ -56,7 +56,7 @@ def ray_read_lerobot(root: Path) -> Batches:
 
     dataset = ray.data.read_lerobot(str(root), delta_timestamps=WINDOWS, read_granularity="episode")
     for batch in dataset.iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2):
-        # Its tensors have no fixed shape and come out as objects.
+        # Tensors without a fixed shape are arrays of objects.
         tensors = {key for key, values in batch.items() if values.dtype == object} - {"task", "stats"}
         yield {key: np.stack(list(values)) if key in tensors else values for key, values in batch.items()}
 
@@ -67,14 +67,14 @@ def lerobot_loader(root: Path, backend: str, cores: int) -> Batches:
 
 
 def loaded(dataset: Any, cores: int, context: Any) -> Batches:
-    """Yield shuffled batches of a torch dataset by a DataLoader's processes."""
+    """Yield shuffled batches of a torch dataset, read by a DataLoader's processes."""
     loader = torch.utils.data.DataLoader(dataset, BATCH, True, num_workers=cores, multiprocessing_context=context)
     for batch in itertools.islice(loader, PEER_ROWS // BATCH):
         yield {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def lance(root: Path, cores: int) -> Contender | None:
-    """Return LanceDB's loader on a converted copy, made once; None where it is not installed (`make peers`)."""
+    """Return LanceDB's loader on a converted copy; None if it is not installed (`make peers`)."""
     if any(importlib.util.find_spec(name) is None for name in ("lerobot_lancedb", "lancedb")):
         return None
     from lerobot_lancedb.convert import convert
@@ -96,7 +96,7 @@ def lance_loader(folder: Path, cores: int) -> Batches:
 
 
 def decode_file(path: str) -> int:
-    """Every frame of a video to RGB, one thread: what no reader can be faster than."""
+    """Decode every frame of a video to RGB in one thread, the upper bound of every reader; return their number."""
     frames = 0
     with av.open(path) as container:
         container.streams.video[0].codec_context.thread_count = 1
@@ -108,21 +108,21 @@ def decode_file(path: str) -> int:
 
 
 def decoder_alone(root: Path, cores: int) -> float | None:
-    """Rows/s of the decoder alone, as many processes as cores; None without videos."""
+    """Return the decoder's rows/s with a process per core; None without videos."""
     videos = [str(p) for p in sorted((root / "videos").rglob("*.mp4"))]
     if not videos:
         return None
     cameras = len({Path(v).parent.parent.name for v in videos})
-    spawn = multiprocessing.get_context("spawn")  # a fork of Ray's threads has crashed this process
+    spawn = multiprocessing.get_context("spawn")  # forking a process with Ray's threads crashed
     with concurrent.futures.ProcessPoolExecutor(cores, spawn) as pool:
-        list(pool.map(decode_file, videos[:cores]))  # starts the processes
+        list(pool.map(decode_file, videos[:cores]))  # start the processes
         start = time.perf_counter()
         frames = sum(pool.map(decode_file, videos))
         return frames / cameras / (time.perf_counter() - start)
 
 
 def measure(batches: Contender) -> dict[str, float]:
-    """Read all that comes. Every byte of every image is touched, so that nothing is counted that did not arrive."""
+    """Read all batches, touching every byte of every image, and return rates and costs."""
     from diagnostics.watch import ClusterWatch
 
     begin, cpu_begin = time.perf_counter(), cpu_seconds()
@@ -136,7 +136,7 @@ def measure(batches: Contender) -> dict[str, float]:
             for key, value in batch.items():
                 if key.startswith("observation.images") and np.asarray(value).ndim >= 4:
                     flat = np.ascontiguousarray(value).reshape(-1)
-                    np.bitwise_xor.reduce(flat[: len(flat) // 8 * 8].view(np.uint64))  # at the speed of memory
+                    np.bitwise_xor.reduce(flat[: len(flat) // 8 * 8].view(np.uint64))  # reads at the speed of memory
             episodes += len(np.unique(np.asarray(batch["episode_index"])))
     cpu_s, so_far = cpu_seconds() - cpu_begin, np.cumsum(rows)
     total = int(so_far[-1])
@@ -152,9 +152,9 @@ def measure(batches: Contender) -> dict[str, float]:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all that it has started: Ray, its workers, a DataLoader's."""
+    """Return the CPU seconds of this process and all its descendants, such as Ray's workers."""
     seconds, this = 0.0, psutil.Process()
     for process in (this, *this.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            seconds += sum(process.cpu_times()[:4])  # its own, and of children that have ended
+            seconds += sum(process.cpu_times()[:4])  # its own, and its finished children's
     return seconds

@@ -1,14 +1,12 @@
-"""Learn from failures (RECAP), on demonstrators who go to the wrong bin in 30 % of their episodes.
+"""Compare RECAP with imitation, on demonstrators who go to the wrong bin in 30 % of their episodes.
 
     make recap
 
-    imitation   vla.py imitates all demonstrations, wrong ones too
-    value       value.py learns what frames are worth, by which episodes succeeded, and labels them
-    recap       vla.py learns from the same demonstrations with the labels in its prompts, from the same weights and for
-                as many steps
+    imitation   vla.py imitates all demonstrations, including the wrong ones
+    value       value.py learns values from the episodes' outcomes, and labels frames
+    recap       vla.py learns from the same demonstrations, weights and steps, with the labels in its prompts
 
-Both policies play the same scenes, which neither has seen. Nothing simulates while they train. The same command goes on
-where it was broken off. Exit status: 0 done, otherwise that of the program that failed.
+Both policies play the same unseen scenes. Repeat the command to resume. Exit status: as the first program that fails.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ NAMES = {"imitation": "imitation of all demonstrations", "recap": "RECAP, prompt
 
 
 def stages(options: argparse.Namespace) -> Iterator[Stage]:
-    """Yield the stages in their order."""
     folder, outcomes = options.folder, options.folder / "outcomes.json"
     root = demo.prepare_disobedient(demo.DEMO_CACHE).absolute()
     meta = load_metadata(root)
@@ -46,7 +43,7 @@ def stages(options: argparse.Namespace) -> Iterator[Stage]:
     shared |= {"scaling.use_gpu": "false"}
     learns = shared | {"dataset.eval_split": 0, "policy.path": base, "steps": options.steps, "train.noise_draws": 2}
     judges = shared | {"policy.path": folder / "imitation" / "pretrained_model", "outcome.success": f"@{outcomes}"}
-    # An advantage over 10 frames: episodes have 7 to 22.
+    # Episodes have 7 to 22 frames.
     judges |= {"steps": options.value_steps, "value.horizon": 10, "value.positive": 0.6}
     labels = {"recap.labels": folder / "value" / LABELS_NAME}
     for name, program, flags in (
@@ -61,7 +58,7 @@ def stages(options: argparse.Namespace) -> Iterator[Stage]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not done, and print each policy's success. Returns the exit status: see the module."""
+    """Run the remaining stages, print each policy's success, and return the exit status."""
     parser = stages_parser(
         __doc__,
         "outputs/recap",

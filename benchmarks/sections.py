@@ -1,7 +1,6 @@
-"""Measurements in processes of their own, so that what breaks one of them is a result and not the end.
+"""Run measurements in separate processes with time limits, and record failures as results.
 
-A section is a process: after a CUDA error that stays, out of memory, a crash or a hang, the next one starts afresh.
-Imports nothing that takes long.
+A section is a process, so a CUDA error, exhausted memory, a crash or a hang does not affect the next section.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from typing import Any
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.terminal import print_safe
 
-TAIL = 4000  # characters of what a process that broke had said last
-# A process that starts needs as much before it measures anything; with less left none is started.
+TAIL = 4000  # characters of a failed process's output to keep
+# Time that a process needs to start; with less time left, no section starts.
 SHORTEST_S = 2.0
 
 
 class Results:
-    """Measurements by name, in a file from the moment that each is there. One process writes at a time.
+    """Measurements by name, each written to a file when it is done. One process writes at a time.
 
     Args:
-        ends: when there must be an end of it, by `time.monotonic`, which all processes of a machine share.
+        path: file of results, JSON.
+        ends: deadline by `time.monotonic`, which all processes of a machine share.
     """
 
     def __init__(self, path: Path, ends: float):
@@ -49,7 +49,7 @@ class Results:
         return self._ends - time.monotonic()
 
     def take(self, name: str, about_s: float, measure: Callable[[], Any]) -> Any:
-        """Measure, and write the result, or why there is none; leave it out where less than `about_s` is left."""
+        """Measure, and write the result or the error; skip the measurement if less than `about_s` is left."""
         if self.left_s < about_s:
             self.leave_out(name, about_s)
             return None
@@ -73,9 +73,9 @@ class Results:
 
 @dataclass(frozen=True)
 class Section:
-    """What one process measures by `measure`, which pickle must find in a module.
+    """A measurement in a process of its own. `measure` must be picklable.
 
-    It is begun where `about_s` is left, and ended after `limit_s`.
+    The section starts only if `about_s` seconds are left, and is killed after `limit_s` seconds.
     """
 
     name: str
@@ -85,9 +85,9 @@ class Section:
 
 
 def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dict[str, Any]:
-    """Run all of them in turn, within so many minutes. Returns what the file holds then.
+    """Run sections one after the other within `minutes`; return the content of the file.
 
-    What ends a process early is the section's own entry: how it ended, and the last that it said.
+    A section that ends early has an entry with its exit status and the end of its output.
     """
     results = Results(path, time.monotonic() + 60 * minutes)
     write_json(path, {})
@@ -97,7 +97,7 @@ def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dic
             continue
         with tempfile.NamedTemporaryFile("r", prefix="section-", errors="replace") as log:
             started, limit_s = time.monotonic(), min(section.limit_s, results.left_s)
-            # Not forked: this process may have asked CUDA how many devices there are, and its children could use none.
+            # After this process has queried CUDA devices, forked children could not use them.
             spawned = multiprocessing.get_context("spawn")
             process = spawned.Process(target=_measure, args=(section, path, log.name, limit_s))
             try:
@@ -115,7 +115,7 @@ def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dic
 
 
 def _ended(code: int | None, limit_s: float) -> str | None:
-    """Return how a process ended, in words; None if it came to its end."""
+    """Describe how a process ended early; return None if it finished."""
     if code is None:
         return f"TimeoutError: not done after {limit_s:.0f} s"
     if code < 0:
@@ -124,20 +124,19 @@ def _ended(code: int | None, limit_s: float) -> str | None:
 
 
 def _kill(process: BaseProcess) -> None:
-    """End a process, and what it has started with it."""
+    """Kill a process and its descendants."""
     if process.pid is not None and process.is_alive():
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not come to make a group of its own
+        except ProcessLookupError:  # it has not created its process group yet
             process.kill()
         process.join()
 
 
 def _measure(section: Section, path: Path, log: str, limit_s: float) -> None:
-    """Run in the section's process."""
     os.setsid()
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(limit_s - 1, 0.5))  # where it hangs
+    faulthandler.dump_traceback_later(max(limit_s - 1, 0.5))  # shows where it hangs
     section.measure(Results(path, time.monotonic() + limit_s))
     faulthandler.cancel_dump_traceback_later()

@@ -1,14 +1,14 @@
-"""What a server costs beside the same policy called in process, and what batches of several clients gain.
+"""Measure the latency of a server beside the same policy in process, and the gain of batches from several clients.
 
     python -m benchmarks.serving --policy outputs/demo/pretrained_model [--rounds 5] [--seconds 10] [--json FILE]
 
-Clients of openpi's and of LeRobot's protocol send an observation when they have the actions for the last one, without a
-pause. Servers, numbers of clients and the policy in process take turns, `--rounds` times, so that they share what else
-the machine does, after one that does not count. Latencies are of all rounds; rates are medians of rounds.
+Clients of openpi's and of LeRobot's protocol send the next observation when they have received actions. Servers,
+numbers of clients and the policy in process alternate for `--rounds` rounds after a warm-up round. Latencies are over
+all rounds, rates are medians of rounds.
 
-    in process                the policy called for one observation after the other, and for 8 and 32 at once
+    in process                the policy, called with 1, 8 and 32 observations
     openpi, LeRobot           `serve.py` with 1, 8 and 32 clients of a protocol
-    one at a time             `serve.py --serve.batch_size 1` with 32 clients of openpi's
+    one at a time             `serve.py --serve.batch_size 1` with 32 clients of openpi's protocol
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from vla_finetuning.terminal import print_safe
 
 CLIENTS = (1, 8, 32)
 START_S = 300.0
-PORT, ALONE_PORT = 18000, 18100  # of openpi's protocol, with batches and without; LeRobot's is the next one
+PORT, ALONE_PORT = 18000, 18100  # openpi's, with and without batches; LeRobot's is the next port
 
 
 Exchange = Callable[[], Awaitable[Any]]
 
 
 async def connect_openpi(stack: AsyncExitStack, port: int, message: bytes) -> Exchange:
-    """Connect a client of openpi's protocol; return what sends the message and waits for its actions."""
+    """Connect a client of openpi's protocol; return a function that sends the message and awaits actions."""
     connection = await stack.enter_async_context(
         connect(f"ws://127.0.0.1:{port}", compression=None, max_size=None, open_timeout=None)
     )
@@ -64,13 +64,13 @@ async def connect_openpi(stack: AsyncExitStack, port: int, message: bytes) -> Ex
 
 
 async def connect_lerobot(stack: AsyncExitStack, port: int, setup: bytes, message: bytes) -> Exchange:
-    """Connect a client of LeRobot's protocol, as `connect_openpi`; `setup` says what robot it is."""
-    # Here: a process that asks by openpi's protocol imports no torch.
+    """Connect a client of LeRobot's protocol, as `connect_openpi`; `setup` describes its robot."""
+    # Imported late, so that clients of openpi's protocol import no torch.
     from lerobot.transport import services_pb2 as messages
     from lerobot.transport.services_pb2_grpc import AsyncInferenceStub
     from lerobot.transport.utils import send_bytes_in_chunks
 
-    # Without the option clients of one process share a connection, and a connection is a client.
+    # Clients of one process would share a connection by default.
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port + 1}", [("grpc.use_local_subchannel_pool", 1)])
     stub: Any = AsyncInferenceStub(await stack.enter_async_context(channel))
     await stub.SendPolicyInstructions(messages.PolicySetup(data=setup))
@@ -84,7 +84,7 @@ async def connect_lerobot(stack: AsyncExitStack, port: int, setup: bytes, messag
 
 
 def ask(connect: Callable[..., Awaitable[Exchange]], clients: int, seconds: float, *arguments: Any) -> list[float]:
-    """Return the seconds that each answer took which so many clients got. Runs in a process of its own."""
+    """Return the seconds of each answer to `clients` concurrent clients. Runs in a separate process."""
 
     async def client() -> list[float]:
         async with AsyncExitStack() as stack:
@@ -103,11 +103,11 @@ def ask(connect: Callable[..., Awaitable[Exchange]], clients: int, seconds: floa
 
 @contextmanager
 def server(folder: Path, port: int, batch_size: int) -> Iterator[None]:
-    """Start `serve.py`, on a Ray of its own."""
+    """Run `serve.py` with its own Ray cluster in the block."""
     flags = [f"--policy.path={folder}", f"--serve.port={port}", f"--serve.grpc_port={port + 1}", "--use_gpu=false"]
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as ray_dir, tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "serve.py", *flags, f"--serve.batch_size={batch_size}"]
-        # At Ray's own niceness, 15, the replica would have what the policy in process leaves of a busy machine.
+        # Ray's default niceness of 15 would slow the replica down beside the policy in process.
         environment = {**os.environ, "RAY_TMPDIR": ray_dir, "RAY_worker_niceness": "0"}
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
@@ -131,7 +131,7 @@ def _is_healthy(port: int) -> bool:
 
 
 def make_messages(interface: Any) -> tuple[dict[str, Any], bytes, bytes]:
-    """Return a random observation that a policy sees; and LeRobot's messages: what robot it is of, and the same one."""
+    """Return a random observation for a policy, and LeRobot's messages with the robot and the same observation."""
     from lerobot.async_inference.helpers import RemotePolicyConfig, TimedObservation
     from lerobot.utils.constants import OBS_IMAGES, OBS_STATE
 
@@ -152,8 +152,8 @@ def make_messages(interface: Any) -> tuple[dict[str, Any], bytes, bytes]:
 
 
 def measure(folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
-    """Return latencies in ms and rates, by what answered."""
-    # Here: the process that asks imports none of it.
+    """Return latencies in ms and rates by contender."""
+    # Imported late, so that the clients' process imports none of these.
     from vla_finetuning.options.command_line import parse_serve
     from vla_finetuning.rollouts.scheduler import concatenate
     from vla_finetuning.serving.openpi import pack
@@ -190,7 +190,7 @@ def measure(folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
             for name, turn in turns.items():
                 began, took = time.perf_counter(), turn()
                 if number == 0:
-                    continue  # with what is imported and allocated by the first
+                    continue  # the warm-up imports and allocates
                 answers[name] += took
                 rates[name].append(len(took) / (time.perf_counter() - began))
                 print_safe(f"{name:26} {rates[name][-1]:7.1f} a second, median {1000 * np.median(took):6.1f} ms")

@@ -1,4 +1,4 @@
-"""Programs that run one after the other, each once: the same command goes on where it was broken off."""
+"""Run programs one after the other, skipping finished ones, so that the same command resumes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import print_safe
 
-# Seed of the scenes that are played: in no demonstration.
+# Seed of the evaluated scenes, which no demonstration contains.
 FIRST_EVALUATED = 1000
 
 
 class Stage(NamedTuple):
-    """A program, its flags, and the file or folder that it writes last."""
+    """A program, its flags, and the file or folder that it writes last (`done`)."""
 
     program: Callable[[list[str]], int]
     flags: Mapping[str, Any]
@@ -25,7 +25,7 @@ class Stage(NamedTuple):
 
 
 def run_stages(stages: Iterable[Stage]) -> int:
-    """Run the stages that are not done; return the exit status of the first that fails, else 0."""
+    """Run the stages that are not done; return the exit status of the first failure, else 0."""
     cluster.connect()
     for stage in stages:
         if not stage.done.exists():
@@ -36,14 +36,14 @@ def run_stages(stages: Iterable[Stage]) -> int:
 
 
 def play_two_bins(folder: Path, policy: Path, episodes: int, flags: Mapping[str, Any]) -> Stage:
-    """Return the stage in which a policy plays scenes of two bins, the same for all policies; `flags`: more of them."""
+    """Return the stage that evaluates a policy in two_bins, in the same scenes for all; `flags` are added."""
     flags = {**flags, "policy.path": policy, "output_dir": folder, "seed": FIRST_EVALUATED, "eval.videos": 0}
     flags |= {"env.type": "two_bins", "env.episode_length": 30, "eval.n_episodes": episodes}
     return Stage(evaluate.main, flags, folder / "report.html")
 
 
 def stages_parser(doc: str | None, folder: str, **numbers: tuple[int, str]) -> argparse.ArgumentParser:
-    """Return a parser of --folder and of numbers, each with its default and what it is of."""
+    """Return a parser of --folder and of integer flags, given as (default, help)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(folder), help="of all runs")
     for name, (default, text) in numbers.items():
@@ -52,7 +52,7 @@ def stages_parser(doc: str | None, folder: str, **numbers: tuple[int, str]) -> a
 
 
 def parse_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line; exit with status 2 where its folder is of a run with other settings."""
+    """Parse a command line; exit with status 2 if its folder holds a run with other settings."""
     options = parser.parse_args(argv)
     options.folder = options.folder.absolute()
     path = options.folder / "settings.json"

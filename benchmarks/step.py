@@ -1,21 +1,18 @@
-"""How fast a training step is: the naive loop, LeRobot's own update, and ours, on one device in turn.
+"""Compare the speed of a training step: the naive loop, LeRobot's own update, and ours, alternately on one device.
 
     python -m benchmarks.step [--policy pi0] [--modes heads,expert,full] [--batch_sizes 1,2,4,8] [--rounds 3]
 
-On a GPU the policy has its real size, without one it is a tiny one; weights are random. The contenders:
+The policy has random weights, and its real size on a GPU, a tiny size on a CPU. The contenders get the same rows in the
+form that their own loaders deliver:
 
-* naive: the loop of the Anyscale template before its speed-up. float32 images copied synchronously from memory that is
-  not pinned, `.item()` after every micro-batch, GradScaler, parameters listed anew for clipping, plain AdamW.
-* lerobot: `lerobot_train.update_policy` of the installed LeRobot with its optimizer preset, through accelerate, fed
-  with pinned uint8 images. On a GPU in the bfloat16 that its documentation recommends (weights and Adam's state too).
-  Its preprocessor, which reads the state back from the device, is left out: tokens come ready made.
-* ours: `util.train_step` with `cuda_prefetcher`, as the training loop calls it, on prompts that are cut as there; one
-  log step included.
+* naive: the loop of the Anyscale template before its speed-up, with synchronous copies of float32 images from pageable
+  memory, `.item()` after every micro-batch, GradScaler, clipping without a cached list of parameters, plain AdamW.
+* lerobot: `lerobot_train.update_policy` with LeRobot's optimizer preset, through accelerate, on pinned uint8 images; on
+  a GPU in bfloat16 with Adam's state, as its documentation recommends. Its preprocessor is left out.
+* ours: `util.train_step` with `cuda_prefetcher` and cut prompts, as in the training loop, including one log step.
 
-All are fed by the same rows, stored in the form in which each one's loader delivers them. Naive and ours accumulate to
-at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the
-operations that the mode needs; extra ones do not count. Results go to benchmarks/results/step-<hardware>-<date>.json; a
-table is printed.
+Naive and ours accumulate to at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is
+full. MFU counts the operations that the mode needs. Results go to benchmarks/results/step-<hardware>-<date>.json.
 """
 
 from __future__ import annotations
@@ -58,17 +55,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Time steps of one contender at one batch size as a whole; then count what the host reads in one more.
+    """Time steps of a contender at a batch size, then count the host's reads in another step.
 
     Raises:
-        NotCompiledError: its layers are to be compiled, and no compiled code was called, or something was compiled
-            after the warm-up.
+        NotCompiledError: no compiled code was called although it should, or something was compiled after the warm-up.
     """
     batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
     numbers = itertools.count()
 
     def timed(steps: int) -> tuple[float, float]:
-        """Return seconds and CPU seconds of a step, with one log step at the end."""
+        """Return the mean seconds and CPU seconds of `steps` steps, with one log step at the end."""
         start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(steps):
             contender.step(batches, accum, next(numbers))
@@ -103,7 +99,7 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
 def measure_at(
     contender: Any, name: str, mode: TrainMode, size: int, rows: int, seconds: float, device: torch.device
 ) -> dict[str, Any]:
-    """Measure a contender at a batch size, accumulated to so many rows where it can; with MFU, where it is known."""
+    """Measure a contender at batch size `size`, accumulated to `rows` rows if possible, with MFU if known."""
     config, peak = updates.policy_config(device), peak_flops(device)
     columns = [updates.prepared_rows(config, size, seed) for seed in range(STORED_BATCHES)]
     sample = measure(contender, columns, 1 if name == "lerobot" else max(1, rows // size), seconds, device)
@@ -112,7 +108,7 @@ def measure_at(
 
 
 def _compiled(compiler: Compiler, calls: int, compilations: int, steps: int) -> dict[str, Any]:
-    """Return how often compiled code was called in so many steps. The numbers are what they were before."""
+    """Return the calls of compiled code per step; `calls` and `compilations` are the counts before the steps."""
     called, compiled = compiler.calls - calls, compiler.compilations - compilations
     if compiler.failed or not called:
         why = "compiling failed, as a warning says" if compiler.failed else "Dynamo skipped them without a word"
@@ -123,10 +119,10 @@ def _compiled(compiler: Compiler, calls: int, compilations: int, steps: int) -> 
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what the host reads of tensors: single values (`.item()`, `float()`, `if tensor`), copies from CUDA."""
+    """Count the host's reads of tensors: single values (`.item()`, `float()`, `if tensor`) and copies from CUDA."""
 
     count = 0
-    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo gives up what is compiled, for good
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo permanently disables compiled code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -136,7 +132,7 @@ class HostReads(TorchDispatchMode):
 
 
 def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode, Any]:
-    """Each contender at each batch size, in turn, `rounds` times: {mode: {contender: {batch size: samples}}}."""
+    """Measure contenders and batch sizes alternately in `rounds` rounds: {mode: {contender: {batch size: samples}}}."""
     modes = cast(list[TrainMode], options.modes.split(","))
     samples: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
     too_large: dict[tuple[str, str], int] = {}
@@ -159,7 +155,7 @@ def compare(options: argparse.Namespace, device: torch.device) -> dict[TrainMode
 
 
 def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
-    """Return medians over the rounds, and how many times as fast as each peer ours is."""
+    """Return medians over the rounds, and the speed-up of ours over each peer."""
     measured = {name: {str(size): medians(s) for size, s in sizes.items()} for name, sizes in cells.items()}
     best = {name: min(s["ms_per_sample"] for s in sizes.values()) for name, sizes in measured.items() if sizes}
     ratios = {}
@@ -168,7 +164,7 @@ def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dic
         for size in sorted(measured[peer].keys() & measured["ours"].keys(), key=int):
             theirs, its = measured[peer][size], measured["ours"][size]
             ratios[f"{peer}, both at {size}"] = theirs["ms_per_sample"] / its["ms_per_sample"]
-            if device.type == "cpu":  # which other programs may use too
+            if device.type == "cpu":  # which other programs may use at the same time
                 ratios[f"{peer}, both at {size}, in CPU time"] = theirs["cpu_ms_per_sample"] / its["cpu_ms_per_sample"]
     config = updates.policy_config(device)
     flops = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
@@ -176,7 +172,7 @@ def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dic
 
 
 def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:
-    """Return what `--dry_run` says that a step of ours takes."""
+    """Return the memory of our step as `--dry_run` predicts it."""
     options = Config(
         batch_size=size,
         grad_accum=accum,
@@ -187,7 +183,7 @@ def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> 
 
 
 def table(mode: str, result: dict[str, Any]) -> str:
-    """Return what was measured in a mode, a line for each contender and batch size."""
+    """Format a mode's results as a table with a line for each contender and batch size."""
     rows = [["", "batch", "ms/sample", "samples/s", "MFU", "host reads", "memory"]]
     for name, size, r in ((n, size, r) for n, sizes in result["contenders"].items() for size, r in sizes.items()):
         mfu, memory = r.get("mfu"), r.get("peak_memory_bytes")
@@ -215,7 +211,7 @@ def main() -> None:
     updates.measured["policy"] = options.policy
     results = {"date": datetime.date.today().isoformat(), **provenance(**vars(options)), "modes": {}}
     with contextlib.ExitStack() as sizes:
-        if options.policy != "pi05" and device.type == "cpu":  # LeRobot's own options have no such sizes
+        if options.policy != "pi05" and device.type == "cpu":  # only PI0.5 has a tiny size by options
             from tests.tiny_backbones import VOCABULARY, benchmarked
 
             updates.measured["vocabulary"] = VOCABULARY

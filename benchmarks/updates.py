@@ -1,7 +1,4 @@
-"""What benchmarks/step.py compares: a policy with random weights, rows for it, and whose step trains it.
-
-Each contender holds a policy, and takes one optimizer step at a time.
-"""
+"""Define the contenders of benchmarks/step.py, each of which trains a policy with random weights on synthetic rows."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
 from vla_finetuning.training.parallel import cache_casts
 
-# Which policy, options of its tiny one, and how many words that knows; `main` of benchmarks/step.py chooses.
+# Policy to measure, options of its tiny size, and size of the tiny vocabulary; set by benchmarks/step.py.
 TINY = {"image_resolution": (56, 56), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
 measured: dict[str, Any] = {"policy": "pi05", "options": TINY, "vocabulary": None}
 Columns = dict[str, np.ndarray]
@@ -41,7 +38,7 @@ LR = 1e-4
 
 
 def policy_config(device: torch.device) -> Any:
-    """The policy of this benchmark (`measured`) at its real size on a GPU, tiny on a CPU."""
+    """Return the configuration of the policy in `measured`, with its real size on a GPU and tiny on a CPU."""
     tiny = device.type != "cuda"
     kind = "tiny_pi05" if tiny and measured["policy"] == "pi05" else measured["policy"]
     options: dict[str, Any] = measured["options"] if tiny else {}
@@ -55,7 +52,7 @@ def policy_config(device: torch.device) -> Any:
 
 
 def make_policy(config: Any, mode: TrainMode, device: torch.device) -> PreTrainedPolicy:
-    """The same random weights every time."""
+    """Make a policy whose random weights are always the same."""
     torch.manual_seed(0)
     with device:
         policy = get_policy_class(config.type)(config)
@@ -64,7 +61,7 @@ def make_policy(config: Any, mode: TrainMode, device: torch.device) -> PreTraine
 
 
 def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
-    """A batch as the data engine hands it over: uint8 cameras (B, H, W, 3), tokens with padding, action chunks."""
+    """Make a batch as the data engine delivers it: uint8 cameras (B, H, W, 3), padded tokens, action chunks."""
     random = np.random.default_rng(seed)
     tokens = (rows, config.tokenizer_max_length)
     vocabulary = measured["vocabulary"] or getattr(config, "vocab_size", 257_152)
@@ -74,7 +71,7 @@ def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
     }
     columns["observation.language.tokens"] = random.integers(0, vocabulary, tokens)
     lengths = random.integers(tokens[1] // 4, tokens[1] // 2, (rows, 1))
-    lengths[0] = tokens[1] // 2  # so that all batches are cut to the same length
+    lengths[0] = tokens[1] // 2  # cuts all batches to the same length
     columns["observation.language.attention_mask"] = np.arange(tokens[1]) < lengths
     if getattr(family_of(config), "before_actions", 0):
         columns["observation.state"] = random.standard_normal((rows, STATE_DIM), np.float32)
@@ -84,22 +81,22 @@ def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
 
 
 def prompt_lengths(config: Any) -> tuple[int, ...]:
-    """The lengths that ours cuts prompts to."""
+    """Return the lengths to which our step cuts prompts."""
     return family_of(config).prompt_lengths(config, CAMERAS)
 
 
 def prompt(config: Any) -> int:
-    """The length that ours cuts these rows' prompts to."""
+    """Return the length to which our step cuts the prompts of `prepared_rows`."""
     return next(n for n in prompt_lengths(config) if n >= config.tokenizer_max_length // 2)
 
 
 class NotCompiledError(RuntimeError):
-    """What was to be measured as compiled code did not run as such, or not throughout."""
+    """Layers that should be compiled did not run as compiled code in every step."""
 
 
 @dataclass(frozen=True)
 class Prepared(PolicySpec):
-    """The policy of a run whose rows are prepared already. Its random weights are made on the device."""
+    """Policy of a run with prepared rows and random weights, which are made on the device."""
 
     device: torch.device = torch.device("cpu")
 
@@ -111,14 +108,14 @@ class Prepared(PolicySpec):
 
 
 class Contender:
-    """A policy that is trained a step at a time, on batches in the form in which its own loader delivers them."""
+    """A training step of a policy, on batches in the form that its own loader delivers."""
 
     def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device."""
         return batches
 
     def finish(self) -> None:
-        """Do what a log step does."""
+        """Do the work of a log step."""
 
 
 class Naive(Contender):
@@ -132,7 +129,7 @@ class Naive(Contender):
         self.scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
 
     def stored(self, columns: Columns) -> Any:
-        """float32 images in the loader's own, pageable memory."""
+        """Return rows with float32 images in pageable memory."""
         images = {key: to_float(torch.from_numpy(v)).numpy() for key, v in columns.items() if v.dtype == np.uint8}
         return columns | images
 
@@ -162,7 +159,7 @@ class LeRobot(Contender):
         policy = make_policy(config, mode, device)
         preset = config.get_optimizer_preset()
         preset.lr, self.clip_norm, self.device = LR, preset.grad_clip_norm, device
-        AcceleratorState._reset_state(reset_partial_state=True)  # it would keep the first one's precision
+        AcceleratorState._reset_state(reset_partial_state=True)  # the state keeps the first precision
         self.accelerator = Accelerator(
             step_scheduler_with_optimizer=False, mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu"
         )
@@ -172,7 +169,7 @@ class LeRobot(Contender):
         self.metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
 
     def stored(self, columns: Columns) -> Any:
-        """uint8 (B, 3, H, W) in pinned memory, as LeRobot's dataset and a DataLoader give it."""
+        """Return rows with uint8 images (B, 3, H, W) in pinned memory, as a DataLoader delivers them."""
         images = {key: v.transpose(0, 3, 1, 2).copy() for key, v in columns.items() if v.dtype == np.uint8}
         tensors = {key: torch.from_numpy(value) for key, value in (columns | images).items()}
         return {k: v.pin_memory() for k, v in tensors.items()} if self.device.type == "cuda" else tensors
@@ -186,14 +183,14 @@ class LeRobot(Contender):
     def step(self, batches: Iterator[Any], accum: int, number: int) -> float:
         from lerobot.scripts.lerobot_train import update_policy
 
-        # As lerobot_train's loop does before its preprocessor.
+        # lerobot_train's loop converts images before its preprocessor.
         batch = {k: v.to(torch.float32) / 255.0 if v.dtype == torch.uint8 else v for k, v in next(batches).items()}
         update_policy(self.metrics, self.policy, batch, self.optimizer, self.clip_norm, self.accelerator)
         return self.metrics.loss.val
 
 
 class Ours(Contender):
-    """What a training process of the program makes and runs, on one GPU."""
+    """Our step as in a training worker, on one GPU."""
 
     def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool, *, compiled: bool = False):
         precision: Precision = "bf16" if bf16 else "fp32"

@@ -115,7 +115,6 @@ class Audit:
     unseen: str
 
     def table(self) -> str:
-        """Format the result as text."""
         window = f"in {self.steps} steps of {self.micro_steps} micro-batches between two log steps"
         lines = [f"Looked at  {self.seen}", f"Not seen   {self.unseen}", ""]
         if not self.syncs:

@@ -47,7 +47,6 @@ BATCHES = 4
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="compare_strategies_json")
     options.add("compare_steps", count, 20, "measured steps of each, after 3 to warm up (20)")
     options.add("strategies", _strategies, list(get_args(Strategy)), "which to compare, with commas (all)")
@@ -127,7 +126,6 @@ def table(report: StrategiesReport) -> str:
 
 
 def charts(report: StrategiesReport) -> list[tuple[str, str]]:
-    """Return a chart of each strategy's measured steps."""
     measured = {s.strategy: s.step_s for s in report.ranks[0].spreadings if s.step_s}
     return [(f"{s}: every step of rank 0, in milliseconds", time_line({s: step_s})) for s, step_s in measured.items()]
 

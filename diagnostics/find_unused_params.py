@@ -70,7 +70,6 @@ class UnusedReport(Report):
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="unused_json")
     options.add("unused_batches", count, 4, "batches to look at (4)")
     options.add("include_zero_grad", truth, False, "list parameters too whose gradient is zero in all of them")

@@ -79,7 +79,6 @@ COMPARED = ("batch_size", "dataset", "policy_path", "policy_type")
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="profile_dataloader_json")
     options.add("profile_batches", count, 300, "batches per worker (300)")
     options.add("profile_warmup", count, 20, "batches per worker before those (20)")
@@ -152,7 +151,6 @@ def summarise(
 
 
 def table(report: LoaderReport) -> str:
-    """Format the result as text."""
     fetches = [["fetch", "mean ms", "median", "p95", "batches/s", "copy ms"]]
     for r in report.ranks:
         rate = len(r.fetch_s) / (r.done_at_s - r.warm_at_s)
@@ -182,7 +180,6 @@ def table(report: LoaderReport) -> str:
 
 
 def charts(report: LoaderReport) -> list[tuple[str, str]]:
-    """Return charts of CPU time by stage and of every wait for a batch."""
     fetches = [
         (f"Rank {r.rank}: every fetch, in milliseconds", time_line({"data_wait": r.fetch_s})) for r in report.ranks
     ]
@@ -260,7 +257,6 @@ class _CopyClock(Clock):
 
 
 def pull_loop(loop_config: dict[str, Any]) -> None:
-    """Pull batches in a worker."""
     pull(ray.get(loop_config["run"]), loop_config["warmup"], RayWorker())
 
 

@@ -45,7 +45,6 @@ TRACE_NAME = "trace.json"
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the tool's own options and the remaining arguments for `vla.py`'s parser."""
     options = Options(json="profile_step_json")
     options.add("profile_steps", count, 100, "steps per pass (100)")
     options.add("profile_warmup", count, 20, "steps before the first (20)")
@@ -60,7 +59,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def profile_loop(loop_config: dict[str, Any]) -> None:
-    """Profile the run in a worker."""
     profile_worker(ray.get(loop_config["run"]), loop_config["settings"], RayWorker())
 
 

@@ -3,8 +3,6 @@
     python -m diagnostics.show_dataset ROOT [--output FILE]
     python -m diagnostics.show_dataset --repo_id USER/NAME [--revision R] [--output FILE]
     python -m diagnostics.show_dataset ROOT --scores scores.jsonl --exclude_to bad_episodes.json
-    python -m diagnostics.show_dataset ROOT --augmentation openpi
-    python -m diagnostics.show_dataset ROOT --skip_idle 0.5 --episode_weights quality
     python -m diagnostics.show_dataset @mix.yaml
     python -m diagnostics.show_dataset ROOT --recap.labels out/value/labels.parquet
     python -m diagnostics.show_dataset ROOT --train.action_tokenizer physical-intelligence/fast --policy.chunk_size 50

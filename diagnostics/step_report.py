@@ -168,7 +168,6 @@ def _summarise_phase(phase: Phase, block_steps: int, ranks: Sequence[RankProfile
 
 
 def table(report: StepReport) -> str:
-    """Format the result as text."""
     s, config, many, gib = report.settings, report.config, report.world_size > 1, 2**30
     allocated = [r.peak_allocated_bytes for r in report.ranks if r.peak_allocated_bytes is not None]
     adds = sum(p.exposed.mean for p in report.phases.values())
@@ -231,7 +230,6 @@ def _beside_untouched(report: StepReport, name: Pass) -> str:
 
 
 def charts(report: StepReport) -> list[tuple[str, str]]:
-    """Return charts of the phases' shares and of every timed step."""
     steps = [(f"Rank {r.rank}: every timed step, in milliseconds", time_line(r.timed.exposed)) for r in report.ranks]
     return [("Shares", shares({phase: p.share for phase, p in report.phases.items()})), *steps]
 
