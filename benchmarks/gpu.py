@@ -74,12 +74,7 @@ class Sizes:
     """Sizes and durations of the measurements.
 
     Attributes:
-        batch_sizes, peers_at: batch sizes of our step and of the peers' steps.
         seconds: duration of measured steps.
-        steps: optimizer steps of the whole run.
-        live_rows: rows of the data engine's dataset.
-        predicted_rows: batch sizes of predictions.
-        tests: pytest's arguments that select the tests.
         share: factor of the expected durations on a GPU.
         patience: factor of the time limits on a GPU.
     """

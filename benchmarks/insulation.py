@@ -2,13 +2,11 @@
 
     python -m benchmarks.insulation --seeds 5
 
-record.py records demonstrations of two_bins with many instructions. For each seed vla.py trains four policies from the
-same weights on the same rows: the whole policy (`full`), the action expert (`expert`), the backbone on action tokens
-beside the expert (`insulated`), and the same with the demonstrator's subtask as text (`subtask`). Checkpoints of a seed
-play the same scenes, which no demonstration contains; the last checkpoint of `subtask` also plays with its own subtask
-(`writing`). Intervals are over scenes, not seeds. The learning rate falls over all --steps, so earlier checkpoints are
-no complete runs. `obeyed` counts the episodes that reached the named bin, of those that reached a bin. Repeat the
-command to resume. Exit status: as vla.py.
+record.py records demonstrations of two_bins. For each seed vla.py trains the policies of `ARMS` from the same weights
+on the same rows. Checkpoints of a seed play the same unseen scenes; the last one of `subtask` also plays with its own
+subtask (`writing`). Intervals are over scenes, not seeds. The learning rate falls over all --steps, so earlier
+checkpoints are no complete runs. `obeyed` counts the episodes that reached the named bin, among those that reached
+any. Repeat the command to resume. Exit status: as vla.py.
 """
 
 from __future__ import annotations

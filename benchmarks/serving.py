@@ -18,7 +18,6 @@ import asyncio
 import multiprocessing
 import os
 import pickle
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,8 +42,6 @@ from vla_finetuning.terminal import print_safe
 CLIENTS = (1, 8, 32)
 START_S = 300.0
 PORT, ALONE_PORT = 18000, 18100  # openpi's, with and without batches; LeRobot's is the next port
-
-
 Exchange = Callable[[], Awaitable[Any]]
 
 
@@ -213,14 +210,13 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     results = measure(options.policy, options.rounds, options.seconds)
-    from diagnostics.report import Environment
+    from diagnostics.report import provenance
 
     together = results["openpi, 32 clients"]["rate"] / results["one at a time, 32 clients"]["rate"]
     inside = results["in process, 1 at once"]["p50_ms"]
     costs = {name: results[f"{name}, 1 clients"]["p50_ms"] - inside for name in ("openpi", "LeRobot")}
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]]),
-        "environment": Environment.here().model_dump(),
+        **provenance(rounds=options.rounds, seconds=options.seconds),
         "load_before": load,
         "results": results,
         "together_against_one_at_a_time": together,

@@ -2,17 +2,10 @@
 
     python -m benchmarks.step [--policy pi0] [--modes heads,expert,full] [--batch_sizes 1,2,4,8] [--rounds 3]
 
-The policy has random weights, and its real size on a GPU, a tiny size on a CPU. The contenders get the same rows in the
-form that their own loaders deliver:
-
-* naive: the loop of the Anyscale template before its speed-up, with synchronous copies of float32 images from pageable
-  memory, `.item()` after every micro-batch, GradScaler, clipping without a cached list of parameters, plain AdamW.
-* lerobot: `lerobot_train.update_policy` with LeRobot's optimizer preset, through accelerate, on pinned uint8 images; on
-  a GPU in bfloat16 with Adam's state, as its documentation recommends. Its preprocessor is left out.
-* ours: `util.train_step` with `cuda_prefetcher` and cut prompts, as in the training loop, including one log step.
-
-Naive and ours accumulate to at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is
-full. MFU counts the operations that the mode needs. Results go to benchmarks/results/step-<hardware>-<date>.json.
+The policy has random weights, with its real size on a GPU and a tiny size on a CPU. The contenders are defined in
+benchmarks/updates.py and get the same rows, in the form that their own loaders deliver. Naive and ours accumulate to at
+least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the operations
+that the mode needs. Results go to benchmarks/results/step-<hardware>-<date>.json.
 """
 
 from __future__ import annotations

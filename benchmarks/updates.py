@@ -119,6 +119,8 @@ class Contender:
 
 
 class Naive(Contender):
+    """The loop of the Anyscale template before its speed-up, with GradScaler and plain AdamW."""
+
     def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
         self.policy, self.device = make_policy(config, mode, device), device
         trained = [p for p in self.policy.parameters() if p.requires_grad]
@@ -150,6 +152,8 @@ class Naive(Contender):
 
 
 class LeRobot(Contender):
+    """LeRobot's `update_policy` and optimizer preset through accelerate, with bfloat16 weights on a GPU."""
+
     def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState

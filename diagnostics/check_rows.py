@@ -32,9 +32,6 @@ class Epoch:
     """Rows trained up to the end of an epoch, or to the newest checkpoint within it.
 
     Attributes:
-        number: number of the epoch.
-        rows: number of rows due in the epoch.
-        trained: number of recorded rows of the epoch.
         skipped: number of rows that could not be read (--dataset.on_error=skip).
         whole: whether the checkpoint contains the whole epoch.
         missing, doubled: rows trained less or more often than due.
