@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vla_finetuning.options.command_line import PROGRAMS, VLA, lerobots
+from vla_finetuning.options.command_line import PROGRAMS, VLA, lerobot_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -120,7 +120,7 @@ def test_flags_exist(name):
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", text))
     if name in ("docs/robot.md", "docs/serving.md"):
         named -= ON_ROBOTS | {flag for flag in named if flag.startswith(("robot.", "inference."))}
-    groups = tuple(lerobots(VLA.flags))
+    groups = tuple(lerobot_groups(VLA.flags))
     assert {flag for flag in named - known_flags() if not flag.startswith(groups)} == set()
 
 

@@ -25,7 +25,7 @@ from vla_finetuning.buckets.mirror import as_file, as_path, pull
 from vla_finetuning.files import MAX_JSON_BYTES, read_regular
 from vla_finetuning.options.credentials import refuse_credentials
 from vla_finetuning.options.fields import Option, check, did_you_mean, leaves, options_of, set_option
-from vla_finetuning.options.job import CONFIG_NAME, OF_A_START
+from vla_finetuning.options.job import CONFIG_NAME, PER_START
 from vla_finetuning.options.lerobot_train import answer
 from vla_finetuning.options.mixture import read_mixture
 from vla_finetuning.options.programs import (
@@ -188,7 +188,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return not argv or bool({"-h", "--help"} & set(argv))
 
 
-def lerobots(flags: Mapping[str, Option]) -> dict[str, Option]:
+def lerobot_groups(flags: Mapping[str, Option]) -> dict[str, Option]:
     """Return the groups of LeRobot's own flags by prefix. A group is stored as a list of flags, `--chunk_size=20`."""
     return {name.removesuffix("*"): option for name, option in flags.items() if option.is_group}
 
@@ -246,7 +246,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             f"{f'--preset {started.preset}' if started.preset else 'none'}, and its options stand; leave --preset out, "
             "and give the options that are to change"
         )
-    groups = lerobots(flags)
+    groups = lerobot_groups(flags)
     for name, text in [*defaults.items(), *names.items()]:
         if name in flags:
             for path, value in _values(name, text, flags, program.config_type):
@@ -283,7 +283,7 @@ def _values(name: str, text: str, flags: Mapping[str, Option], config_type: type
 def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
     """Split arguments into names and values: `--a b`, `--a=b`, or `--a` alone, which sets a boolean option to true."""
     flags = program.flags
-    groups = tuple(lerobots(flags))
+    groups = tuple(lerobot_groups(flags))
     arguments: list[tuple[str, str | None]] = []
     for arg in argv:
         if arg.startswith("--"):
@@ -300,8 +300,8 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
         if name not in flags and program.config_type is Config and (hint := answer(name)):
             raise ValueError(f"command line: lerobot-train has --{name}; here: {hint}")
         is_option = name in flags and not flags[name].is_group
-        is_lerobots = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])
-        if not (is_option or is_lerobots):
+        in_group = name.startswith(groups) and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(".")[2])
+        if not (is_option or in_group):
             meant = did_you_mean(name, [*(n for n in flags if not n.endswith("*")), "env.task"], "--")
             raise ValueError(f"command line: unknown flag --{name}{meant or '; --help lists them'}")
         if value is None and is_option and not flags[name].is_bool:
@@ -311,7 +311,7 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
 
 
 def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each option in a config.json, without the options in `OF_A_START`."""
+    """Yield path and value of each option in a config.json, without the options in `PER_START`."""
     pull(path)
     text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
     refuse_credentials(text, str(path))
@@ -332,7 +332,7 @@ def _saved_options(path: Path, config_type: type) -> Iterator[tuple[str, Any]]:
     for name, value in leaves(saved, options.keys()):
         if name not in options:
             raise ValueError(f"{path}: {name} is no option{did_you_mean(name, list(options))}")
-        if name not in OF_A_START:
+        if name not in PER_START:
             try:
                 yield name, options[name].decode(value)
             except ValueError as error:

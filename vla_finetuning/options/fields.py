@@ -315,10 +315,10 @@ def whole_numbers(text: str) -> list[int]:
         first, colon, last = part.strip().partition(":")
         if not (first.isdigit() and (last.isdigit() if colon else True)):
             raise ValueError
-        some = range(int(first), int(last) if colon else int(first) + 1)
-        if not 0 < len(some) <= MAX_NUMBERS:
+        values = range(int(first), int(last) if colon else int(first) + 1)
+        if not 0 < len(values) <= MAX_NUMBERS:
             raise ValueError
-        numbers += some
+        numbers += values
     return numbers
 
 

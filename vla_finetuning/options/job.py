@@ -15,7 +15,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 # Largest seed of NumPy; torch and Python accept larger ones.
 MAX_SEED = 2**32 - 1
 # Options that belong to one start of a run; their values in config.json are ignored.
-OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
+PER_START = ("resume", "dry_run", "policy_trust_remote_code")
 
 
 @dataclass

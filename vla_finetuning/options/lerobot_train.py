@@ -65,7 +65,7 @@ def answer(flag: str) -> str | None:
 def page() -> str:
     """Return the Markdown page of both tables."""
     rows = [f"| `--{flag}` | the same |" for flag in TAKEN]
-    rows += [f"| `--{flag}` | {said} |" for flag, said in ANSWERED.items()]
+    rows += [f"| `--{flag}` | {reply} |" for flag, reply in ANSWERED.items()]
     return "\n".join(
         [
             "<!-- Written by `python -m vla_finetuning.options.lerobot_train`. -->",

@@ -62,7 +62,7 @@ from vla_finetuning.buckets.mirror import (
 from vla_finetuning.buckets.store import ChangedError, StorageError, limit_retries
 from vla_finetuning.files import append_line, read_json, read_lines, write_json
 from vla_finetuning.options.fields import leaves, options_of
-from vla_finetuning.options.job import CONFIG_NAME, OF_A_START, JobOptions
+from vla_finetuning.options.job import CONFIG_NAME, PER_START, JobOptions
 from vla_finetuning.options.programs import GRPO_PRESETS, PRESETS, Config, GrpoConfig
 from vla_finetuning.run.attempts import attempts, resumed_at
 from vla_finetuning.run.checkpoint import (
@@ -321,7 +321,7 @@ def changed_options(config: JobOptions) -> list[str]:
         return []
     paths = {option.path for option in options_of(type(config))}
     was, now = (dict(leaves(options, paths)) for options in (json.loads(path.read_text()), config.to_json()))
-    changed = [name for name, value in now.items() if name not in OF_A_START and value != was.get(name)]
+    changed = [name for name, value in now.items() if name not in PER_START and value != was.get(name)]
     follows = "; the learning rate of the steps that are left changes with it"
     return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
 
