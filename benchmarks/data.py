@@ -61,7 +61,6 @@ def main() -> None:
 
 
 def contenders_of(name: str, root: Path, cores: int, seeds: Iterator[int]) -> dict[str, Contender]:
-    """Return the installed readers of a dataset by label."""
     contenders: dict[str, Contender | None] = {
         "ours, shuffled": partial(readers.shuffled, root, OUR_ROWS, seeds),
         "ours, in order": partial(readers.ours, root, OUR_ROWS),

@@ -166,7 +166,7 @@ def steps(
             results.write(label, {"left_out": reason})
             return
         # Measure the smallest size, which kernel launches bound, and the largest that fits.
-        fitting = [n for n in batch_sizes if "result" in results.found.get(f"step, {mode}, ours, {n} rows", {})]
+        fitting = [n for n in batch_sizes if "result" in results.entries.get(f"step, {mode}, ours, {n} rows", {})]
         batch_sizes, about_s = tuple(sorted({*fitting[:1], *fitting[-1:]})) or batch_sizes, 60.0
     contender = functools.cache(partial(make_contender, name, mode, device, compiled))
 
@@ -298,7 +298,6 @@ def take_all(results: Results, *, cells: Cells, about_s: float, device: torch.de
 
 
 def prepare_process(device: torch.device) -> None:
-    """Prepare this process as a training worker."""
     enable_gpu_perf_flags()
     enable_expandable_segments()
     if device.type != "cuda":
@@ -306,7 +305,6 @@ def prepare_process(device: torch.device) -> None:
 
 
 def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
-    """Return all sections, most important first."""
 
     def section(name: str, measure: Callable[[Results], None], about_s: float, limit_s: float) -> Section:
         return Section(name, measure, sizes.share * about_s, sizes.patience * limit_s)

@@ -58,8 +58,8 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
     instructions = [f"put the {i % 100}th thing into the {i // 100}th bin" for i in range(INSTRUCTIONS)]
     tasks = pa.table({"task_index": np.arange(INSTRUCTIONS), "task": instructions})
     pq.write_table(tasks, folder / "meta/tasks.parquet")
-    said = pa.array(instructions).take(pa.array(rng.integers(0, INSTRUCTIONS, episodes)))
-    columns: dict[str, Any] = {"episode_index": number, "length": length, "tasks": _lists_of(1, said)}
+    instruction = pa.array(instructions).take(pa.array(rng.integers(0, INSTRUCTIONS, episodes)))
+    columns: dict[str, Any] = {"episode_index": number, "length": length, "tasks": _lists_of(1, instruction)}
     for prefix in ("data", *(f"videos/{key}" for key in cameras)):
         file = number // EPISODES_OF_FILE[prefix.partition("/")[0]]
         columns |= {f"{prefix}/chunk_index": file // 1000, f"{prefix}/file_index": file % 1000}
@@ -196,8 +196,8 @@ def main() -> None:
             with ProcessPoolExecutor(
                 1, multiprocessing.get_context("spawn")
             ) as process:  # a fresh process, for its memory
-                results[stage] = found = process.submit(measure, stage, folder).result()
-            rows.append((stage, f"{found['seconds']:.2f}", f"{found['cpu_s']:.2f}", f"{found['peak_mb']:.0f}"))
+                results[stage] = figures = process.submit(measure, stage, folder).result()
+            rows.append((stage, f"{figures['seconds']:.2f}", f"{figures['cpu_s']:.2f}", f"{figures['peak_mb']:.0f}"))
     print("\n".join(format_table(rows)))
     if options.json:
         write_json(options.json, results)

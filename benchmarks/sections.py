@@ -41,7 +41,7 @@ class Results:
         self.path, self._ends = path, ends
 
     @property
-    def found(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
         return read_json(self.path)
 
     @property
@@ -66,9 +66,9 @@ class Results:
         self.write(name, {"left_out": f"takes about {about_s:g} s, and {max(self.left_s, 0):.0f} s are left"})
 
     def write(self, name: str, entry: dict[str, Any]) -> None:
-        write_json(self.path, {**self.found, name: entry})
-        said = entry.get("error") or entry.get("left_out") or json.dumps(entry["result"])
-        print_safe(f"{name}: {said[:300]}")
+        write_json(self.path, {**self.entries, name: entry})
+        summary = entry.get("error") or entry.get("left_out") or json.dumps(entry["result"])
+        print_safe(f"{name}: {summary[:300]}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Section:
 
 
 def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dict[str, Any]:
-    """Run sections one after the other within `minutes`; return the content of the file.
+    """Run sections in order within `minutes`; return the content of the file.
 
     A section that ends early has an entry with its exit status and the end of its output.
     """
@@ -106,12 +106,12 @@ def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dic
                 ended = _ended(process.exitcode, limit_s)
             finally:
                 _kill(process)
-            said = log.read()
-        sys.stderr.write(said)
+            output = log.read()
+        sys.stderr.write(output)
         if ended is not None:
             seconds = time.monotonic() - started
-            results.write(section.name, {"error": ended, "traceback": said[-TAIL:], "seconds": seconds})
-    return results.found
+            results.write(section.name, {"error": ended, "traceback": output[-TAIL:], "seconds": seconds})
+    return results.entries
 
 
 def _ended(code: int | None, limit_s: float) -> str | None:

@@ -80,7 +80,7 @@ async def connect_lerobot(stack: AsyncExitStack, port: int, setup: bytes, messag
     return exchange
 
 
-def ask(connect: Callable[..., Awaitable[Exchange]], clients: int, seconds: float, *arguments: Any) -> list[float]:
+def query(connect: Callable[..., Awaitable[Exchange]], clients: int, seconds: float, *arguments: Any) -> list[float]:
     """Return the seconds of each answer to `clients` concurrent clients. Runs in a separate process."""
 
     async def client() -> list[float]:
@@ -180,24 +180,24 @@ def measure(folder: Path, rounds: int, seconds: float) -> dict[str, Any]:
         turns: dict[str, Callable[[], list[float]]] = {}
         for n in CLIENTS:
             turns[f"in process, {n} at once"] = partial(in_process, n)
-            turns[f"openpi, {n} clients"] = partial(served, ask, (connect_openpi, n, seconds, PORT, openpis))
-            turns[f"LeRobot, {n} clients"] = partial(served, ask, (connect_lerobot, n, seconds, PORT, *lerobots))
-        turns["one at a time, 32 clients"] = partial(served, ask, (connect_openpi, 32, seconds, ALONE_PORT, openpis))
+            turns[f"openpi, {n} clients"] = partial(served, query, (connect_openpi, n, seconds, PORT, openpis))
+            turns[f"LeRobot, {n} clients"] = partial(served, query, (connect_lerobot, n, seconds, PORT, *lerobots))
+        turns["one at a time, 32 clients"] = partial(served, query, (connect_openpi, 32, seconds, ALONE_PORT, openpis))
         for number in range(rounds + 1):
             for name, turn in turns.items():
-                began, took = time.perf_counter(), turn()
+                began, latencies = time.perf_counter(), turn()
                 if number == 0:
                     continue  # the warm-up imports and allocates
-                answers[name] += took
-                rates[name].append(len(took) / (time.perf_counter() - began))
-                print_safe(f"{name:26} {rates[name][-1]:7.1f} a second, median {1000 * np.median(took):6.1f} ms")
+                answers[name] += latencies
+                rates[name].append(len(latencies) / (time.perf_counter() - began))
+                print_safe(f"{name:26} {rates[name][-1]:7.1f} a second, median {1000 * np.median(latencies):6.1f} ms")
     return {
         name: {
             "rate": float(np.median(rates[name])),
-            **{f"p{q}_ms": float(1000 * np.percentile(took, q)) for q in (50, 95, 99)},
-            "answers": len(took),
+            **{f"p{q}_ms": float(1000 * np.percentile(latencies, q)) for q in (50, 95, 99)},
+            "answers": len(latencies),
         }
-        for name, took in answers.items()
+        for name, latencies in answers.items()
     }
 
 

@@ -230,7 +230,7 @@ class Ours(Contender):
         first = next(batches)
         rows = len(first["action"])
         draws = family_of(self.config).draw(self.config, rows * accum, 0, number, self.device)
-        noise, flow_time = (of_all.split(rows) for of_all in draws if of_all is not None)
+        noise, flow_time = (draw.split(rows) for draw in draws if draw is not None)
         options: dict[str, Any] = {"grad_accum": accum, "mean_over": accum, "autocast": self.autocast}
         options |= {"device": self.device, "keep_casts": cache_casts("ddp", accum, checkpointing=False)}
         options["draws"] = lambda micro: (noise[micro], flow_time[micro])

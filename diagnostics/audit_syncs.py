@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
 from diagnostics.report import format_table
-from diagnostics.tool import with_any_stats
+from diagnostics.tool import with_stub_stats
 from util import Batch, DeviceMetrics, NumpyToTorchCollate
 from vla_finetuning.options.command_line import VLA, parse_args
 from vla_finetuning.options.train import Precision
@@ -59,7 +59,7 @@ aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parent.parent
 # Files that cannot cause an operation: the cause is the innermost line outside them. Ray Data replaces Python's `print`
 # by tqdm_ray's.
-PASSED_THROUGH = (f"{Path(torch.__file__).parent}{os.sep}", __file__, warnings.__file__, tqdm_ray.__file__)
+EXCLUDED_FILES = (f"{Path(torch.__file__).parent}{os.sep}", __file__, warnings.__file__, tqdm_ray.__file__)
 # Text of the warning (c10/cuda/CUDAFunctions.cpp); the warning that the debug mode is a prototype differs.
 CUDA_WARNING = "called a synchronizing CUDA operation"
 COPIES = (aten._to_copy.default, aten.copy_.default)
@@ -145,7 +145,7 @@ def _shortened(run: Run, folder: str) -> Run:
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     scaling, accum = replace(run.config.scaling, num_workers=1), max(2, run.config.grad_accum)
     config = replace(run.config, output_dir=folder, train=train, scaling=scaling, grad_accum=accum)
-    return with_config(with_any_stats(run), replace(config, log_freq=WINDOW_STEPS, eval_steps=0), 2 * WINDOW_STEPS)
+    return with_config(with_stub_stats(run), replace(config, log_freq=WINDOW_STEPS, eval_steps=0), 2 * WINDOW_STEPS)
 
 
 class _Watch(TorchDispatchMode):
@@ -157,14 +157,14 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.device_type = device_type
         self.recording = False
-        self._found: Counter[tuple[str, Line]] = Counter()
+        self._counts: Counter[tuple[str, Line]] = Counter()
 
     def record(self, operation: str) -> None:
         if self.recording:
-            self._found[operation, _cause()] += 1
+            self._counts[operation, _cause()] += 1
 
     def syncs(self) -> list[Sync]:
-        return [Sync(operation, where, count) for (operation, where), count in self._found.most_common()]
+        return [Sync(operation, where, count) for (operation, where), count in self._counts.most_common()]
 
     def on_device(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == self.device_type
@@ -226,13 +226,13 @@ def _cause() -> Line:
         while frame is not None:
             if frame.f_code is _backward_on_meta.__code__:
                 return AUTOGRAD
-            if not frame.f_code.co_filename.startswith(PASSED_THROUGH):
+            if not frame.f_code.co_filename.startswith(EXCLUDED_FILES):
                 return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
             frame = frame.f_back
     return Line("unknown", 0, "unknown")
 
 
-class _MadeUpShard:
+class _SyntheticShard:
     """Replace Ray's dataset shard by one row of the run's columns, shapes and dtypes, repeated."""
 
     def __init__(self, run: Run):
@@ -242,17 +242,17 @@ class _MadeUpShard:
         self._block_rows = run.rows.block_rows
 
     def iter_torch_batches(self, *, batch_size: int, collate_fn: Callable[..., Batch], **_: Any) -> Iterator[Batch]:
-        dealt = RankSchedule(batch_size, self._block_rows, 0, 1, 1)
+        schedule = RankSchedule(batch_size, self._block_rows, 0, 1, 1)
         for micro in range(self._batches):
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
-            yield collate_fn({**rows, "position": dealt.rows(micro)})
+            yield collate_fn({**rows, "position": schedule.rows(micro)})
 
 
 def _run_loop(
     run: Run,
     device: torch.device,
     watch: _Watch,
-    shard: _MadeUpShard,
+    shard: _SyntheticShard,
     *modes: contextlib.AbstractContextManager[Any],
     stand_ins: Sequence[tuple[Any, str, Any]] = (),
 ) -> None:
@@ -323,7 +323,7 @@ class _CudaWatch(_Watch):
     def listening(self) -> Iterator[None]:
         """Record PyTorch's synchronisation warnings of all threads; pass on other warnings."""
 
-        def take(message: Any, *rest: Any, **options: Any) -> None:
+        def intercept(message: Any, *rest: Any, **options: Any) -> None:
             if CUDA_WARNING in str(message):
                 self.record(self._last)
             else:
@@ -332,7 +332,7 @@ class _CudaWatch(_Watch):
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("always", message=CUDA_WARNING)
-            show, warnings.showwarning = warnings.showwarning, take
+            show, warnings.showwarning = warnings.showwarning, intercept
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
@@ -354,14 +354,14 @@ def _audit_on(run: Run, device: torch.device) -> Audit:
     waits = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"))
     with watch.listening():
         stand_ins = [(owner, name, watch.recorded(getattr(owner, name))) for owner, name in waits]
-        _run_loop(run, device, watch, _MadeUpShard(run), stand_ins=stand_ins)
+        _run_loop(run, device, watch, _SyntheticShard(run), stand_ins=stand_ins)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device
     step = "data to the device, noise, forward, backward, clipping, optimizer, log window"
     unseen = "collectives between workers; kernels that wait without telling PyTorch"
     return Audit(watch.syncs(), WINDOW_STEPS, run.config.grad_accum, f"the whole step on {name}: {step}", unseen)
 
 
-class _PretendedWatch(_Watch):
+class _FakeWatch(_Watch):
     """Run operations on the device without storage, under a FakeTensorMode or on meta, and all others as usual.
 
     Reads of the device by the host return ones.
@@ -372,15 +372,15 @@ class _PretendedWatch(_Watch):
         # Keep references to the storages, because an address may be reused.
         self._pinned: dict[int, torch.UntypedStorage] = {}
         # Line that last read a synthetic value.
-        self.made_up: Line | None = None
+        self.fake_read: Line | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
-        made_there = device is not None and torch.device(device).type in ("cuda", self.device_type)
-        if made_there:
+        targets_device = device is not None and torch.device(device).type in ("cuda", self.device_type)
+        if targets_device:
             kwargs["device"] = torch.device(self.device_type)
-        if not made_there and not any(self.on_device(leaf) for leaf in tree_leaves((args, kwargs))):
+        if not targets_device and not any(self.on_device(leaf) for leaf in tree_leaves((args, kwargs))):
             with unset_fake_temporarily():
                 return self._run_on_host(func, args, kwargs)
         why = self.why(func, args, kwargs)
@@ -391,9 +391,9 @@ class _PretendedWatch(_Watch):
             if self.on_device(source) and getattr(target, "device", target).type == "cpu":
                 return self._run_on_ones(func, args, kwargs)
         elif why is not None and VALUES_NEEDED & set(func.tags):
-            made = partial(torch.empty, device=self.device_type)
+            empty = partial(torch.empty, device=self.device_type)
             result = self._run_on_ones(func, args, kwargs)
-            return tree_map(lambda t: made(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t, result)
+            return tree_map(lambda t: empty(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t, result)
         # A generator of the host replaces the device's, which these operations cannot take.
         args, kwargs = tree_map(lambda leaf: None if isinstance(leaf, torch._C.Generator) else leaf, (args, kwargs))
         return func(*args, **kwargs)
@@ -416,7 +416,7 @@ class _PretendedWatch(_Watch):
 
     def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run on the host, with ones in place of the device's tensors, and zeros in place of indices."""
-        self.made_up = _cause()
+        self.fake_read = _cause()
 
         def values(leaf: Any) -> Any:
             if not self.on_device(leaf):
@@ -472,7 +472,7 @@ def _audit_without_cuda(run: Run) -> Audit:
     run = with_config(run, replace(run.config, train=replace(train, precision=precision), scaling=scaling))
     built = _build_without_storage(run.policy)
     loss = built[0]
-    watch = _PretendedWatch("cuda")
+    watch = _FakeWatch("cuda")
 
     def backward(_: Tensor) -> None:
         for parameter in loss.parameters():
@@ -483,14 +483,14 @@ def _audit_without_cuda(run: Run) -> Audit:
     with fake:
         _replace_tensors(loss, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
     stand_ins = [*watch.stand_ins(), (state, "build_model", lambda *_: built), (Tensor, "backward", backward)]
-    shard = _MadeUpShard(run)
+    shard = _SyntheticShard(run)
     try:
         _run_loop(run, torch.device("cuda", 0), watch, shard, fake, stand_ins=stand_ins)
     except RuntimeError as error:
-        if watch.made_up is None:
+        if (read := watch.fake_read) is None:
             raise
         raise RuntimeError(
-            f"{error}\nThe loop last read a value from the device at {watch.made_up}, `{watch.made_up.source}`, and "
+            f"{error}\nThe loop last read a value from the device at {read}, `{read.source}`, and "
             "got one that is made up: if that misled it, this is a line that waits for the device"
         ) from error
     times = WINDOW_STEPS * run.config.grad_accum
@@ -511,29 +511,29 @@ def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Replace a module's parameters and buffers; shared tensors stay shared."""
-    made: dict[Tensor, Tensor] = {}
+    replacements: dict[Tensor, Tensor] = {}
     for child in module.modules():
         for tensors in cast(list[dict[str, Any]], [child._parameters, child._buffers]):
             for name, tensor in tensors.items():
-                if tensor is not None and tensor not in made:
+                if tensor is not None and tensor not in replacements:
                     is_parameter, new = isinstance(tensor, nn.Parameter), make(tensor)
-                    made[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                tensors[name] = tensor if tensor is None else made[tensor]
+                    replacements[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                tensors[name] = tensor if tensor is None else replacements[tensor]
 
 
-def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
+def _backward_on_meta(run: Run, shard: _SyntheticShard) -> list[Sync]:
     """Return the synchronisations of one backward on the meta device, where autograd needs no driver."""
     device = torch.device("meta")
     loss, _ = _build_without_storage(replace(run.policy, train=replace(run.policy.train, precision="fp32")))
     loss.to(device)
-    watch = _PretendedWatch(device.type)
+    watch = _FakeWatch(device.type)
     collate = NumpyToTorchCollate(pin_memory=False)
     host = next(shard.iter_torch_batches(batch_size=run.config.batch_size, collate_fn=collate))
     with _patched(watch.stand_ins()), FakeTensorMode(allow_non_fake_inputs=True), watch:
         on_meta = {key: value.to(device) for key, value in host.items()}
-        dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+        schedule = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
         batch = next(feed.policy_batches([on_meta], run.policy.config))
-        draws = state.noise_for(run.policy, 0, dealt, device)
+        draws = state.noise_for(run.policy, 0, schedule, device)
         result = loss(batch, *draws(0))
         watch.recording = True
         result.backward()
@@ -548,15 +548,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         config = parse_args(argv)
-        found = audit(resolve(config, cluster.gpus_found(config.scaling, config.preset)))
+        result = audit(resolve(config, cluster.gpus_found(config.scaling, config.preset)))
     except (ValueError, OSError) as error:
         print_safe_error(error)
         return 2
     except (RuntimeError, NotImplementedError):
         print_safe_error(f"the audit could not run this policy\n{traceback.format_exc()}")
         return 2
-    print_safe_text(found.table())
-    return 1 if found.syncs else 0
+    print_safe_text(result.table())
+    return 1 if result.syncs else 0
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def check_export(path: str, dataset: str, episode: int = 0, *, trusted: bool = F
         raise ValueError(f"--episode={episode}: dataset {dataset} has episodes 0 to {meta.num_episodes - 1}")
     frames = episode_frames(meta, episode, Features(cameras, [*vectors, ACTION]), Reading(), MOST_STEPS)
     begin, end = (facts.get(f"instructions_{place}_with", "") for place in ("begin", "end"))
-    shown = [{**frame, TASK: f"{begin}{frame[TASK]}{end}"} for frame in frames]
+    prompted = [{**frame, TASK: f"{begin}{frame[TASK]}{end}"} for frame in frames]
     policy = load_policy(folder, config, trusted=trusted).to("cuda" if torch.cuda.is_available() else "cpu")
-    return compare_tools(policy, folder, shown, trusted=trusted)
+    return compare_tools(policy, folder, prompted, trusted=trusted)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,15 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     escape_warnings()
     try:
-        found = check_export(options.policy, options.dataset, options.episode, trusted=options.trusted == "true")
-        if not found:
+        differences = check_export(options.policy, options.dataset, options.episode, trusted=options.trusted == "true")
+        if not differences:
             raise ValueError(f"policy {options.policy}: neither evaluate.py nor this plays one of its type")
     except (ValueError, OSError) as error:
         print_safe_error(error)
         return 2
-    for line in describe_tools(found):
+    for line in describe_tools(differences):
         print_safe(f"On the robot {line}")
-    return int(any(difference != 0.0 for difference in found.values()))
+    return int(any(difference != 0.0 for difference in differences.values()))
 
 
 if __name__ == "__main__":

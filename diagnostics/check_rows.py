@@ -74,29 +74,29 @@ def check_rows(run: Run) -> list[Epoch]:
     if newest is None:
         raise ValueError(f"{folder}: no checkpoint that can be used, so no row is trained for good")
     progress = load_progress(newest)
-    seen: dict[int, Counter[Row]] = defaultdict(Counter)
+    recorded: dict[int, Counter[Row]] = defaultdict(Counter)
     skipped: Counter[int] = Counter()
     for line in recorded_rows(run.job.output_dir):
         if line["step"] <= progress.step:
-            seen[line["epoch"]].update((d, i) for d, i in line["rows"] + line["skipped"])
+            recorded[line["epoch"]].update((d, i) for d, i in line["rows"] + line["skipped"])
             skipped[line["epoch"]] += len(line["skipped"])
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     e = plan.episodes
-    there = [
+    episode_rows = [
         [(d, i) for i in range(start, start + length)]
         for d, start, length in zip(e.dataset_index.tolist(), e.start.tolist(), e.length.tolist(), strict=True)
     ]
-    known, counts, epochs, end = set(itertools.chain(*there)), Counter[Row](), [], 0
+    selected, counts, epochs, end = set(itertools.chain(*episode_rows)), Counter[Row](), [], 0
     while end < progress.rows:
         number, begin, end = plan.epoch_at(end)
-        counts += seen[number]
+        counts += recorded[number]
         # The record does not show which rows of an unfinished epoch are due.
         missing, doubled = [], []
-        for rows, least, most in zip(there, *plan.occurrences(min(end, progress.rows)), strict=True):
+        for rows, least, most in zip(episode_rows, *plan.occurrences(min(end, progress.rows)), strict=True):
             missing += [row for row in rows if counts[row] < least]
             doubled += [row for row in rows if counts[row] > most]
-        unknown, whole = sorted(seen[number].keys() - known), end <= progress.rows
-        trained = seen[number].total() - skipped[number]
+        unknown, whole = sorted(recorded[number].keys() - selected), end <= progress.rows
+        trained = recorded[number].total() - skipped[number]
         epochs.append(Epoch(number, end - begin, trained, skipped[number], whole, missing, doubled, unknown))
     due = progress.rows - sum(epoch.trained + epoch.skipped for epoch in epochs)
     if due and all(epoch.ok for epoch in epochs):

@@ -139,16 +139,18 @@ def compare_loop(loop_config: dict[str, Any]) -> None:
 
 def compare(run: Run, strategies: Sequence[Strategy], steps: int, worker: Worker) -> RankStrategies:
     """Measure every strategy whose plan fits; call this in all ranks of the process group."""
-    dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
-    host = host_batches(run, dealt, BATCHES)
+    schedule = RankSchedule(
+        run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step
+    )
+    host = host_batches(run, schedule, BATCHES)
     batches = list(policy_batches(cuda_prefetcher(host, worker.device), run.policy.config))
     spreadings, gpu_bytes, planned = [], _gpu_bytes(worker.device), planned_memory(run.policy, run.rows.frames)
     for strategy in strategies:
-        by_node = replicas(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and dealt.world > 1 else None
+        by_node = replicas(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and schedule.world > 1 else None
         scaling = replace(run.config.scaling, strategy=strategy, shard_workers=len(by_node[0]) if by_node else None)
         needed = None if gpu_bytes is None else planned(replace(run.config, scaling=scaling))
         if gpu_bytes is None or needed is None or fits(needed, gpu_bytes / GIB):
-            spreading = _measure(run, strategy, steps, batches, dealt, worker, by_node)
+            spreading = _measure(run, strategy, steps, batches, schedule, worker, by_node)
             tool.free_memory(worker.device)
             if dist.is_initialized():
                 dist.barrier()
@@ -173,20 +175,20 @@ def _measure(
     strategy: Strategy,
     steps: int,
     batches: Sequence[Batch],
-    dealt: RankSchedule,
+    schedule: RankSchedule,
     worker: Worker,
     by_node: Sequence[Sequence[int]] | None,
 ) -> Spreading:
     device, accum = worker.device, run.config.grad_accum
     loss, autocast = build_model(run.policy, device)
-    model = spread(loss, strategy, device, dealt.world, replicas=by_node, autocast=autocast)
+    model = spread(loss, strategy, device, schedule.world, replicas=by_node, autocast=autocast)
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
     step = partial(train_step, model, optimizer, autocast=autocast, device=device)
     tool.free_memory(device)
     feed, step_s, losses = itertools.cycle(batches), [], []
     for number in range(WARMUP_STEPS + steps):
         start = time.perf_counter()
-        draws = noise_for(run.policy, number, dealt, device)
+        draws = noise_for(run.policy, number, schedule, device)
         result = step(feed, step=number, grad_accum=accum, mean_over=accum, draws=draws)
         losses.append(result.loss.item())  # waits for the device
         step_s.append(time.perf_counter() - start)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from diagnostics.report import Environment, Record, Report, shares
-from diagnostics.tool import NoOptimizer, Options, Result, count, host_batches, run_tool, truth, with_any_stats
+from diagnostics.tool import NoOptimizer, Options, Result, count, host_batches, run_tool, truth, with_stub_stats
 from util import UNWATCHED, Clock, cuda_prefetcher, train_step
 from vla_finetuning.plan.resolve import Run, with_config
 from vla_finetuning.policies.registry import family_of
@@ -100,11 +100,11 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
     # One worker, one micro-batch a step.
     alone = replace(run.config.scaling, num_workers=1, min_workers=None)
     run = with_config(run, replace(run.config, grad_accum=1, scaling=alone))
-    dealt = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
-    feed = policy_batches(cuda_prefetcher(host_batches(run, dealt, batches), device), run.policy.config)
+    schedule = RankSchedule(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
+    feed = policy_batches(cuda_prefetcher(host_batches(run, schedule, batches), device), run.policy.config)
     constants: dict[str, Any] = {"grad_accum": 1, "mean_over": 1, "autocast": autocast, "device": device}
     for step in range(batches):
-        train_step(loss, inspector, feed, step=step, draws=noise_for(run.policy, step, dealt, device), **constants)
+        train_step(loss, inspector, feed, step=step, draws=noise_for(run.policy, step, schedule, device), **constants)
 
     def describe(name: str, parameter: Tensor) -> Parameter:
         fate: Fate = "zero" if inspector.zero[name] == batches else "used"
@@ -181,7 +181,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
             "the tool steps in this process, and this machine has no GPU: start it on a GPU node, or give "
             "--scaling.use_gpu false"
         )
-    ready = with_any_stats(run)  # statistics do not change which gradients exist
+    ready = with_stub_stats(run)  # statistics do not change which gradients exist
 
     def examine() -> Result:
         report = find_unused(ready, options.unused_batches)

@@ -265,8 +265,8 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
     rank = worker.rank
     log_to(run.job.output_dir)
     collate, clock = _StampReader(run.job.use_gpu), _CopyClock()
-    dealt = RankSchedule(run.job.batch_size, run.rows.block_rows, rank, worker.world, run.job.batches_per_step)
-    batches = feed(run, worker, dealt, 0, to_tensors=collate, clock=clock)
+    schedule = RankSchedule(run.job.batch_size, run.rows.block_rows, rank, worker.world, run.job.batches_per_step)
+    batches = feed(run, worker, schedule, 0, to_tensors=collate, clock=clock)
     fetch_s: list[float] = []
     warm_at_s, before = time.time(), 0.0
     for _ in batches:
@@ -275,11 +275,11 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
         if len(fetch_s) == warmup:
             warm_at_s = time.time()
     done_at_s = time.time()
-    produced = [collate.produced_at_s[int(dealt.rows(micro)[0])] for micro in range(len(fetch_s))]
+    produced = [collate.produced_at_s[int(schedule.rows(micro)[0])] for micro in range(len(fetch_s))]
     copies = clock.copy_s()
-    seen: dict[str, Any] = {"fetch_s": fetch_s[warmup:], "produced_at_s": produced[warmup:]}
-    seen |= {"copy_s": copies and copies[warmup:], "warm_at_s": warm_at_s, "done_at_s": done_at_s}
-    write_record(run, rank, RankFetches(rank=rank, environment=Environment.here(), **seen))
+    measured: dict[str, Any] = {"fetch_s": fetch_s[warmup:], "produced_at_s": produced[warmup:]}
+    measured |= {"copy_s": copies and copies[warmup:], "warm_at_s": warm_at_s, "done_at_s": done_at_s}
+    write_record(run, rank, RankFetches(rank=rank, environment=Environment.here(), **measured))
 
 
 class StageClock:

@@ -94,17 +94,17 @@ def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any)
 def mfu_per_rate(run: Run) -> float | None:
     """Return the model FLOP utilisation per sample/s, from the run's metrics; None if they lack it."""
     lines = [json.loads(line) for line in read_lines(run.job.output_dir / METRICS_NAME)]
-    known = [(line["mfu"], line["samples_per_s"]) for line in lines if line["mfu"] is not None]
-    return sum(mfu for mfu, _ in known) / sum(rate for _, rate in known) if known else None
+    rates = [(line["mfu"], line["samples_per_s"]) for line in lines if line["mfu"] is not None]
+    return sum(mfu for mfu, _ in rates) / sum(rate for _, rate in rates) if rates else None
 
 
 def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
     """Build the run's optimizer, changed as the settings say."""
-    made = build_optimizer(spec, loss, steps)
+    optimizer = build_optimizer(spec, loss, steps)
     if not settings.fused_adamw:
-        constants = {key: made.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        made = replace(made, optimizer=_ForeachAdamW(made.params, **constants, foreach=True))
-    return tool.NoOptimizer.of(made) if settings.no_optim else made
+        constants = {key: optimizer.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        optimizer = replace(optimizer, optimizer=_ForeachAdamW(optimizer.params, **constants, foreach=True))
+    return tool.NoOptimizer.of(optimizer) if settings.no_optim else optimizer
 
 
 class _ForeachAdamW(torch.optim.AdamW):
@@ -132,11 +132,11 @@ def write_trace(torch_trace: Path, tasks: Sequence[dict[str, Any]], path: Path) 
     events = [event | {"ts": event["ts"] + base_us} if "ts" in event else event for event in trace["traceEvents"]]
     spans = [(e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("ph") == "X"]
     first, last = min(start for start, _ in spans), max(end for _, end in spans)
-    seen = [
+    ray_events = [
         task for task in tasks if "ts" not in task or first <= task["ts"] + task.get("dur", 0) and task["ts"] <= last
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(trace | {"traceEvents": [*events, *seen]}))
+    path.write_text(json.dumps(trace | {"traceEvents": [*events, *ray_events]}))
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:

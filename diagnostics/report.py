@@ -134,9 +134,9 @@ class WorkersReport[R: RankRecord](Report):
     ranks: list[R]
 
     @classmethod
-    def of(cls, run: Run, ranks: Sequence[R], **found: Any) -> Self:
+    def of(cls, run: Run, ranks: Sequence[R], **measurements: Any) -> Self:
         where, config = ranks[0].environment, run.config.to_json()
-        return cls(environment=where, config=config, world_size=len(ranks), ranks=list(ranks), **found)
+        return cls(environment=where, config=config, world_size=len(ranks), ranks=list(ranks), **measurements)
 
 
 class Spread(Record):

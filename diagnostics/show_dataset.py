@@ -58,7 +58,7 @@ DOTTED = {
 }
 
 
-def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str | None) -> list[str]:
+def describe_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str | None) -> list[str]:
     """Return lines on the frames that a run with these options would leave out or repeat; none without options."""
     if skip_idle is None and weights is None:
         return []
@@ -66,8 +66,8 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
         raise ValueError(f"--skip_idle={skip_idle}: must be positive, in seconds")
     weight = None if weights is None else episode_weights([meta], [meta.root], weights)[0]
     keys, everything = movement_keys(meta), meta.episode_index
-    left = frame_ranges_of(meta, everything, keys=keys, skip_idle=skip_idle, weight=weight)
-    return [*([] if weight is None else [describe_weights(weight)]), *table(meta, everything, left)]
+    ranges = frame_ranges_of(meta, everything, keys=keys, skip_idle=skip_idle, weight=weight)
+    return [*([] if weight is None else [describe_weights(weight)]), *table(meta, everything, ranges)]
 
 
 def show_mixture(file: str, rename_map: dict[str, str]) -> None:
@@ -100,7 +100,7 @@ def show_dataset(options: argparse.Namespace) -> None:
             options.scores.write_text("".join(json.dumps(asdict(score)) + "\n" for score in scores))
         if options.exclude_to:
             write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
-    selection = told_selection(meta, options.skip_idle, options.episode_weights)
+    selection = describe_selection(meta, options.skip_idle, options.episode_weights)
     tokens = describe_tokens_of(meta, options.action_tokenizer, options.chunk_size) if options.action_tokenizer else []
     labels = None if options.labels is None else show_labels(options.labels, meta)
     page = write_dataset_page(look, options.output, scores, selection, labels)
@@ -133,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     escape_warnings()
     is_mixture = (options.root or "").startswith("@")
-    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-    if is_mixture and (refused := [name for name in given if name not in ("root", "rename_map")]):
+    changed = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    if is_mixture and (refused := [name for name in changed if name not in ("root", "rename_map")]):
         flags = ", ".join(DOTTED.get(name, f"--{name}") for name in refused)
         parser.error(f"{flags}: of a mixture only the datasets beside each other are shown; give one of them alone")
     if options.revision and not options.repo_id:

@@ -139,8 +139,8 @@ class StepClock(Callback, Clock):
 
     def _see_communication(self, profiler: profile) -> None:
         # Every step has collectives, but on a busy machine Gloo's threads may report them too late.
-        if (seen := travelling(profiler.events(), self._device))[0] > 0:
-            self._communication.append(seen)
+        if (seconds := communication_times(profiler.events(), self._device))[0] > 0:
+            self._communication.append(seconds)
 
     def times(self, name: Pass) -> Times | None:
         """Return the phases of the steps of a pass; None if there were no such steps."""
@@ -157,7 +157,7 @@ class StepClock(Callback, Clock):
         return Communication(total_s=total_s, hidden_s=hidden_s) if total_s else None
 
 
-def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, float]:
+def communication_times(events: Iterable[Any], device: torch.device) -> tuple[float, float]:
     """Return the seconds of collectives, and the part of them that computation overlaps.
 
     `events` are `torch.profiler.profile().events()` of a step on `device`.

@@ -185,15 +185,17 @@ def table(report: StepReport) -> str:
         "",
         *format_table(rows),
         "",
-        f"{1e3 * report.untouched_s:.1f} ms untouched, {_beside_untouched(report, 'timed')} with "
+        f"{1e3 * report.untouched_s:.1f} ms untouched, {_compare_untouched(report, 'timed')} with "
         f"{'events' if allocated else 'clocks'}; phases sum to {1e3 * (adds + report.hidden_s):.1f} ms: "
         f"{1e3 * report.hidden_s:.1f} ms hidden by overlap",
     ]
     if "synchronized" in report.step_s:
-        lines.append(f"{_beside_untouched(report, 'synchronized')} with a synchronize at every phase")
-    if seen := [r.communication for r in report.ranks if r.communication is not None]:
+        lines.append(f"{_compare_untouched(report, 'synchronized')} with a synchronize at every phase")
+    if traffic := [r.communication for r in report.ranks if r.communication is not None]:
         travels = "gradients travel" if config["scaling"]["strategy"] == "ddp" else "parameters and gradients travel"
-        total, hidden = (1e3 * np.mean([x for c in seen for x in getattr(c, of)]) for of in ("total_s", "hidden_s"))
+        total, hidden = (
+            1e3 * np.mean([x for c in traffic for x in getattr(c, key)]) for key in ("total_s", "hidden_s")
+        )
         lines.append(
             f"{travels} between workers {total:.1f} ms a step, {hidden:.1f} ms of it hidden behind computation, "
             f"{total - hidden:.1f} ms not"
@@ -207,19 +209,19 @@ def table(report: StepReport) -> str:
         lines.append(f"peak memory {max(r.peak_rss_bytes for r in report.ranks) / gib:.2f} GiB per worker")
     # The last step of each block is a log step.
     log_s = float(np.mean([r.timed.exposed["metrics"][s.block_steps - 1 :: s.block_steps] for r in report.ranks]))
-    lines.append(f"a log step takes {_a_step(log_s, config, 'log_freq')}")
+    lines.append(f"a log step takes {_cost_per_step(log_s, config, 'log_freq')}")
     if checkpoint_s := max((r.checkpoint_s or 0.0 for r in report.ranks), default=0.0):
-        lines.append(f"a checkpoint holds training up for {_a_step(checkpoint_s, config, 'save_freq')}")
+        lines.append(f"a checkpoint holds training up for {_cost_per_step(checkpoint_s, config, 'save_freq')}")
     return "\n".join([*lines, "", *advice(report)])
 
 
-def _a_step(seconds: float, config: dict[str, Any], every: str) -> str:
+def _cost_per_step(seconds: float, config: dict[str, Any], every: str) -> str:
     """Return the cost per step of something that happens once in `--every` steps."""
     per_step = 1e3 * seconds / config[every]
     return f"{1e3 * seconds:.1f} ms: {per_step:.2f} ms a step, at one in --{every}={config[every]}"
 
 
-def _beside_untouched(report: StepReport, name: Pass) -> str:
+def _compare_untouched(report: StepReport, name: Pass) -> str:
     """Return the mean step of a pass, and the 95 % interval of its relative difference from an untouched step."""
     blocks, untouched = report.step_s[name], report.step_s["untouched"]
     mean = f"{1e3 * float(np.mean(blocks)):.1f} ms"
@@ -284,9 +286,9 @@ def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
 
 def compare(a: StepReport, b: StepReport) -> str:
     """Format a comparison: differing settings, untouched steps and phases, and the verdict."""
-    of_a, of_b = _set(a), _set(b)
-    differing = [key for key in of_a | of_b if of_a.get(key) != of_b.get(key)]
-    lines = [f"{key:36} A {of_a.get(key)}   B {of_b.get(key)}" for key in differing] or ["the same settings"]
+    old, new = _settings(a), _settings(b)
+    differing = [key for key in old | new if old.get(key) != new.get(key)]
+    lines = [f"{key:36} A {old.get(key)}   B {new.get(key)}" for key in differing] or ["the same settings"]
     means = [(p, a.phases[p].exposed.mean, b.phases[p].exposed.mean) for p in a.phases if p in b.phases]
     rows = [["phase (adds, mean ms)", "A", "B", "B - A", "B / A"]]
     for name, a_s, b_s in [*means, ("step, untouched", a.untouched_s, b.untouched_s)]:
@@ -301,7 +303,7 @@ def compare(a: StepReport, b: StepReport) -> str:
     return "\n".join(lines)
 
 
-def _set(report: StepReport) -> dict[str, Any]:
+def _settings(report: StepReport) -> dict[str, Any]:
     """Return settings and versions by name."""
     where = report.environment
     flat: dict[str, Any] = {"git revision": where.git_revision, "gpus": where.gpus, "cpu": where.cpu}

@@ -180,20 +180,20 @@ def run_workers[R: Record](
     return [kind.model_validate_json(file.read_bytes()) for file in files]
 
 
-def with_any_stats(run: Run) -> Run:
+def with_stub_stats(run: Run) -> Run:
     """Replace statistics that need a pass over the data by placeholders."""
     robots = [replace(with_placeholders(robot, run.rows.metas), missing_stats={}) for robot in run.robots]
     return replace(run, policy=replace(run.policy, robots=tuple(robots)))
 
 
-def host_batches(run: Run, dealt: RankSchedule, batches: int) -> Iterator[Batch]:
+def host_batches(run: Run, schedule: RankSchedule, batches: int) -> Iterator[Batch]:
     """Read and prepare a rank's first batches in this process as in training, but without cached features."""
     rows = run.rows
     prepare, source = make_prepare(run.policy, rows), rows.source()
     transforms = [*input_transforms(rows, run.policy), *training_transforms(run)]
     collate = Collate(transforms, NumpyToTorchCollate(run.job.use_gpu))
     for micro in range(batches):
-        for batch in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
+        for batch in source.read_rows(schedule.rows(micro).tolist(), run.config.batch_size):
             yield collate(prepare(batch))
 
 

@@ -209,10 +209,10 @@ def test_what_of_the_communication_is_hidden(device):
         event("FSDP::post_backward_reduce", 0, 12, is_user_annotation=True),
         event("nccl:all_gather", 20, 30, is_user_annotation=True),
     ]
-    total, hidden = step_clock.travelling(events, torch.device(device))
+    total, hidden = step_clock.communication_times(events, torch.device(device))
     assert total == pytest.approx(8e-6)
     assert hidden == pytest.approx(2e-6)
-    assert step_clock.travelling(events[3:6], torch.device(device)) == (0, 0)
+    assert step_clock.communication_times(events[3:6], torch.device(device)) == (0, 0)
 
 
 def test_passes_alternate_and_take_turns_in_going_first(run):

@@ -36,7 +36,7 @@ def test_gpus_are_those_of_the_clusters_nodes(setting, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(profile_step.Settings, "of", lambda options, run: examine(run))
     monkeypatch.setattr(audit_syncs, "audit", examine)
-    monkeypatch.setattr(find_unused_params, "with_any_stats", lambda run: pytest.fail("the run was loaded"))
+    monkeypatch.setattr(find_unused_params, "with_stub_stats", lambda run: pytest.fail("the run was loaded"))
     flags = [flag for flag in in_process.flags(setting) if "use_gpu" not in flag]
     for tool, said in (
         (profile_step, "no further"),
