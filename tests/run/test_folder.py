@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from vla_finetuning.buckets.mirror import remove
+from vla_finetuning.options.dataset import DatasetOptions
 from vla_finetuning.options.job import CONFIG_NAME
 from vla_finetuning.options.programs import PRESETS, Config, GrpoConfig, ValueConfig
 from vla_finetuning.options.scaling import ScalingOptions
@@ -122,6 +123,9 @@ def test_a_demo_empties_its_own_folder_and_no_input(tmp_path, monkeypatch):
     check_folder(demo)
     with pytest.raises(FileExistsError, match=r"empties this folder, and policy_path=.*pretrained_model is in it"):
         check_folder(replace(demo, policy_path=str(folder / "pretrained_model")))
+    mixture = DatasetOptions(mixture={"/elsewhere": 1.0, str(folder / "rollouts"): {"weight": 1.0}})
+    with pytest.raises(FileExistsError, match=r"empties this folder, and dataset.mixture=.*rollouts is in it"):
+        check_folder(replace(demo, dataset=mixture))
     for other in (GrpoConfig(preset="demo"), ValueConfig(preset="demo")):
         with pytest.raises(FileExistsError, match="is not empty"):
             check_folder(replace(other, output_dir=str(folder)))

@@ -348,20 +348,18 @@ def _check_free(config: JobOptions) -> None:
         return
     presets = {Config: PRESETS, GrpoConfig: GRPO_PRESETS}.get(type(config))
     if presets and config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute():
-        for name, value in leaves(config.to_json(), ()):
-            if isinstance(value, str) and name != "output_dir" and _is_inside(value, config.folder):
+        for name, value in leaves(config.to_json(), ("dataset.mixture",)):
+            paths = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, dict) else []
+            inside = [path for path in paths if Path(path.removeprefix("@")).absolute().is_relative_to(config.folder)]
+            if inside and name != "output_dir":
                 raise FileExistsError(
-                    f"--output_dir={address(config.folder)}: the demo empties this folder, and {name}={value} is in "
-                    "it; choose another --output_dir"
+                    f"--output_dir={address(config.folder)}: the demo empties this folder, and {name}={inside[0]} is "
+                    "in it; choose another --output_dir"
                 )
     else:
         run = "--resume goes on with the run it holds; otherwise choose another"
         remedy = run if (config.folder / CONFIG_NAME).is_file() else "it holds no run; choose another"
         raise FileExistsError(f"--output_dir={address(config.folder)} is not empty: {remedy}")
-
-
-def _is_inside(value: str, folder: Path) -> bool:
-    return any(Path(path.removeprefix("@")).absolute().is_relative_to(folder) for path in value.split(","))
 
 
 def _contents(folder: Path) -> list[str]:
