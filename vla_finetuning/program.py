@@ -39,8 +39,8 @@ def run_program(
 
     Args:
         argv: the command line; None for the process's own.
-        prepare: does all checks that need no Ray, and returns the work, or None for `--dry_run`. Contexts that it
-            enters into the stack are closed when the program ends.
+        prepare: does all checks that need no Ray, and returns the work, or None if there is none, as for a
+            dry run or a finished run. Contexts that it enters into the stack are closed when the program ends.
     Returns:
         The exit status: 0 done, 1 the work failed, 2 it could not start, or another status of the work.
     """

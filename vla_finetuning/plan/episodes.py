@@ -114,10 +114,10 @@ def choose(config: Config, datasets: Datasets) -> list[tuple[np.ndarray, list[st
 
 
 def exclusion(config: Config, datasets: Datasets, unreadable: Mapping[int, Sequence[int]]) -> str:
-    """Return the option that excludes `broken` episodes in addition to those already excluded.
+    """Return the option that excludes `unreadable` episodes in addition to those already excluded.
 
     Args:
-        broken: episode numbers by index of the dataset.
+        unreadable: episode numbers by index of the dataset.
     """
     excluded = {
         member.root: sorted({*(member.exclude_episodes or ()), *unreadable.get(number, ())})

@@ -33,7 +33,7 @@ class Progress:
         rows: end of the trained stream positions [0, rows).
         stream: `StreamPlan.identity()`.
         base: path, revision and digest of the pretrained policy.
-        mode: `--train.mode`.
+        mode: words on what trains (`PolicySpec.trained_part`).
         global_batch_size: rows of an optimizer step.
         loss: mean training loss since the last checkpoint, or None if no step was logged.
         eval_loss: held-out loss of these weights, or None if not measured.
