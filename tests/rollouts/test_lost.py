@@ -81,16 +81,21 @@ def test_a_server_that_does_not_answer_is_replaced_and_asked_again(actors, monke
     monkeypatch.setenv("VLA_WORKER_TIMEOUT_S", "20")
     clock = [0.0]
     monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    actors.results, policy, seat = [None], policy_of(actors), waiting()
-    assert list(policy.decide([seat])) == []  # it starts and is asked
-    with monkeypatch.context() as patch:
-        patch.setattr(servers.ray, "wait", lambda refs, **_: ([], refs))
-        for clock[0] in (19.0, 21.0):
-            assert list(policy.decide([seat])) == []
-            assert actors.all[0].killed == (clock[0] > 20)
-    assert list(policy.decide([seat])) == []
-    ((batch, _),) = policy.decide([seat])
-    assert batch == [seat] and len(actors.all) == 2
+    actors.results, policy, seat = [None, None], policy_of(actors), waiting()
+    for number, limit_s in enumerate((20 + servers.LOAD_LIMIT_S, 20)):  # the first answer waits for the policies
+        assert list(policy.decide([seat])) == []  # it starts and is asked
+        with monkeypatch.context() as patch:
+            patch.setattr(servers.ray, "wait", lambda refs, **_: ([], refs))
+            begun = clock[0]
+            for waited_s in (limit_s - 1, limit_s + 1):
+                clock[0] = begun + waited_s
+                assert list(policy.decide([seat])) == []
+                assert actors.all[number].killed == (waited_s > limit_s)
+        assert len(actors.all) == number + 2
+        assert list(policy.decide([seat])) == []
+        ((batch, _),) = policy.decide([seat])
+        assert batch == [seat]
+        seat.since = 1.0
 
 
 def test_what_a_stage_saw_and_its_node_took_along_is_played_again(actors):

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MAX_SERVER_DEATHS = 3
 # Two processes share a CPU: one waits for decisions while the other simulates or decides.
 STAGE_CPUS = SERVER_CPUS = 0.5
+# Additional seconds for a server's first answer, which waits until its policies are loaded.
+LOAD_LIMIT_S = 900.0
 # Limits of policy servers on CPUs: their number, the bytes of all weights, and the fewest episodes for each.
 MAX_SERVERS, MAX_SERVERS_BYTES, MIN_SERVER_EPISODES = 4, 2 * 2**30, 10
 
@@ -134,6 +136,7 @@ class PolicyServers(Policy):
         self._arguments = dict(sources), options.batch_size, options.exact, counts.threads
         self._free, self._deaths = list[Any](), 0
         self._answer_limit_s = Timeouts.from_environment().worker
+        self._loaded = set[Any]()  # servers that have decided
         # Server and start time of each pending call.
         self._busy: dict[ray.ObjectRef[Any], tuple[Any, float]] = {}
         for _ in range(counts.servers):
@@ -181,16 +184,18 @@ class PolicyServers(Policy):
                 continue
             self.missing_resources = None
             if batch:
+                self._loaded.add(server)
                 chunks, left, texts = decided
                 waited = (playing for seat in batch for playing in seat.playing)
                 for playing, remaining, text in zip(waited, left, texts, strict=True):
                     playing.left = remaining
                     playing.texts += [] if text is None else [text]
                 yield batch, chunks
-        for ref, (_, since) in list(self._busy.items()):
-            if self.pending[ref] and time.monotonic() - since > self._answer_limit_s:
-                why = f"no answer for {self._answer_limit_s:g} s (VLA_WORKER_TIMEOUT_S); lower --eval.batch_size"
-                self._replace(ref, why)
+        for ref, (server, since) in list(self._busy.items()):
+            limit_s = self._answer_limit_s + (0.0 if server in self._loaded else LOAD_LIMIT_S)
+            if self.pending[ref] and time.monotonic() - since > limit_s:
+                remedy = "raise VLA_WORKER_TIMEOUT_S, or lower --eval.batch_size"
+                self._replace(ref, f"no answer for {limit_s:g} s: {remedy}")
         waiting = sorted((seat for seat in seats if seat.since is not None), key=lambda seat: seat.since or 0.0)
         while self._free and waiting:
             batch, rows = list[Seat](), list[Row]()
