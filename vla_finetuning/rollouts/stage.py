@@ -116,7 +116,7 @@ class _Slot:
         if task == self._task:
             return
         if self._task is not None:
-            self._env.close()
+            close_quietly(self._env)
         with _limit(MAKE_LIMIT_S):
             self._env = self._makers[task]()
         self._task, self._fresh = task, True
