@@ -22,7 +22,7 @@ ONCE, AT_END = "success_once", "success_at_end"
 
 
 def wilson(successes: float, scenes: int) -> tuple[float, float]:
-    """Return Wilson's interval of a success probability; `successes` is the sum of the scenes' means."""
+    """Return Wilson's interval of a success probability, given the sum of the scenes' means; (0, 1) for no scenes."""
     if not scenes:
         return 0.0, 1.0
     z, p = float(stats.norm.ppf((1 + CONFIDENCE) / 2)), successes / scenes

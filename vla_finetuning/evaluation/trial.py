@@ -305,7 +305,8 @@ def record_trial(trial: Trial) -> None:
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
     """Make films of the episodes of `select_films` with stored actions, and write films.json."""
     shown = {episode_key(line): line for line in select_films(lines, trial.videos)}
-    actions_of = {episode_key(fields): actions for fields, actions in read_actions(trial.output_dir)}
+    stored = ((episode_key(fields), actions) for fields, actions in read_actions(trial.output_dir))
+    actions_of = {key: actions for key, actions in stored if key in shown}
     chosen = []
     for name, line in shown.items():
         if name in actions_of:
