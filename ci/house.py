@@ -18,7 +18,7 @@ PACKAGE = "vla_finetuning"
 # Figure: the most that it may be, and whether that is reached: then more is an error, else "not yet".
 TARGETS = {
     "lines of the library": (31_000, False),
-    "lines of diagnostics and benchmarks": (5_000, False),
+    "lines of diagnostics and benchmarks": (5_000, True),
     "lines of tests": (30_000, False),
     "lines of train in vla.py": (60, True),
     "names imported by vla.py": (40, True),
