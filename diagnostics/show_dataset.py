@@ -93,9 +93,8 @@ def show_dataset(options: argparse.Namespace) -> None:
     if options.scores or options.exclude_to:
         for path in filter(None, (options.scores, options.exclude_to)):  # fail before the slow scoring
             path.parent.mkdir(parents=True, exist_ok=True)
-        scores = list(
-            score_episodes(meta, tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty()))
-        )
+        present = meta.episode_length.nonzero()[0].tolist()
+        scores = list(score_episodes(meta, tqdm(present, unit="episode", disable=not sys.stderr.isatty())))
         if options.scores:
             options.scores.write_text("".join(json.dumps(asdict(score)) + "\n" for score in scores))
         if options.exclude_to:

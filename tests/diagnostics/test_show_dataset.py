@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -58,6 +59,18 @@ def edit_json(path, change):
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
+
+
+def test_only_episodes_of_the_dataset_are_scored(copy, tmp_path, shown):
+    """Its numbering begins at 1."""
+    for path in (copy / "meta/episodes").rglob("*.parquet"):
+        episodes = pq.read_table(path)
+        pq.write_table(episodes.filter(pc.not_equal(episodes["episode_index"], 0)), path)
+    frames = sum(EPISODES[1:])
+    edit_json(copy / "meta/info.json", lambda info: info.update(total_episodes=3, total_frames=frames))
+    shown(copy, f"--scores={tmp_path / 'scores.jsonl'}")
+    lines = (tmp_path / "scores.jsonl").read_text().splitlines()
+    assert [json.loads(line)["episode"] for line in lines] == [1, 2, 3]
 
 
 def png(pixels):
