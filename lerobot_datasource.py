@@ -11,6 +11,7 @@ The module does not import torch, policies or training.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
@@ -186,7 +187,10 @@ class LeRobotDatasource(Datasource):
             raise ValueError(
                 f"no column {unknown[0]!r}{did_you_mean(unknown[0], names)}; the columns are {list(names)}"
             )
-        return super().apply_projection(projection_map)
+        source = copy.copy(self)
+        if projection_map is not None:  # in its own order; Ray's method keeps the order of an earlier projection
+            source._projection_map = {name: name for name in projection_map}
+        return source
 
     def columns(self) -> tuple[str, ...]:
         """Return the columns of a row, in order, after projection."""

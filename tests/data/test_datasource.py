@@ -346,6 +346,8 @@ def test_columns_are_in_the_order_that_is_selected(roots):
     source = datasource([load_metadata(roots["rollover"])])
     selected = source.apply_projection({"task": "task", "action": "action"})
     assert read_directly(selected)[0].column_names == ["task", "action"]
+    again = selected.apply_projection({"action": "action", "task": "task"})  # as `select_columns` after a limit
+    assert read_directly(again)[0].column_names == ["action", "task"]
 
 
 @pytest.mark.ray
