@@ -59,8 +59,9 @@ def test_of_several_datasets():
     assert of_each(None, ["/a", "/b"], "--x") == [None, None]
     assert of_each({"/b": [1]}, ["/a", "/b"], "--x") == [None, [1]]
     assert of_each([1], ["/a"], "--x") == [[1]]
-    with pytest.raises(ValueError, match="whose episodes"):
-        of_each(np.arange(3), ["/a", "/b"], "--x")
+    for choice in (np.arange(3), {0, 1, 2}):
+        with pytest.raises(ValueError, match="whose episodes"):
+            of_each(choice, ["/a", "/b"], "--x")
     with pytest.raises(ValueError, match=r"--x with several datasets: whose episodes\? Say so: --x='{\"/a\": \[1\]}'"):
         of_each([1], ["/a", "/b"], "--x")
     with pytest.raises(ValueError, match=r"--x names \['/c'\], which are not among the datasets \['/a', '/b'\]"):

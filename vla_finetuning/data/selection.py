@@ -45,7 +45,7 @@ def of_each(choice: Choice, roots: Sequence[str], flag: str) -> list[Sequence[in
             raise ValueError(f"{flag} names {unknown}, which are not among the datasets {list(roots)}")
         return [choice.get(root) for root in roots]
     if choice is not None and len(roots) > 1:
-        example = json.dumps({roots[0]: np.asarray(choice)[:3].tolist()})
+        example = json.dumps({roots[0]: np.asarray(list(choice)[:3]).tolist()})
         raise ValueError(f"{flag} with several datasets: whose episodes? Say so: {flag}='{example}'")
     return [choice] * len(roots)
 
