@@ -86,7 +86,7 @@ def set_row(key, row, value):
             r"farther than the tolerance.*--tolerance_s",
         ),
         (set_row("episode_index", 3, 2), "expected episode 0 frame 3.*found episode 2"),
-        (set_row("task_index", 3, 77), "episode 0: task_index 77 has no entry in meta/tasks"),
+        (set_row("task_index", 3, 77), r"episode 0: task_index 77 has no entry in meta/tasks \(it has"),
         (keep_five_rows, "the file has 5 rows"),
         (set_row(STILL, 2, {"bytes": b"\x89PNG\r\n\x1a\nnope", "path": None}), r"episode 0\), row 2: damaged image"),
     ],

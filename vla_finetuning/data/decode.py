@@ -189,7 +189,7 @@ class VideoReader:
         )
 
     def _seek(self, requested_s: float, tie_s: float) -> _TimedFrame:
-        """Return the frame at the last key frame that is not after `requested_s`, or else the video's first."""
+        """Return the frame at a key frame that is not after `requested_s`, or else the video's first."""
         # FFmpeg seeks by decoding time. With B-frames, the key frame may be shown after the requested frame.
         for back_s in (0.0, 1.0, 10.0, np.inf):
             target_s = max(0.0, requested_s + tie_s - back_s)

@@ -131,7 +131,8 @@ class StreamPlan:
             before a segment then need not be decoded.
         weights: positive shares of the datasets in every epoch, in the order of `dataset_index`; None reads every row
             once per epoch, with all datasets as one source.
-        episode_weights: mean number of repetitions of each entry of `episodes` per epoch, float64 (E,), positive.
+        episode_weights: mean number of repetitions of each entry of `episodes` per epoch, float64 (E,), positive; None
+            for 1.
         later_segment_rows: `segment_rows` of the epochs of a source after its first; None for `segment_rows`.
     """
 

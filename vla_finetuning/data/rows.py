@@ -48,9 +48,9 @@ class LocatedEpisodes(Episodes):
     Attributes:
         first_index: `index` of the first frame of the whole episode, int64 (E,).
         frames: frames of the whole episode, int64 (E,).
-        data_file: data file of the episode, int64 (E,).
+        data_file: data file of the episode, int32 (E,).
         data_row: row of the first frame in that file, int64 (E,).
-        video_file: by camera, the video file of the episode, int64 (E,).
+        video_file: by camera, the video file of the episode, integers (E,); -1 without one.
         video_start_s: by camera, where the episode starts in its video, in seconds, float64 (E,).
     """
 

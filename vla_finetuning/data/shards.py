@@ -252,11 +252,7 @@ class ShardedPlan:
         turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
         # A node reads turns of its own shard, except at the ends of epochs.
         read = np.unique(turn % self.sharding.count) if (turn == end).all() else np.arange(self.sharding.count)
-        plan, first, last = (
-            copy.copy(self),
-            self._split(int(runs[0, 0])),
-            self._split(int(runs[-1, 1])),
-        )
+        plan, first, last = copy.copy(self), self._split(int(runs[0, 0])), self._split(int(runs[-1, 1]))
         plan._shards = list(self._shards)
         for shard in read.tolist():
             plan._shards[shard] = self._shards[shard].with_segments(np.array([[first[shard], last[shard]]]))
