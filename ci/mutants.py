@@ -225,6 +225,16 @@ def import_before(names: list[str]) -> None:
         del sys.modules[name]
 
 
+def useful_mutants(file: str, source: str) -> list[Mutant]:
+    """Return a module's mutants but those of mutants.toml. Raise SystemExit for an entry that is none of them."""
+    equivalent = tomllib.loads((ROOT / "ci/mutants.toml").read_text())
+    lines, possible = source.splitlines(), mutants(source)
+    known = {(entry["line"], entry["after"]) for entry in equivalent.get(file, [])}
+    if gone := known - {(lines[m.line - 1].strip(), m.after) for m in possible}:
+        raise SystemExit(f"ci/mutants.toml: {file} has no such mutants any more, remove them: {sorted(gone)}")
+    return [m for m in possible if (lines[m.line - 1].strip(), m.after) not in known]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="part of a file's name; all without")
@@ -235,18 +245,12 @@ def main(argv: list[str]) -> int:
     chosen = [file for file in TESTS if not options.modules or any(name in file for name in options.modules)]
     if not chosen:
         parser.error(f"{options.modules} name none of {list(TESTS)}")
-    equivalent = tomllib.loads((ROOT / "ci/mutants.toml").read_text())
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     weak = []
     for file in chosen:
         source = Path(file).read_text()
-        lines = source.splitlines()
-        known = {(entry["line"], entry["after"]) for entry in equivalent.get(file, [])}
-        possible = mutants(source)
-        useful = [m for m in possible if (lines[m.line - 1].strip(), m.after) not in known]
-        if gone := known - {(lines[m.line - 1].strip(), m.after) for m in possible}:
-            raise SystemExit(f"ci/mutants.toml: {file} has no such mutants any more, remove them: {sorted(gone)}")
+        useful = useful_mutants(file, source)
         drawn = random.Random(f"{options.seed} {file}").sample(useful, min(options.sample, len(useful)))
         took_s, cpu_s, names = unchanged_run(file, source)
         if not options.fresh:

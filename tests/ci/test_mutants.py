@@ -34,6 +34,11 @@ def test_only_what_a_program_does_is_changed():
     assert text == SOURCE.replace("é{x + most}", "é{(x - most)}")
 
 
+@pytest.mark.parametrize("file", mutants.TESTS)
+def test_mutants_without_effect_are_mutants_of_the_source(file):
+    assert mutants.useful_mutants(file, (mutants.ROOT / file).read_text())
+
+
 @pytest.mark.gate
 def test_a_mutant_is_imported_from_memory(tmp_path):
     (tmp_path / "small.py").write_text("LIMIT = 3\n")
