@@ -216,7 +216,7 @@ class TrainableOptimizer:
 
     Attributes:
         optimizer: optimizer whose step changes nothing if `found_inf` is 1.0, like torch's fused kernels; Adam or AdamW
-            if parameters are sharded. A parameter group may have an `lr_scale`.
+            if parameters are sharded. A parameter group may have an `lr_scale`, a factor of the schedule's rate.
         buffers: buffers to save in checkpoints, by name.
         schedule: learning rate by the number of optimizer steps done before.
         keeps_gradients: whether gradients stay in memory (DDP's buckets) and are zeroed in place, not freed.

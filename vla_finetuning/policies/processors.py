@@ -166,7 +166,7 @@ class Prepare:
             - columns that the pipeline adds: `observation.language.tokens` int64 (N, L) and
               `observation.language.attention_mask` bool (N, L);
             - `task_bytes` (`texts.as_bytes`), if `texts` is set;
-            - ROW_COLUMNS of the block, and `is_read` bool (N,), the opposite of `is_skipped`.
+            - ROW_COLUMNS of the block; with `is_skipped`, also `is_read` bool (N,), its opposite.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action of a row that is not skipped is not finite.

@@ -64,11 +64,11 @@ def _check_growth(path: Path) -> None:
         if not isinstance(step, dict):
             continue
         pending += step.get("normalizers") or []
-        pattern, fingerprint = step.get("pattern"), step.get("content")
-        if isinstance(fingerprint, str):
+        pattern, content = step.get("pattern"), step.get("content")
+        if isinstance(content, str):
             # A regular expression may match the empty string between any two characters.
             literal = pattern.get("String") if isinstance(pattern, dict) else None
-            growth *= max(1.0, len(fingerprint) / len(literal) if literal else 1 + len(fingerprint))
+            growth *= max(1.0, len(content) / len(literal) if literal else 1 + len(content))
     if growth > MAX_GROWTH:
         raise ValueError(
             f"{path}: its normalizers may make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: it is made "

@@ -75,7 +75,7 @@ class ValueLoss(PolicyLoss):
     Args:
         policy_loss: loss of the policy, which computes the prefix.
         bins: number of bins, K.
-        backbone: also train the backbone parameters that `choose_trainable` has chosen; others are always frozen.
+        backbone: also train the parts that only the mode `full` trains; all other parameters of the policy are frozen.
     """
 
     reaches_all = True

@@ -53,7 +53,7 @@ from vla_finetuning.terminal import print_safe
 
 FAMILIES = ()
 
-# Columns of a batch: action tokens, and the mask of their padding.
+# Columns of a batch: action tokens, and their mask, False for padding.
 TOKENS, TOKENS_MASK = "action_tokens", "action_tokens_mask"
 # Mask of the rows with an action; `inputs` adds it before it replaces the -1 in ROBOT.
 HAS_ACTION = "has_action"
