@@ -57,13 +57,17 @@ def test_chunks_are_in_units_of_the_action_also_before_statistics_are_computed(s
     np.testing.assert_allclose(chunks.values, 2 * (wanted - low) / (high - low) - 1, atol=1e-4)
 
 
-def test_each_robots_chunks_have_its_own_entries(setting, tmp_path):
+@pytest.mark.parametrize("statistics", ["stored", "exact"])
+def test_each_robots_chunks_have_its_own_entries(setting, tmp_path, statistics):
     mixture = {"members": [{"root": str(setting[0] / name), "robot": name} for name in ("narrow", "wide")]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mixture))
-    run = resolved(setting, "robots", **{"dataset.root": None, "dataset.mixture": f"@{tmp_path / 'mix.yaml'}"})
+    mixed = {"dataset.root": None, "dataset.mixture": f"@{tmp_path / 'mix.yaml'}", "dataset.statistics": statistics}
+    run = resolved(setting, "robots", **mixed)
     for chunks, name in zip(sample_chunks(run), ("narrow", "wide"), strict=True):
         np.testing.assert_allclose(chunks.actions, actions_of(setting[0] / name), atol=1e-5)
         assert chunks.values.shape[-1] == 5 and chunks.label == f"{name}: "
+        assert not chunks.values[..., len(chunks.names) :].any()
+    assert "narrow: as" in describe_chunks(run)[0]
 
 
 def test_the_plan_counts_tokens_and_says_how_far_actions_are_off(setting):

@@ -57,8 +57,7 @@ def sample_chunks(run: Run) -> list[Chunks]:
     policy = replace(run.policy, robots=tuple(with_placeholders(robot, rows.metas) for robot in run.robots))
     sampled = _by_robot(policy, rows, make_prepare(policy, rows)(batch))
     return [
-        _scaled(chunks.actions, chunks.names, chunks.label) if robot.missing_stats else chunks
-        for robot, chunks in zip(run.robots, sampled, strict=True)
+        _scaled(chunks) if robot.missing_stats else chunks for robot, chunks in zip(run.robots, sampled, strict=True)
     ]
 
 
@@ -85,7 +84,8 @@ def describe_tokens_of(meta: DatasetMetadata, name: str, chunk_size: int) -> lis
     source = LeRobotDatasource([meta], Selection(episodes=some), features, reading=Reading(check_files=False))
     positions = evenly_spaced(source.plan.rows_per_epoch, LOOK_ROWS)
     (batch,) = source.read_rows(positions.tolist(), len(positions))
-    chunks = _scaled(batch[ACTION], tuple(dimension_names(meta, ACTION)))
+    names, width = tuple(dimension_names(meta, ACTION)), batch[ACTION].shape[-1]
+    chunks = _scaled(Chunks(batch[ACTION], np.zeros(width), np.ones(width), names))
     if name == "fit":
         return describe_tokens(ActionTokenizer.fit(chunks.values, VOCABULARY), [chunks])
     return describe_tokens(ActionTokenizer.load(fetch_tokenizer(name)), [chunks])
@@ -117,8 +117,10 @@ def _ends(policy: PolicySpec, width: int) -> tuple[np.ndarray, np.ndarray]:
     return zero[TransitionKey.ACTION].double().numpy(), one[TransitionKey.ACTION].double().numpy()
 
 
-def _scaled(actions: np.ndarray, names: tuple[str, ...], label: str = "") -> Chunks:
-    """Return chunks of `actions`, (N, T, A), scaled so that their quantiles of 1 and 99 % are -1 and 1."""
-    low, high = np.quantile(actions.astype(np.float64), (0.01, 0.99), axis=(0, 1))
+def _scaled(chunks: Chunks) -> Chunks:
+    """Scale chunks so that quantiles of 1 and 99 % of the actions are -1 and 1; entries of padding become 0."""
+    actions, values = chunks.actions, np.zeros(chunks.values.shape, np.float32)
+    low, high = np.quantile(actions, (0.01, 0.99), axis=(0, 1))
     zero, half = (low + high) / 2, np.where(high > low, (high - low) / 2, 1)
-    return Chunks((actions - zero) / half, zero, zero + half, names, label)
+    values[..., : len(zero)] = (actions - zero) / half
+    return replace(chunks, values=values, zero=zero, one=zero + half)
