@@ -124,6 +124,8 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
         check_capacity(tiny.config, needed, planned, (needed.needed - 1) / GIB, "muon")
     with pytest.raises(ValueError, match="nor would it with smaller micro-batches"):
         check_capacity(tiny.config, needed, planned, 0.1)
+    with pytest.raises(ValueError, match="nor would it with smaller micro-batches(?!.*sharded)"):
+        check_capacity(tiny.config, needed, planned, 0.1, "muon")
 
 
 def test_whose_memory_counts(tiny):

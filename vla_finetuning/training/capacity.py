@@ -128,7 +128,8 @@ def check_capacity(
     if card is None or fits(needed, card[1]):
         return
     name, size = card
-    remedy = "nor would it with smaller micro-batches, recomputed activations and sharded parameters"
+    sharded = "" if optimizer in UNSHARDED_OPTIMIZERS else " and sharded parameters"
+    remedy = f"nor would it with smaller micro-batches, recomputed activations{sharded}"
     for recomputed in sorted({config.train.activation_checkpointing, True}):
         ways = list(_smaller(config, recomputed, optimizer))
         # Each plan takes seconds: try the last first, which needs the least.
