@@ -181,12 +181,13 @@ def test_a_last_state_that_was_not_rendered_is_not_valued():
 
 
 def test_a_slot_has_one_environment_of_the_task_it_plays():
-    """What another task's environment holds, a simulator's memory, is let go."""
+    """What another task's environment holds, a simulator's memory, is let go, also where it cannot close."""
     made, closed = [], []
 
     class Noted(two_bins.TwoBins):
         def close(self):
             closed.append(self)
+            raise RuntimeError("the simulator is gone")
 
     def make(task):
         made.append((task, Noted()))
