@@ -56,8 +56,8 @@ class Timeouts:
             requests of `read` each, and shorter than `collective`, so that the error names the cause.
         collective: a collective operation, to detect a stuck rank. Longer than the slowest batch or checkpoint of
             another rank.
-        worker: an answer of a training process. Longer than compiling kernels or loading weights, which block a
-            process for tens of seconds.
+        worker: an answer of a training process, or of a policy server after its policies are loaded. Longer than
+            compiling kernels or loading weights, which block a process for tens of seconds.
         nodes: waiting for nodes with capacity for the workers. Longer than an autoscaler, a spot instance or a
             restarting machine usually takes; running nodes cost money meanwhile.
         store: failing uploads of checkpoints to the bucket of --output_dir, before the run stops and leaves its state
