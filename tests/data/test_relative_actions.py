@@ -15,7 +15,7 @@ import vla
 from tests import in_process
 from tests.datasets import make_dataset
 from vla_finetuning.data import relative_actions
-from vla_finetuning.data.metadata import load_metadata, reorder_dimensions
+from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
 from vla_finetuning.data.statistics import STATISTICS
 from vla_finetuning.plan.describe import describe
@@ -68,16 +68,6 @@ def test_equals_lerobots(tmp_path, monkeypatch):
     narrow = replace(meta, features={**meta.features, "observation.state": short})
     with pytest.raises(ValueError, match="as many dimensions as 'action' has, 3; found 2"):
         relative_action_stats(narrow, how, cache_dir=None)
-
-
-def test_of_vectors_in_another_order_in_the_files(tmp_path):
-    """`dimensions` is in the order of rows, in which the state may be reordered otherwise than the action."""
-    meta = load_metadata(make_dataset(tmp_path / "d", cameras={}))
-    how, order = RelativeActions(CHUNK, (True, False, True)), (2, 0, 1)
-    reordered = reorder_dimensions(meta, {"action": order, "observation.state": order}, meta)
-    found = relative_action_stats(reordered, how, cache_dir=None)
-    expected = relative_action_stats(meta, replace(how, dimensions=(False, True, True)), cache_dir=None)
-    assert_same(found, expected)
 
 
 def test_a_run_of_relative_actions(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.dataset import DatasetMetadata, Feature, known_episodes
+from vla_finetuning.data.dataset import DatasetMetadata, known_episodes
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, files_of, stored_as
 
 ACTION, STATE = "action", "observation.state"
@@ -28,7 +28,7 @@ class RelativeActions:
 
     Attributes:
         chunk_size: number of actions in a chunk.
-        dimensions: mask of the action dimensions from which the state is subtracted, in the order of rows.
+        dimensions: mask of the action dimensions from which the state is subtracted.
         step: frames of the dataset between two actions of a chunk.
     """
 
@@ -69,9 +69,6 @@ def relative_action_stats(
     check_relative(meta, relative, episodes)
     state = meta.features[STATE]
     described = {**relative.described(), "state": stored_as(state)}
-    orders = [meta.features[key].order for key in (ACTION, STATE)]
-    if any(order is not None for order in orders):
-        described["orders"] = orders
     name = digest(meta, [ACTION], episodes, described)
     return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, relative, episodes))[ACTION]
 
@@ -113,13 +110,10 @@ def _compute(meta: DatasetMetadata, relative: RelativeActions, episodes: np.ndar
 
     features = [meta.features[ACTION], meta.features[STATE]]
 
-    def in_row_order(values: np.ndarray, feature: Feature) -> np.ndarray:
-        return values if feature.order is None else values[:, list(feature.order)]
-
     def chunks() -> Iterator[np.ndarray]:
         for file in files_of(meta, episodes):
             for _, arrays in episode_arrays(meta.fs, features=features, **file):
-                actions, states = (in_row_order(arrays[f.key].astype(np.float32, copy=False), f) for f in features)
+                actions, states = (arrays[feature.key].astype(np.float32, copy=False) for feature in features)
                 yield relative_chunks(actions, states, relative)
 
     running, batch_rows = RunningQuantileStats(), BATCH_CHUNKS * relative.chunk_size
@@ -136,7 +130,4 @@ def _compute(meta: DatasetMetadata, relative: RelativeActions, episodes: np.ndar
         raise type(error)(f"dataset {meta.root}: {error}") from error
     if len(rows := np.concatenate(pending)):
         running.update(rows)
-    stats, order = running.get_statistics(), features[0].order
-    if order is not None:  # a dataset's own statistics are in the order of its files
-        stats = {name: value if name == "count" else value[np.argsort(order)] for name, value in stats.items()}
-    return {ACTION: stats}
+    return {ACTION: running.get_statistics()}
