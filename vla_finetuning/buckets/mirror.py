@@ -370,10 +370,18 @@ def pull(path: Path, *, at_the_top: bool = False) -> None:
         located[0].pull(located[1], at_the_top)
 
 
-def read_stored(path: Path) -> bytes:
-    """Read a file from its store, not from the local copy. Raises FileNotFoundError, StorageError."""
-    located = mirror_of(path)
-    return path.read_bytes() if located is None else located[0].store.get(located[0].key_of(located[1]))[0]
+def read_stored(path: Path, start: int = 0, end: int | None = None) -> bytes:
+    """Read bytes [start, end) of a file from its store, not the local copy. Raises FileNotFoundError, StorageError.
+
+    Args:
+        end: None for the end of the file, with `start` 0.
+    """
+    if located := mirror_of(path):
+        store, key = located[0].store, located[0].key_of(located[1])
+        return store.get(key)[0] if end is None else store.range(key, start, end)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read() if end is None else file.read(end - start)
 
 
 def keep_unsent(path: Path, folder: Path) -> None:

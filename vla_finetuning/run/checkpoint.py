@@ -44,6 +44,7 @@ from vla_finetuning.buckets.mirror import (
     mirror_of,
     node_folder,
     pull,
+    read_stored,
     remove,
     sizes,
     upload,
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+# Limit of safetensors itself.
+MAX_HEADER_BYTES = 100_000_000
 # Shares of episodes that succeeded at any time, and at their end, which breaks ties.
 Success = tuple[float, float]
 
@@ -285,7 +288,7 @@ def _load(folder: Path, requested: Mapping[str, Mapping[str, Tensor]]) -> Progre
     inside = folder / state.get("folder", "")
     try:
         for group_name, tensors in requested.items():
-            saved = _names(inside, group_name)
+            saved = _names(folder, state, group_name)
             if group_name == AVERAGE and not saved:
                 raise ValueError("it was written without an average of the weights: start without --ema.enable")
             if group_name == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
@@ -328,30 +331,21 @@ def on_disk(folder: Path, kinds: tuple[str, ...]) -> contextlib.AbstractContextM
 def checkpoint_names(folder: Path, group_name: str) -> set[str]:
     """Return the names of tensors under TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError for a damaged checkpoint."""
     state = _state(folder)
-    inside = folder / state.get("folder", "")
     try:
-        if not mirror_of(folder):
-            return _names(inside, group_name)
-        files = [name for name in state["files"] if name.startswith(group_name)]
-        return {name for file in files for name in _stored_header(inside / file) if name != "__metadata__"}
-    except (OSError, SafetensorError, ValueError) as error:
+        return _names(folder, state, group_name)
+    except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {address(folder)}: cannot be read: {error}") from error
 
 
-def _stored_header(path: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file in a bucket: its length in 8 bytes, and JSON."""
-    store, key = bucket_of(path)
-    length = int.from_bytes(store.range(key, 0, 8), "little")
-    return json.loads(store.range(key, 8, 8 + length))
-
-
-def _names(folder: Path, group_name: str) -> set[str]:
-    from safetensors import safe_open
-
+def _names(folder: Path, state: Mapping[str, Any], group_name: str) -> set[str]:
+    """Read the headers of safetensors files: their length in 8 bytes, and JSON."""
     names: set[str] = set()
-    for path in folder.glob(f"{group_name}*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
+    for file in (name for name in state["files"] if name.startswith(group_name)):
+        path = folder / state.get("folder", "") / file
+        length = int.from_bytes(read_stored(path, 0, 8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{file}: its header has {length} bytes")
+        names |= json.loads(read_stored(path, 8, 8 + length)).keys() - {"__metadata__"}
     return names
 
 
