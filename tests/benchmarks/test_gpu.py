@@ -96,7 +96,7 @@ def results(path, seconds=60.0):
 def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path):
     taking = results(tmp_path / "found.json")
     assert taking.take("long", 100.0, lambda: pytest.fail("it was begun")) is None
-    assert taking.found["long"] == {"left_out": "takes about 100 s, and 60 s are left"}
+    assert taking.entries["long"] == {"left_out": "takes about 100 s, and 60 s are left"}
     assert taking.take("short", 1.0, lambda: 2) == 2
 
 
@@ -108,11 +108,11 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "flops_per_sample", lambda *_, **__: None)
     monkeypatch.setattr(step, "measure", lambda _, columns, *rest: {"samples_per_s": len(columns[0]["action"])})
     gpu.steps(taking, mode="full", name="ours", sizes=replace(gpu.TINY, batch_sizes=(1, 2, 4)), device=CPU)
-    assert list(taking.found) == ["step, full, ours, 1 rows", "step, full, ours, 2 rows"] and made == [1]
-    assert taking.found["step, full, ours, 1 rows"]["result"] == {"samples_per_s": 1, "mfu": None, "planned_bytes": 10}
+    assert list(taking.entries) == ["step, full, ours, 1 rows", "step, full, ours, 2 rows"] and made == [1]
+    assert taking.entries["step, full, ours, 1 rows"]["result"] == {"samples_per_s": 1, "mfu": None, "planned_bytes": 10}
     monkeypatch.setattr(step, "measure", lambda *_: 1 / 0)
     gpu.steps(taking, mode="full", name="naive", sizes=replace(gpu.TINY, peers_at=(1, 2)), device=CPU)
-    assert [name for name in taking.found if "naive" in name] == ["step, full, naive, 1 rows"]
+    assert [name for name in taking.entries if "naive" in name] == ["step, full, naive, 1 rows"]
 
 
 def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
@@ -128,9 +128,9 @@ def test_failing_gpu_tests_are_an_error(tmp_path, monkeypatch):
     (tmp_path / "test_it.py").write_text("def test_it():\n    assert 1 == 2\n")
     taking = results(tmp_path / "found.json")
     taking.take("tests", 0.0, partial(gpu.gpu_tests, CPU, chosen=[str(tmp_path / "test_it.py"), "-c", os.devnull]))
-    error = taking.found["tests"]["error"]
+    error = taking.entries["tests"]["error"]
     assert error.startswith("RuntimeError: pytest ended with status 1\n") and "assert 1 == 2" in error
-    assert gpu.table(taking.found).endswith("failed: tests")
+    assert gpu.table(taking.entries).endswith("failed: tests")
 
 
 def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, monkeypatch):
