@@ -109,7 +109,11 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "measure", lambda _, columns, *rest: {"samples_per_s": len(columns[0]["action"])})
     gpu.steps(taking, mode="full", name="ours", sizes=replace(gpu.TINY, batch_sizes=(1, 2, 4)), device=CPU)
     assert list(taking.entries) == ["step, full, ours, 1 rows", "step, full, ours, 2 rows"] and made == [1]
-    assert taking.entries["step, full, ours, 1 rows"]["result"] == {"samples_per_s": 1, "mfu": None, "planned_bytes": 10}
+    assert taking.entries["step, full, ours, 1 rows"]["result"] == {
+        "samples_per_s": 1,
+        "mfu": None,
+        "planned_bytes": 10,
+    }
     monkeypatch.setattr(step, "measure", lambda *_: 1 / 0)
     gpu.steps(taking, mode="full", name="naive", sizes=replace(gpu.TINY, peers_at=(1, 2)), device=CPU)
     assert [name for name in taking.entries if "naive" in name] == ["step, full, naive, 1 rows"]
