@@ -16,7 +16,7 @@ import ray.train
 import torch
 
 import vla
-from tests.planted_data import DataFault, FaultyPrepare, attempt_of, note, noted
+from tests.planted_data import DataFault, FaultyPrepare, attempt_of, note
 from vla_finetuning.buckets.mirror import pull
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.run import checkpoint
@@ -27,8 +27,7 @@ from vla_finetuning.training import state
 class Fault:
     """`action` of `rank` in the `attempt`-th start of the worker group, before optimizer step `step` (from 0).
 
-    kill, freeze: SIGKILL, SIGSTOP to the training process itself. wait: for ten minutes. hold: until another fault was
-    planted. nan: its loss is NaN then.
+    kill, freeze: SIGKILL, SIGSTOP to the training process itself. wait: for ten minutes. nan: its loss is NaN then.
     bad_input, bug: a ValueError, an error of another kind. full_disk: from then on, no file of more than 100 kB can be
     written. die_at_commit: from then on, the process that drives the run and this one die when a checkpoint is put in
     its place.
@@ -72,9 +71,7 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
         while any(f.settled for f in due) and step >= run.config.save_freq and not newest.exists():
             time.sleep(0.01)
             pull(run.job.checkpoints_dir)
-        while "hold" in now and not noted(run.job.output_dir, "fault"):
-            time.sleep(0.05)
-        if now and now != ["hold"]:
+        if now:
             note(run.job.output_dir, "fault")
         if "kill" in now:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -148,8 +148,7 @@ def test_several_coordinators(setting, undisturbed, monkeypatch):
     monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 1)
     with killing("ray::SplitCoordinator", 1, folder, once=lambda: first.exists() and len(dealing()) == 2) as killed:
         changes = {"scaling.max_failures": 2, "scaling.cpus_per_read_task": 0.5}
-        faults = Fault("hold", step=5), Fault("kill", step=14, attempt=1)
-        assert run_with(flags(setting, "several", **changes), *faults) == 0
+        assert run_with(flags(setting, "several", **changes), Fault("kill", step=14, attempt=1)) == 0
     assert len(killed) == 1
     assert len(resumed_from(folder)) == 3 and resumed_from(folder)[2] == 12
     assert_every_row_once(folder)
